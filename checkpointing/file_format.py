@@ -7,15 +7,19 @@
 
     h5py.File("step_00001000/index.h5")["weights/blocks.3.mlp.up.weight"][...]
 
-gives the whole matrix without this project; elements that are in no file read as NaN there, and are
-an error for this project (index.py). Nothing in a checkpoint depends on the layout: tensors have
-their global shapes, without padding, and every element is stored once. The groups /model,
-/progress, /optimizer, /data and /run of index.h5 have attributes only.
+gives the whole matrix without Trine. Elements that no shard contains read as NaN in h5py and are an
+error in Trine (index.py). Nothing in a checkpoint depends on the layout: tensors have their global
+shapes, without padding, and every element is stored once. The groups /model, /progress, /optimizer,
+/data and /run of index.h5 have attributes only.
 
-Canonical shapes (d head size, f MLP width, h hidden, V vocabulary): attention.qkv.weight is
-(kv_heads, heads/kv_heads + 2, d, h): for each key/value head its queries, then its key, then its
-value; mlp.up.weight is (f, h), or with SwiGLU (2, f, h): gate, then up; other matrices are (out,
-in); embedding.tokens.weight and head.weight are (V, h). A tied head has no tensor of its own.
+Global shapes of the tensors (d: head size, f: MLP width, h: hidden size, V: vocabulary size):
+
+    attention.qkv.weight    (kv_heads, heads/kv_heads + 2, d, h)   per key/value head: its queries,
+                                                                   then its key, then its value
+    mlp.up.weight           (f, h), or with SwiGLU (2, f, h)       gate, then up
+    embedding.tokens.weight, head.weight    (V, h)                 no head.weight if it is tied
+    embedding.positions.weight              (max_positions, h)     if positions are learned
+    other matrices          (out, in)
 """
 
 import contextlib
@@ -36,15 +40,15 @@ from isal import isal_zlib  # zlib's CRC-32, several times as fast
 
 INDEX = "index.h5"
 SHARD = re.compile(r"rank_[0-9]{5,}\.h5")
-CHUNK = 2**20  # bytes: checksummed, then written while still in the CPU's cache
-PAGE = 4096  # arrays begin at multiples of this in their files
+CHUNK = 2**20  # bytes that are checksummed, then written while they are still in the CPU's cache
+PAGE = 4096  # arrays begin at multiples of this number of bytes in their files
 
 Shape = tuple[int, ...]
-# A part of a tensor: for each dimension, the first index and the one after the last.
+# A part of a tensor: for each dimension (a, b), the indices [a, b).
 Box = tuple[tuple[int, int], ...]
-# Where a box is stored: in this shard, from this element of its flat arrays on.
+# Where a box is stored: the shard, the index of its first element in the shard's arrays, the box.
 Source = tuple["ShardFile", int, Box]
-# Of index.h5: by group, the attributes by name.
+# The attributes of index.h5: by group, then by name.
 Attributes = dict[str, dict[str, Any]]
 
 
@@ -52,10 +56,10 @@ Attributes = dict[str, dict[str, Any]]
 
 
 def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of an array in C order as boxes, in order, each contiguous in memory.
+    """Split the elements [start, stop) of an array in C order into boxes, and yield these in order.
 
-    At most two for every dimension but the last: (5, 4), 3, 14 -> row 0 from 3, rows 1-2, row 3
-    to 2.
+    Each box is contiguous in memory. Example: shape (5, 4), start 3, stop 14: column 3 of row 0,
+    then the rows 1 and 2, then the columns 0 and 1 of row 3.
     """
     if start >= stop:
         return
@@ -77,7 +81,7 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def elements_in(box: Box) -> int:
-    """How many elements a box has."""
+    """Return the number of elements of a box."""
     return math.prod(b - a for a, b in box)
 
 
@@ -86,9 +90,10 @@ def elements_in(box: Box) -> int:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """What one rank wrote: its file, and which parts of which tensors it contains.
+    """The file that one rank wrote, and which parts of which tensors it contains.
 
-    tensors: (name, boxes) in the order of the flat arrays. dtypes: by kind, numpy's name of it.
+    file: its name. tensors: (name, boxes) in the order of the flat arrays, the same for every kind.
+    dtypes: numpy's name of the dtype of each kind's array.
     """
 
     file: str
@@ -99,18 +104,19 @@ class ShardFile:
 
     @functools.cached_property
     def elements(self) -> int:
-        """Length of each of the file's flat arrays."""
+        """The number of elements of each flat array of the file."""
         return sum(elements_in(box) for _, boxes in self.tensors for box in boxes)
 
 
 def write_shard(
     path: str, elements: int, arrays: Mapping[str, tuple[str, Iterable[np.ndarray]]]
 ) -> tuple[int, int]:
-    """Write flat arrays to an HDF5 file and to the disk; returns the file's bytes and CRC-32.
+    """Write flat arrays to an HDF5 file, flush it to the disk, and return its bytes and CRC-32.
 
-    arrays: by kind, the dtype and the runs (numpy) that make up `elements`. HDF5 lays out the
-    file; the elements are then written without HDF5, so that the checksum is taken on the way,
-    nothing is copied, and other threads run meanwhile. Raises OSError.
+    elements: the length of each array. arrays: by kind, the dtype and an iterable of numpy arrays
+    that together are the elements. HDF5 only lays out the file; the elements are then written
+    without HDF5, so that each chunk is checksummed before it is written, nothing is copied, and
+    other threads run meanwhile. Raise OSError if a write fails.
     """
     # No file locks: some parallel file systems refuse them, and no other process writes here.
     create = {"locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
@@ -133,7 +139,7 @@ def write_shard(
 
 @contextlib.contextmanager
 def _hdf5_errors(path: str) -> Iterator[None]:
-    """Turn RuntimeError, which h5py raises for some failed writes, into OSError."""
+    """Turn RuntimeError, which h5py raises if some writes fail, into OSError."""
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +147,7 @@ def _hdf5_errors(path: str) -> Iterator[None]:
 
 
 def _reserve(file: h5py.File, kind: str, dtype: str, elements: int) -> int:
-    """Make a flat dataset without writing its elements; the offset of the first in the file."""
+    """Make a flat dataset without writing its elements; return its offset in the file, in bytes."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -152,7 +158,10 @@ def _reserve(file: h5py.File, kind: str, dtype: str, elements: int) -> int:
 
 
 def _write_run(descriptor: int, run: np.ndarray, at: int, crc: int) -> tuple[int, int]:
-    """Write a run of elements at an offset; the offset after it, and the checksum so far."""
+    """Write a run of elements at byte `at` of a file.
+
+    Return the offset after the run, and the CRC-32 `crc` continued over its bytes.
+    """
     data = run.data.cast("B")
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
@@ -165,7 +174,7 @@ def _write_run(descriptor: int, run: np.ndarray, at: int, crc: int) -> tuple[int
 
 
 def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
-    """The CRC-32 `crc`, continued over bytes [start, stop) of a file, or to the file's end."""
+    """Return the CRC-32 `crc` continued over bytes [start, stop) of a file, or to its end."""
     buffer = memoryview(bytearray(min(CHUNK, stop - start)))
     while start < stop:
         count = os.preadv(descriptor, [buffer[: stop - start]], start)
@@ -177,9 +186,10 @@ def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
 
 
 def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
-    """The bytes of an index.h5 without attributes: every whole tensor as a virtual dataset.
+    """Return the bytes of an index.h5 without attributes: each whole tensor as a virtual dataset.
 
-    The same for every save of a run. Raises RuntimeError if the shards do not cover a tensor.
+    shapes: the global shape of each tensor. The result does not depend on the values, so a run can
+    use it for every save. Raise RuntimeError if the shards do not cover a tensor.
     """
     sources: dict[str, list[Source]] = {name: [] for name in shapes}
     for shard in shards:
@@ -203,7 +213,10 @@ def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
 
 
 def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int, int]:
-    """Write index.h5 from its image, and the attributes by group; the file's bytes and CRC-32."""
+    """Write index.h5: the bytes of `index_image` and the attributes; flush it to the disk.
+
+    Return the file's bytes and CRC-32.
+    """
     path = os.path.join(folder, INDEX)
     with open(path, "wb") as file:
         file.write(image)
@@ -217,7 +230,10 @@ def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int,
 def _create_virtual_dataset(
     file: h5py.File, kind: str, name: str, shape: Shape, sources: list[Source]
 ) -> None:
-    """With HDF5's low-level calls: h5py's classes for virtual datasets take ten times as long."""
+    """Create a whole tensor as a virtual dataset over the shards.
+
+    It uses h5py's low-level calls; h5py's classes for virtual datasets take ten times as long.
+    """
     dtype = np.dtype(sources[0][0].dtypes[kind])
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_fill_value(np.array(np.nan, dtype))
@@ -233,20 +249,20 @@ def _create_virtual_dataset(
 
 
 def checksum_file(path: str) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file. Raises OSError."""
+    """Return the bytes and CRC-32 of a file. Raise OSError if it cannot be read."""
     with open_regular(path) as file:
         return checksum(file)
 
 
 def checksum(file: io.FileIO) -> tuple[int, int]:
-    """As `checksum_file`, of an open file."""
+    """Return the bytes and CRC-32 of an open file."""
     total = os.fstat(file.fileno()).st_size
     return total, _crc32_of_range(file.fileno(), 0, total, 0)
 
 
 def open_regular(path: str) -> io.FileIO:
-    """Open a regular file to read. Raises OSError, without waiting, for all else: a link, a pipe, a
-    device, a folder.
+    """Open a regular file to read. Raise OSError, without waiting, if the path is anything else: a
+    link, a pipe, a device, a folder.
     """
 
     def opener(path: str, flags: int) -> int:
@@ -258,7 +274,7 @@ def open_regular(path: str) -> io.FileIO:
 
 
 def flush(path: str) -> None:
-    """Bring a file's data, or a folder's entries, to the disk."""
+    """Flush a file's data, or a folder's entries, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

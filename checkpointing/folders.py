@@ -1,14 +1,15 @@
-"""The folder of a checkpoint: its manifest and checksums, its name, how it appears and goes.
+"""The folder of a checkpoint: its name, its manifest with checksums, publishing and deleting it.
 
 A checkpoint is written to a hidden folder and becomes visible by one rename after all of its files
-are on the disk; a removed one is first hidden by a rename. So every visible folder is complete,
-and a crash at any moment leaves the older ones as they were. Those of another course than the
-run's are set aside in checkpoints.1, checkpoints.2, ... manifest.json:
+are on the disk. A checkpoint is deleted after a rename has hidden it. So every visible folder is
+complete, and a crash at any moment leaves the older checkpoints as they were. If a run continues
+from an earlier step, the checkpoints of later steps are moved to checkpoints.1, checkpoints.2, ...
+The file manifest.json:
 
     {"format": "trine checkpoint", "version": 1, "step": 1000,
      "files": {"index.h5": {"bytes": 53995, "crc32": 3852957224}, ...},
-     "checked": ["replicas"],   # what this state has passed; not there before version 0.3
-     "sha256": of the JSON text without this key}
+     "checked": ["replicas"],   # checks that this state has passed; absent before version 0.3
+     "sha256": "..."}           # of the JSON text without this key
 """
 
 import hashlib
@@ -24,15 +25,15 @@ from config.messages import UserError
 
 VERSION = 1
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 2**24  # at the most; 200,000 files have as many
+MANIFEST_BYTES = 2**24  # the most that is read: the size of a manifest of 200,000 files
 
 
 def write_manifest(
     folder: str, step: int, files: dict[str, tuple[int, int]], checked: Sequence[str] = ()
 ) -> None:
-    """Write manifest.json and bring it to the disk.
+    """Write manifest.json, and flush it and the folder to the disk.
 
-    files: bytes and CRC-32 by name. checked: names of the checks that this state has passed.
+    files: bytes and CRC-32 by file name. checked: names of the checks that this state has passed.
     """
     entries = {name: {"bytes": total, "crc32": crc} for name, (total, crc) in files.items()}
     body = {"format": "trine checkpoint", "version": VERSION, "step": step, "files": entries}
@@ -45,12 +46,16 @@ def write_manifest(
 
 
 def _manifest_text(body: dict[str, Any]) -> bytes:
+    """Return the text of manifest.json: `body` and the SHA-256 of its JSON text."""
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return (json.dumps(body | {"sha256": digest}, indent=1) + "\n").encode()
 
 
 def _what_is_there(folder: str) -> str:
-    """Why a folder without a manifest is no checkpoint, and what to do if it is another thing."""
+    """Return why a folder without a manifest is no checkpoint, for an error message.
+
+    If it has weights of Hugging Face, the text names the command that imports them.
+    """
     if not os.path.isdir(folder):
         return "there is no such folder"
     names = os.listdir(folder)
@@ -61,8 +66,10 @@ def _what_is_there(folder: str) -> str:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The contents of manifest.json; UserError if it is missing, if a bit of it has changed, or if
-    it lists other files than a checkpoint has.
+    """Return the contents of manifest.json, without "sha256".
+
+    Raise UserError if the manifest is missing or damaged, if it has another format version or
+    another step than the folder's name, or if it lists other files than a checkpoint has.
     """
     path = os.path.join(folder, MANIFEST)
     try:
@@ -101,7 +108,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_entry(item: tuple[str, Any]) -> bool:
-    """Whether an item of the manifest's files is a name and what is known about it."""
+    """Return whether an item of the manifest's "files" is the name of a checkpoint's file with a
+    dictionary of its "bytes" and "crc32".
+    """
     name, entry = item
     named = name == INDEX or SHARD.fullmatch(name)
     known = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
@@ -111,9 +120,10 @@ def _is_entry(item: tuple[str, Any]) -> bool:
 def find_problem(
     folder: str, name: str, expected: dict[str, int], contents: bool = True
 ) -> str | None:
-    """What is wrong with a file of a checkpoint, in a sentence, or None.
+    """Return the error message for a missing or damaged file of a checkpoint; None if it is sound.
 
-    contents: whether to read the whole file and compare its checksum, or to compare its size only.
+    expected: "bytes" and "crc32" of the file in the manifest. contents: whether to read the whole
+    file and compare its checksum, or to compare its size only.
     """
     path = os.path.join(folder, name)
     try:
@@ -133,18 +143,21 @@ _NAME = re.compile(r"step_(\d{8,})(\.old)?")
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the name of the folder of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def step_of(folder: str) -> int:
-    """The step in a checkpoint's name, -1 for other names."""
+    """Return the step in the name of a checkpoint's folder; -1 for other names."""
     match = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))
     return int(match[1]) if match else -1
 
 
 def list_checkpoints(parent: str) -> list[str]:
-    """Folders named as checkpoints, newest step first; step_... comes before step_....old."""
+    """Return the folders in `parent` that are named as checkpoints, the newest step first.
+
+    Of the same step, step_... comes before step_....old, which `publish` may have left.
+    """
     if not os.path.isdir(parent):
         return []
     names = [name for name in os.listdir(parent) if _NAME.fullmatch(name)]
@@ -153,9 +166,10 @@ def list_checkpoints(parent: str) -> list[str]:
 
 
 def find_checkpoints(path: str) -> list[str]:
-    """The checkpoints that `path` may mean, newest first: itself, or those in a run's folder.
+    """Return the checkpoints that `path` may mean, the newest first.
 
-    Any other path is returned as it is: `read_manifest` then says what is missing.
+    `path` is a checkpoint, a folder of checkpoints, or a run's folder. Any other path is returned
+    as it is, so that `read_manifest` raises an error that names what is missing.
     """
     if step_of(path) >= 0 or os.path.exists(os.path.join(path, MANIFEST)):
         return [path]
@@ -164,9 +178,9 @@ def find_checkpoints(path: str) -> list[str]:
 
 
 def publish(hidden: str, final: str) -> None:
-    """Rename a finished folder to its visible name; on return the new name is on the disk.
+    """Rename a finished folder to its visible name, and flush the new name to the disk.
 
-    A checkpoint that has this name already stays visible as .old until then.
+    A checkpoint that has this name already stays visible as .old until then, and is then deleted.
     """
     aside = final + ".old"
     if os.path.lexists(final):
@@ -180,7 +194,7 @@ def publish(hidden: str, final: str) -> None:
 
 
 def remove(folder: str) -> None:
-    """Delete a checkpoint, after hiding it by a rename; of a symbolic link only the link."""
+    """Delete a checkpoint, after hiding it by a rename; if it is a symbolic link, only the link."""
     parent, name = os.path.split(os.path.normpath(folder))
     hidden = os.path.join(parent, f".{name}.removed")
     _delete(hidden)  # left by an interrupted removal
@@ -189,7 +203,7 @@ def remove(folder: str) -> None:
 
 
 def _delete(path: str) -> None:
-    """Delete a folder and all in it, or a file or a symbolic link, if it is there."""
+    """Delete a folder and all in it, or a file or a symbolic link, if the path exists."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
@@ -197,7 +211,7 @@ def _delete(path: str) -> None:
 
 
 def remove_leftovers(parent: str) -> list[str]:
-    """Delete the hidden folders of interrupted saves and removals; returns their names."""
+    """Delete the hidden folders of interrupted saves and removals; return their names."""
     names = [name for name in os.listdir(parent) if name.startswith(".step_")]
     for name in names:
         _delete(os.path.join(parent, name))
@@ -205,7 +219,11 @@ def remove_leftovers(parent: str) -> list[str]:
 
 
 def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
-    """Which of these steps to delete: all but the last, and the multiples of keep_every."""
+    """Return the steps whose checkpoints are to be deleted.
+
+    All but the last `keep_last` steps and the multiples of `keep_every` are; 0 for `keep_last`
+    keeps all steps, 0 for `keep_every` no multiples.
+    """
     if not keep_last:
         return []
     older = sorted(steps)[:-keep_last]
@@ -213,7 +231,10 @@ def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
 
 
 def delete_surplus(parent: str, keep_last: int, keep_every: int, saved: int) -> None:
-    """Delete the checkpoints that `surplus` names, but not that just saved. Raises OSError."""
+    """Delete the checkpoints whose steps `surplus` returns, except that of the step `saved`.
+
+    Called after each save, with its step as `saved`. Raise OSError if a deletion fails.
+    """
     found = list_checkpoints(parent)
     delete = surplus(sorted({step_of(path) for path in found}), keep_last, keep_every)
     for path in found:
@@ -222,9 +243,10 @@ def delete_surplus(parent: str, keep_last: int, keep_every: int, saved: int) -> 
 
 
 def set_aside(parent: str, after: int) -> str:
-    """Move the checkpoints of later steps than `after` into PARENT.1, PARENT.2, ...; says which.
+    """Move the checkpoints of later steps than `after` to the first free of PARENT.1, PARENT.2, ...
 
-    Raises OSError.
+    Return a line that names the folder and the checkpoints, or "" if there are none. Raise OSError
+    if a move fails.
     """
     names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
     if not names:
@@ -238,7 +260,7 @@ def set_aside(parent: str, after: int) -> str:
 
 
 def unused_number(paths: list[str]) -> int:
-    """The smallest number N, from 1 on, such that no PATH.N exists."""
+    """Return the smallest number N, from 1 on, such that PATH.N exists for none of the paths."""
     number = 1
     while any(os.path.lexists(f"{path}.{number}") for path in paths):
         number += 1

@@ -1,11 +1,13 @@
-"""Host memory into which a save copies this rank's state; every save uses it again.
+"""Host memory into which a save copies this rank's state; every save uses the same memory.
 
     buffers = HostBuffers(device)
-    buffers.begin_pinning(count, {"weights": torch.float32})   # on a GPU: in a thread, ahead
+    buffers.begin_pinning(count, {"weights": torch.float32})   # on a GPU: in a thread, early
     buffers.copy("weights", runs, count, torch.float32)
+    buffers.finish()
     arrays = buffers.arrays("weights")
 
-For a GPU the memory is pinned. That takes seconds, which would be part of the first save's pause.
+For a GPU the memory is pinned. Pinning takes seconds, and without the thread these would be part of
+the pause of the first save.
 """
 
 from collections.abc import Iterable
@@ -19,21 +21,22 @@ SMALL_PINNED_BUFFER = 2**18  # elements
 
 
 class HostBuffers:
-    """The buffers of one rank, by kind of tensor."""
+    """The buffers of one rank, by kind of state ("weights", and the kinds of the optimizer)."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.pinned = device.type == "cuda"
         self._buffers: dict[str, list[Tensor]] = {}
-        self._pinning: Future[dict[str, list[Tensor]]] | None = None  # buffers to come
+        # The result of `begin_pinning`, until the first `copy` takes it.
+        self._pinning: Future[dict[str, list[Tensor]]] | None = None
 
     def begin_pinning(self, count: int, types: dict[str, torch.dtype]) -> None:
-        """Allocate `count` elements of each kind in a thread, if the memory is to be pinned."""
+        """Begin to allocate `count` elements of each kind in a thread; for a GPU only."""
         if not self.pinned or not count:
             return
 
         def allocate() -> dict[str, list[Tensor]]:
-            torch.cuda.set_device(self.device)  # each thread has a current device of its own
+            torch.cuda.set_device(self.device)  # the current device is set per thread
             return {kind: self._allocate(count, dtype) for kind, dtype in types.items()}
 
         threads = ThreadPoolExecutor(1, thread_name_prefix="pinning")
@@ -41,8 +44,10 @@ class HostBuffers:
         threads.shutdown(wait=False)
 
     def copy(self, kind: str, runs: Iterable[Tensor], count: int, dtype: torch.dtype) -> None:
-        """Copy runs of `count` elements in all, one behind the other; from a GPU the copy has only
-        begun. Raises what `begin_pinning` has met.
+        """Copy runs, with `count` elements in all, one after the other into the buffers of a kind.
+
+        From a GPU the copies have only begun on return: call `finish` before the buffers are read.
+        An exception of the thread of `begin_pinning` is raised here.
         """
         if self._pinning is not None:
             self._buffers |= self._pinning.result()
@@ -51,7 +56,7 @@ class HostBuffers:
             self._buffers[kind] = self._allocate(count, dtype)
         if self.pinned:
             _copy_to_pinned(runs, self._buffers[kind])
-        else:  # half the time of copies one by one
+        else:  # torch.cat takes half the time of one copy per run
             torch.cat(list(runs), out=self._buffers[kind][0])
 
     def finish(self) -> None:
@@ -60,7 +65,7 @@ class HostBuffers:
             torch.cuda.synchronize(self.device)
 
     def arrays(self, kind: str) -> list[np.ndarray]:
-        """What was copied, as arrays that share the buffers' memory."""
+        """Return the copied elements of a kind as arrays that share the buffers' memory."""
         return [buffer.numpy() for buffer in self._buffers[kind]]
 
     def _allocate(self, count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -69,9 +74,10 @@ class HostBuffers:
 
 
 def _pinned_sizes(count: int) -> list[int]:
-    """Elements of the buffers that hold `count`: powers of two, and the last one the rest.
+    """Return the numbers of elements of the buffers that together hold `count` elements.
 
-    torch rounds pinned memory up to a power of two, so one buffer could take twice its size.
+    torch rounds pinned memory up to a power of two, so a single buffer could take twice its size.
+    So all buffers are powers of two, except for a small last one.
     """
     sizes = []
     while count > SMALL_PINNED_BUFFER:
@@ -81,7 +87,7 @@ def _pinned_sizes(count: int) -> list[int]:
 
 
 def _copy_to_pinned(runs: Iterable[Tensor], buffers: list[Tensor]) -> None:
-    """Begin to copy runs of elements, one behind the other, into buffers of as many."""
+    """Begin to copy runs of elements, one after the other, into buffers with as many elements."""
     rest = iter(buffers)
     room = next(rest)
     for run in runs:

@@ -1,6 +1,8 @@
-"""Checks that a checkpoint is whole and sound before anything of it is used.
+"""Checks that a checkpoint is complete and undamaged before any of it is used.
 
-manifest = check_files(folder)      manifest, files, tensors, attributes; UserError
+    manifest = check_files(folder)      checks manifest, files, tensors and attributes
+
+Read file_format.py and index.py first.
 """
 
 import json
@@ -19,10 +21,11 @@ COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")
 
 
 def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    """The manifest of a complete checkpoint; UserError for anything that `--resume` or an export
-    could not use. Each of several ranks checks index.h5 and its share of the rest.
+    """Check a checkpoint and return its manifest.
 
-    contents: whether to compare checksums, or sizes only.
+    Raise UserError for anything that `--resume` or an export could not use. contents: whether to
+    compare the files' checksums, or only their sizes. rank, size: of several ranks that call this,
+    each checks index.h5 and a part of the other files.
     """
     manifest = folders.read_manifest(folder)
     files = manifest["files"]
@@ -39,7 +42,10 @@ def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1
 
 
 def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None:
-    """UserError unless these are the names and shapes of the model's tensors."""
+    """Raise UserError unless `found` has the names and shapes of the model's tensors.
+
+    where: the path that the error names.
+    """
     if model.layers > len(found):
         raise UserError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
     expected = canonical_shapes(model)
@@ -50,7 +56,7 @@ def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None
 
 
 def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
-    """The names and global shapes of a model's tensors; file_format.py has the symbols."""
+    """Return the global shape of each of a model's tensors, by name (see file_format.py)."""
     h = model.hidden
     g = model.kv_heads
     d = model.head_size
@@ -89,7 +95,9 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
 
 
 def _check_attributes(index: Index, step: int) -> None:
-    """UserError unless progress and the optimizer's scalars are numbers, and the rest is text."""
+    """Raise UserError unless the attributes of index.h5 have the types and values that a resume
+    uses: counts >= 0, finite scalars of the optimizer, text that can be read, and this step.
+    """
     progress, optimizer, data, run = map(index.attributes, ("progress", "optimizer", "data", "run"))
     text = {"kind": optimizer.pop("kind", None), "fingerprint": data.get("fingerprint")}
     text["config"] = run.get("config")
@@ -99,7 +107,7 @@ def _check_attributes(index: Index, step: int) -> None:
     wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
     wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]
     numbers = (progress | optimizer).items()
-    least = {"hysteresis": -(2**63)}  # overflows in a row count it down
+    least = {"hysteresis": -(2**63)}  # may be negative: each overflow in a row subtracts one
     wrong += [
         (k, v) for k, v in numbers if isinstance(v, str) or not least.get(k, 0) <= v < math.inf
     ]
