@@ -1,13 +1,13 @@
 """The watchdog's monitor: one process beside rank 0 that watches all ranks and ends a stuck job.
 
-heartbeat.start_monitor starts it. It ends the job when
+heartbeat.start_monitor starts it on rank 0. It ends the job when
 
-    a connection closes without a goodbye   that rank is dead; the first one is the cause
-    a rank reports that it fails            the first one prints its error, the others do not
-    no progress for too long                a hang, unless all stalled ranks wait for a moving one
+    a connection closes without a goodbye   that rank is dead; the first dead rank is the cause
+    a rank reports that it fails            only the first rank that failed prints its error
+    a rank makes no progress for too long   a hang, unless it waits for ranks that make progress
 
 It asks all ranks for stacks and records, prints the cause and writes OUT/hang (hang_report.py),
-tells the ranks to end, and kills those that do not.
+tells the ranks to end, and kills the ranks that do not end. Read heartbeat.py first.
 """
 
 import contextlib
@@ -28,25 +28,26 @@ from watchdog.handshake import Entrance, Process
 from watchdog.heartbeat import encode, kill_process, process_state
 from watchdog.wait_graph import Case, Ranks, WaitGraph, find_culprits
 
-MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0  # the default of --hang-timeout: the longer one
-# Until so many steps are done, data and checkpoints are read and kernels built: the limit is
-# multiplied by that factor, and is so many seconds at least.
+# Default of --hang-timeout: the longer of these seconds and this many times the median step.
+MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0
+# During the first STARTUP_STEPS steps data and checkpoints are read and kernels are built: the
+# limit is STARTUP_FACTOR times longer then, and at least STARTUP_SECONDS.
 STARTUP_STEPS = 2
 STARTUP_FACTOR = 4.0
 STARTUP_SECONDS = 120.0
-POLL_SECONDS = 0.25  # between checks
-FIRST_RANK_TIMEOUT, ALL_RANKS_TIMEOUT = 60.0, 900.0  # to connect
+POLL_SECONDS = 0.25  # between two checks
+FIRST_RANK_TIMEOUT, ALL_RANKS_TIMEOUT = 60.0, 900.0  # for the first rank, all ranks, to connect
 FAILURE_DELAY = 1.0  # the death that caused a failure may be seen later than the failure
-GOODBYE_TIMEOUT = 1.0  # from a closed connection for stacks to the goodbye on the other one
+GOODBYE_TIMEOUT = 1.0  # for a rank's connection for messages, after its stacks' has closed
 PRINT_TIMEOUT = 2.0  # for the first rank that failed to print its error
-STATUS_TIMEOUT = 4.0  # for stacks and records, since the last that came
+STATUS_TIMEOUT = 4.0  # for the next rank to send its stacks and records
 WRITE_TIMEOUT = 10.0  # to print and write the report: the file system may hang
-FLUSH_SECONDS = 0.5  # for mpirun to pass on what was printed, before the ranks end
+FLUSH_SECONDS = 0.5  # for mpirun to pass on printed lines before the ranks end
 EXIT_TIMEOUT = 8.0  # for the ranks to end
-SUSPENDED_SECONDS = 2.0  # between two checks: this process was suspended
-QUIET_SECONDS = 3.0  # without a heartbeat: the state of the rank's process is read too
-RAW_BYTES = 1 << 16  # kept of what faulthandler writes, the newest
-MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of one take 1.5 MB
+SUSPENDED_SECONDS = 2.0  # between two checks: more means that this process was suspended
+QUIET_SECONDS = 3.0  # without a heartbeat, after which the kernel's state of the rank is read
+RAW_BYTES = 1 << 16  # the newest bytes that are kept of faulthandler's output
+MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of a rank take 1.5 MB
 
 
 @dataclass
@@ -54,8 +55,8 @@ class Rank:
     """What the monitor knows of one rank."""
 
     rank: int
-    heard: float  # time of the last message
-    moved: float  # time at which its progress last grew
+    heard: float  # monotonic time of its last message
+    moved: float  # monotonic time at which its progress last grew
     node: str = ""
     pid: int = 0
     started: int = 0
@@ -66,19 +67,19 @@ class Rank:
     memory: dict[str, int] | None = None
     state: str = "alive"  # or failed, left, gone
     error: str | None = None
-    exit_status: int = 0  # for a UserError; 0: it has failed by an exception of the code
-    status: dict[str, Any] | None = None  # its answer to `inspect`
-    process: str | None = None
-    raw: bytes = b""  # what faulthandler wrote
-    received: bytes = b""
+    exit_status: int = 0  # for a UserError; 0 for an exception of the code
+    status: dict[str, Any] | None = None  # its answer to the message "inspect"
+    process: str | None = None  # the kernel's state of its process, once that was read
+    raw: bytes = b""  # the stacks that faulthandler wrote
+    received: bytes = b""  # the beginning of a message that has not arrived completely
 
     @property
     def descriptor(self) -> int:
-        """Of its connection for messages; -1 if that is closed."""
+        """The descriptor of its connection for messages; -1 if there is none or it is closed."""
         return self.connection.fileno() if self.connection else -1
 
     def to_dict(self, now: float) -> dict[str, Any]:
-        """As plain values, for the report and its files; times as seconds before `now`."""
+        """Return plain values for the report and its files; times become seconds before `now`."""
         status = self.status or {}
         state = self.state
         if state == "alive":
@@ -103,11 +104,11 @@ class Rank:
 
 @dataclass
 class Connection:
-    """A rank's socket, for messages or for stacks."""
+    """One of a rank's two connections: for messages, or for faulthandler's stacks."""
 
     sock: socket.socket
     rank: Rank
-    stacks: bool
+    stacks: bool  # whether this is the connection for stacks
 
 
 class Monitor:
@@ -121,10 +122,11 @@ class Monitor:
         self.given_limit = job["limit"]
         self.limit = self.given_limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
-        self.closed: list[tuple[Rank, float]] = []  # connections for stacks, to be looked at
-        self.dead: list[int] = []  # in order of their deaths
-        self.failures: list[tuple[int, float]] = []
-        self.first: Rank | None = None  # that failed, once it may print its error
+        # Ranks whose connection for stacks closed, or that sent a bad message, and the time.
+        self.closed: list[tuple[Rank, float]] = []
+        self.dead: list[int] = []  # ranks in the order of their deaths
+        self.failures: list[tuple[int, float]] = []  # ranks that reported a failure, and when
+        self.first: Rank | None = None  # the first rank that failed, once it may print its error
         self.left: set[int] = set()  # ranks that said goodbye
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
         self.began = self.checked = time.monotonic()
@@ -134,12 +136,12 @@ class Monitor:
         self.connections: dict[int, Connection] = {}  # by descriptor
 
     def run(self) -> None:
-        """Return when the job is over."""
+        """Watch the ranks; return when the job is over."""
         before = time.monotonic()
         while True:
             self._receive()
             now = time.monotonic()
-            if now - before > SUSPENDED_SECONDS:  # perhaps the job too: it counts against no rank
+            if now - before > SUSPENDED_SECONDS:  # perhaps the ranks too: do not count this time
                 for rank in self.ranks.values():
                     rank.heard += now - before
                     rank.moved += now - before
@@ -157,8 +159,8 @@ class Monitor:
     # -- messages ---------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle what arrives within POLL_SECONDS, ends of connections for stacks first."""
-        # epoll gives descriptors in the order of their events: the first death is first.
+        """Handle all that arrives within POLL_SECONDS, connections for stacks before the others."""
+        # epoll returns descriptors in the order of their events, so the first death comes first.
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
         stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
         for number in sorted(numbers, key=lambda number: number not in stacks):
@@ -173,7 +175,7 @@ class Monitor:
         self._mark_dead()
 
     def _admit(self, sock: socket.socket, kind: str, process: Process) -> None:
-        """Take a connection that a rank has shown to be its own."""
+        """Register the connection of a rank whose hello was right (handshake.py)."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         now = time.monotonic()
         number = process.rank
@@ -205,7 +207,7 @@ class Monitor:
             self.connections.pop(number).sock.close()
 
     def _handle_lines(self, rank: Rank, data: bytes) -> None:
-        """Handle the messages that are complete; raises ValueError and others for bad ones."""
+        """Handle the complete messages in `data`; raise ValueError or others for a bad message."""
         *lines, rank.received = (rank.received + data).split(b"\n")
         if max(map(len, [*lines, rank.received])) > MAX_LINE:
             raise ValueError(f"a line of more than {MAX_LINE:,} bytes")
@@ -213,13 +215,13 @@ class Monitor:
             self._handle(rank, json.loads(line))
 
     def _mark_dead(self) -> None:
-        """Ranks whose connection for stacks has closed are dead, unless they said goodbye."""
+        """Mark the ranks in `closed` as dead, unless they have failed or said goodbye."""
         now = time.monotonic()
         closed = self.closed
         self.closed = []
         for rank, when in closed:
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
-                self.closed.append((rank, when))  # its other connection has not been read yet
+                self.closed.append((rank, when))  # wait for its connection for messages
                 continue
             if rank.descriptor in self.connections:
                 self._read(rank.descriptor)
@@ -263,7 +265,7 @@ class Monitor:
         rank.snapshot = snapshot
 
     def _send(self, rank: Rank, message: dict[str, Any]) -> None:
-        """Send without waiting: a rank that does not read, or is dead, must not block this."""
+        """Send without waiting, since a rank that does not read must not block the monitor."""
         if rank.connection is not None:
             with contextlib.suppress(OSError):
                 rank.connection.send(encode(message))
@@ -271,7 +273,7 @@ class Monitor:
     # -- the decision -----------------------------------------------------------------------
 
     def _find_case(self, now: float) -> Case | None:
-        """The case for which the job must end, if there is one."""
+        """Return the case for which the job must end, or None."""
         if self.dead:
             return Case("dead", self.size, first=self.dead[0])
         if self.failures:
@@ -282,13 +284,13 @@ class Monitor:
         if len(self.ranks) < self.size and now - self.began > ALL_RANKS_TIMEOUT:
             missing = sorted(set(range(self.size)) - set(self.ranks))
             return Case("missing", self.size, missing=missing, limit=ALL_RANKS_TIMEOUT)
-        if now - self.checked < POLL_SECONDS:  # a thousand ranks send that many messages
+        if now - self.checked < POLL_SECONDS:  # do not search for a hang after every message
             return None
         self.checked = now
         return self._find_hang(now)
 
     def _find_hang(self, now: float) -> Case | None:
-        """A hang: a rank is stalled, and so are the ranks at the ends of its chains of waits."""
+        """Return a hang if a rank is stalled; None if its chains of waits end at moving ranks."""
         if not self.given_limit:
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
             self.limit = max(MIN_HANG_TIMEOUT, MEDIAN_STEPS * max(steps, default=0.0))
@@ -297,7 +299,7 @@ class Monitor:
         if not stalled:
             return None
         ranks = self._describe_ranks(now)
-        for rank in alive:  # none has been asked yet
+        for rank in alive:  # WaitGraph needs a state, and no rank has been asked yet
             quiet = now - rank.heard > self._limit_of(rank) / 2
             ranks[rank.rank]["state"] = "silent" if quiet else "answered"
         ends = WaitGraph(ranks).chain_ends(rank.rank for rank in stalled)
@@ -308,7 +310,7 @@ class Monitor:
         return Case("hang", self.size, still=slowest.rank, limit=self._limit_of(slowest))
 
     def _limit_of(self, rank: Rank) -> float:
-        """The limit in seconds for one rank: longer until it has done its first steps."""
+        """Return the limit for one rank in seconds; it is longer during the rank's first steps."""
         if rank.snapshot and rank.snapshot["steps_done"] >= STARTUP_STEPS:
             return self.limit
         return max(self.limit * STARTUP_FACTOR, STARTUP_SECONDS)
@@ -319,7 +321,7 @@ class Monitor:
     # -- the end of the job -----------------------------------------------------------------
 
     def _ask_ranks(self, case: Case) -> Case | None:
-        """The case after the ranks were asked; None for a hang if they have gone on since.
+        """Ask all ranks, and return the case; None for a hang if ranks have made progress since.
 
         Ranks that got little processor time may seem to hang until they answer.
         """
@@ -330,7 +332,7 @@ class Monitor:
         return self._find_hang(time.monotonic()) if case.kind == "hang" else case
 
     def _close(self, case: Case) -> None:
-        """Report, end the job."""
+        """Report the case and end the job."""
         failed = case.kind == "failed"
         ranks = self._describe_ranks(time.monotonic())
         case.gone = list(self.dead)
@@ -347,7 +349,7 @@ class Monitor:
         asked = [rank for rank in self.ranks.values() if rank.state in ("alive", "failed")]
         quiet = [rank for rank in asked if now - rank.heard > QUIET_SECONDS]
         for rank in asked:
-            rank.status = rank.process = None  # of an earlier case that was none
+            rank.status = rank.process = None  # may be left from a hang that was none
             processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
             self._send(rank, {"inspect": processes})
         until = now + STATUS_TIMEOUT
@@ -355,7 +357,7 @@ class Monitor:
         while missing and time.monotonic() < until:
             self._receive()
             left = sum(not r.status and r.state not in ("gone", "left") for r in asked)
-            if left < missing:  # a thousand ranks may send more than can be read in that time
+            if left < missing:  # a thousand ranks may send more than is read in STATUS_TIMEOUT
                 until = time.monotonic() + STATUS_TIMEOUT
                 missing = left
         for rank in asked:
@@ -373,7 +375,7 @@ class Monitor:
             self._receive()
 
     def _end_ranks(self, status: int, unresponsive: list[Rank]) -> None:
-        """Tell the ranks to end, and to kill the unresponsive ones of their node."""
+        """Tell the ranks to end and to kill the unresponsive ranks on their node."""
         for rank in self.ranks.values():
             if rank.state != "left":
                 others = [r for r in unresponsive if r.node == rank.node and r is not rank]
@@ -387,10 +389,10 @@ class Monitor:
 
 
 def report(case: Case, ranks: Ranks, out: str) -> None:
-    """Write the files and print, each in a thread: the job must end even if one of them hangs.
+    """Print the report and write its files; out: the run's --out, or empty for no files.
 
-    A print fails if the launcher has ended; the files are then all that there is. out: the run's
-    --out; empty: there are no files.
+    Each runs in a thread, because the job must end even if one of them hangs. The print fails if
+    the launcher has ended.
     """
     text = hang_report.format_report(case, ranks, out)
 
@@ -401,7 +403,7 @@ def report(case: Case, ranks: Ranks, out: str) -> None:
             _print(f"the watchdog cannot write its files: {error}")
 
     threads = [threading.Thread(target=write, daemon=True)] if out else []
-    if case.kind != "failed":  # then the rank itself has printed its error
+    if case.kind != "failed":  # a rank that failed has printed its error itself
         threads.append(threading.Thread(target=_print, args=(text,), daemon=True))
     for thread in threads:
         thread.start()
@@ -413,7 +415,7 @@ def report(case: Case, ranks: Ranks, out: str) -> None:
 
 
 def _receive_all(connection: socket.socket) -> tuple[bytes, bool]:
-    """What has arrived on a connection, and whether the other side has closed it."""
+    """Return the bytes that have arrived, and whether the other side closed the connection."""
     parts: list[bytes] = []
     while True:
         try:
@@ -433,13 +435,13 @@ def _print(text: str) -> None:
 
 
 def main() -> None:
-    """Watch a job. Argument: the listening socket's descriptor; stdin: the facts of the job."""
+    """Watch a job. Argument: the listening socket's descriptor; stdin: Monitor's `job` as JSON."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a step
-    with contextlib.suppress(OSError):  # not only rank 0's cores: all that the job has
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends these to all processes of a step
+    with contextlib.suppress(OSError):  # use all cores of the job, not only those of rank 0
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     job = json.load(sys.stdin)
     Monitor(socket.socket(fileno=int(sys.argv[1])), job).run()
-    os._exit(0)  # does not wait for a thread that hangs in writing
+    os._exit(0)  # unlike sys.exit, this does not wait for a thread that hangs in writing
