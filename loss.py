@@ -1,12 +1,15 @@
-"""The loss of every token where the vocabulary is spread over ranks; logits are never gathered.
+"""The cross-entropy of every token, if the vocabulary is split over n ranks; logits stay local.
 
-    cross_entropy(logits, labels, tp, spec)     over tensor ranks, differentiable
-    LocalLoss.of(logits, labels, spec)          over pipeline ranks too (--vocab-pp): first this,
-        .finish(every rank's sums, weight)      and when all have done it, losses and gradients
+    cross_entropy(logits, labels, tp, spec)     for tensor ranks, differentiable; called by Head
+    local = LocalLoss.of(logits, labels, spec)  for pipeline ranks too (--vocab-pp), in two parts:
+    local.finish(every rank's sums, weight)     called after an all-gather of all `local.sums`
 
-Shapes: s sequence, b samples, V/n the columns of this rank. Computed in fp32 at least, a few rows
-at a time: there is no copy of all logits. Their exponentials take their memory, but for logits of
-16 bits, which are exponentiated in the backward again; then the gradient takes it.
+    loss of a token = log(sum over all ranks' columns of exp(logit - m)) + m - its label's logit
+                      with m the token's largest logit; the gradient is softmax - one-hot
+
+Shapes: s sequence, b samples, V/n this rank's columns. All is computed in fp32 at least, a few rows
+at a time, without a copy of all logits: the exponentials overwrite fp32 logits in `of`. 16-bit
+logits are kept, and exponentiated again in the backward pass. The gradient overwrites either.
 """
 
 from collections.abc import Callable
@@ -21,11 +24,11 @@ from parallel import ParamSpec, compiled
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a vocabulary split over tp: one collective of three numbers per token."""
+    """Cross-entropy for a vocabulary split over tp, with one all-gather of 3 numbers a token."""
 
     @staticmethod
     def forward(ctx, logits, labels, tp, spec, fused):
-        """The loss of each token, of labels' shape."""
+        """Return the loss of each token, in the shape of the labels."""
         local = LocalLoss.of(logits.detach(), labels, spec, fused)
         every = local.sums.new_empty(tp.size, *local.sums.shape)
         tp.at_once.all_gather(every, local.sums).wait()
@@ -42,25 +45,28 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec, fused: bool = False
 ) -> Tensor:
-    """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least; 0 where the
-    label is below 0.
+    """Return the loss of every token: logits (s, b, V/tp), labels (s, b) -> (s, b), fp32 at least.
 
-    `spec` is that of the head's weight: which rows of the vocabulary are here. The gradient takes
-    the memory of the logits: they are lost, and the backward may run once only. fused: by kernels
-    of --compile.
+    A token whose label is below 0 has loss 0. spec: the spec of the output matrix, with the rows of
+    the vocabulary that are here. The losses and the gradient overwrite the logits, so the backward
+    pass may run only once. fused: use kernels of torch.compile (--compile).
     """
     return _CrossEntropy.apply(logits, labels, tp, spec, fused)
 
 
 class LocalLoss(NamedTuple):
-    """What a rank keeps of a loss whose vocabulary is spread, until it has the others' `sums`:
-    (3, s, b), a token's largest logit, the sum of exponentials relative to it, its label's logit.
+    """One rank's part of the loss, kept until the rank has the `sums` of all ranks.
+
+    logits: (s, b, V/n), or their exponentials (see the module). columns: (s, b, 1), the label's
+    column here, or 0 where `absent`, (s, b), says that it is not here. targets: (s, b), whether
+    the label counts. sums: (3, s, b), over this rank's columns: the largest logit, the sum of
+    exponentials relative to the largest, and the label's logit (0 if absent).
     """
 
     logits: Tensor
     columns: Tensor
     absent: Tensor
-    targets: Tensor  # where there is one: a label below 0 is none
+    targets: Tensor  # False for labels below 0
     fused: bool
     sums: Tensor
 
@@ -69,7 +75,7 @@ class LocalLoss(NamedTuple):
     def of(
         cls, logits: Tensor, labels: Tensor, spec: ParamSpec, fused: bool = False
     ) -> "LocalLoss":
-        """Of the logits (s, b, V/n) of the words that `spec` has, and labels (s, b)."""
+        """Make it from logits (s, b, V/n), for the vocabulary rows of `spec`, and labels (s, b)."""
         rows = spec.stop - spec.start
         exact = torch.promote_types(logits.dtype, torch.float32)
         logits[..., rows:] = torch.finfo(logits.dtype).min  # padding
@@ -85,8 +91,10 @@ class LocalLoss(NamedTuple):
         return cls(logits, columns, absent, labels >= 0, fused, sums)
 
     def losses(self, every: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens' losses (s, b), and what `gradient` takes; every: the `sums` of all ranks,
-        (n, 3, s, b).
+        """Return the tokens' losses (s, b) and the `share` (s, b) that `gradient` takes.
+
+        every: the `sums` of all ranks, (n, 3, s, b). share: the factor that turns this rank's
+        exponentials into softmax probabilities.
         """
         largest, sums, target = every.unbind(1)
         most = largest.amax(0)
@@ -95,7 +103,11 @@ class LocalLoss(NamedTuple):
         return losses, (self.sums[0] - most).exp_().div_(total)
 
     def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
-        """That of the logits, in their memory, times `weight` of each token; once only."""
+        """Return the gradient of the loss for the logits, times each token's weight.
+
+        share: from `losses`. weight: (s, b) or a number. The gradient overwrites the logits'
+        memory, so this may be called only once.
+        """
         logits = self.logits
         largest = self.sums[0]
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
@@ -112,16 +124,19 @@ class LocalLoss(NamedTuple):
 
     @torch.no_grad()
     def finish(self, every: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        """The tokens' losses (s, b), and `weight` times the gradient of these logits; once only.
+        """Return the tokens' losses (s, b) and the gradient for the logits, times `weight`.
 
-        every: as in `losses`.
+        every: the `sums` of all ranks, (n, 3, s, b). As `gradient`, it may be called only once.
         """
         losses, share = self.losses(every)
         return losses, self.gradient(share, weight)
 
 
 def _by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -> None:
-    """Call the function with these, cut along the sequence; fused: once, as one kernel."""
+    """Call the function with the logits and the others in slices along the sequence.
+
+    A slice has at most LOGITS_AT_ONCE logits, or one row. fused: one call with all rows, compiled.
+    """
     if fused:
         compiled(function)(logits, *others)
         return
@@ -131,15 +146,15 @@ def _by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -
 
 
 def _exponentiate(logits: Tensor, largest: Tensor, total: Tensor) -> None:
-    total.copy_(logits.sub_(largest[..., None]).exp_().sum(-1))
+    total.copy_(logits.sub_(largest[..., None]).exp_().sum(-1))  # overwrites the logits
 
 
 def _sum_exponentials(logits: Tensor, largest: Tensor, total: Tensor) -> None:
-    total.copy_((logits - largest[..., None]).exp_().sum(-1))
+    total.copy_((logits - largest[..., None]).exp_().sum(-1))  # keeps the logits
 
 
 def _scale(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
-    logits.mul_(scale[..., None])
+    logits.mul_(scale[..., None])  # which are exponentials already
 
 
 def _scale_exponentials(logits: Tensor, largest: Tensor, scale: Tensor) -> None:

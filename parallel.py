@@ -1,8 +1,10 @@
 """Parameters as parts of global tensors, and the layers whose weights are split over tp.
 
-Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism what is between
-two tensor-parallel layers is (s/tp, b, h). Megatron's f and g (arXiv 1909.08053) are the two ends
-of a tensor-parallel pair; their sequence-parallel forms are in arXiv 2205.05198.
+    (s, b, h) -> f -> ColumnLinear -> (s, b, out/tp) -> RowLinear -> g -> (s, b, h)
+
+Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism they are (s/tp, b,
+h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
+gradients over tp, g sums outputs over tp. For sequence parallelism see arXiv 2205.05198.
 """
 
 import functools
@@ -24,16 +26,15 @@ from distributed.mesh import Mesh
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a local parameter is a part of.
+    """Says which part of which global tensor a local parameter is; it is the parameter's `.spec`.
 
-    name, shape: of the whole tensor, without padding. dim: the dimension split over tp, with
-    --vocab-pp that of the vocabulary over pp and tp, or None if every tensor rank holds all of it.
-    start, stop: the rows held here along dim; the local tensor may have more rows, which are
-    padding. decay: whether weight decay applies.
-    reduce_over: the groups of the mesh over which its gradient is summed: first the replicas, over
-    which ZeRO shards it, then `tp` where each tensor rank's gradient is one term of a sum, or
-    `tied` where another stage holds a copy. copy: this is the copy that norms and checkpoints
-    leave out.
+    name, shape: of the global tensor, without padding. dim: the dimension that is split over tp (or
+    over pp and tp, for a vocabulary with --vocab-pp), or None if every tensor rank holds all.
+    start, stop: the rows along dim that are held here; further rows of the local tensor are
+    padding. decay: whether weight decay applies. reduce_over: the mesh's groups over which the
+    gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each tensor
+    rank's gradient is one term of a sum; then `tied` if another stage holds a copy of the tensor.
+    copy: this tensor is such a copy, which norms and checkpoints leave out.
     """
 
     name: str
@@ -47,11 +48,11 @@ class ParamSpec:
 
     @property
     def tied(self) -> bool:
-        """Whether another stage holds a copy."""
+        """Whether another stage holds a copy of this tensor."""
         return "tied" in self.reduce_over
 
     def counts_on(self, mesh: Mesh) -> bool:
-        """Whether this rank's elements are those that count in norms, so that each counts once."""
+        """Whether norms count this rank's elements; each counts on one rank of a replica."""
         return not self.copy and (self.dim is not None or mesh.tp.rank == 0)
 
 
@@ -60,18 +61,19 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def compiled(function: Callable) -> Callable:
-    """`function` by torch.compile, for each shape anew: whole, or it raises."""
+    """Return `function` by torch.compile: one graph for each shape of its inputs, or an error."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 @dataclass(frozen=True)
 class ParamFactory:
-    """What every layer is built with: the mesh, the precision, the seed of its weights.
+    """Makes the parameters of every layer, and has the settings that all layers share.
 
-    `dtype` is the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps
-    that as the master copy and turns the parameters themselves to `dtype`. deferred: where linear
-    layers leave weight gradients if the schedule splits the backward, else None. shard: at --zero 3
-    is called with each block that has been drawn. compile: whether `fused` compiles.
+    dtype: the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps the
+    drawn values as the master copy and casts the parameters to `dtype`. std: the standard deviation
+    of most weights. deferred: takes the linear layers' weight gradients to compute later, if the
+    schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it with each
+    block after drawing the block's parameters. compile: whether `fused` compiles (--compile).
     """
 
     mesh: Mesh
@@ -85,8 +87,10 @@ class ParamFactory:
     compile: bool = False
 
     def fused(self, function: Callable) -> Callable:
-        """`function`, which has no collectives, or with --compile its kernels where gradients are
-        wanted: evaluations and decoding, with shapes of their own, run it as it is.
+        """Return `function`, or with --compile a version that is compiled while gradients are on.
+
+        `function` must have no collectives. Evaluation and decoding run it uncompiled: each of
+        their shapes would need a compilation.
         """
         if not self.compile:
             return function
@@ -107,11 +111,12 @@ class ParamFactory:
         over: Group | None = None,
         partial: bool = False,
     ) -> nn.Parameter:
-        """This rank's part of the tensor `name`: normal with `std`, or constant `fill`.
+        """Return this rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
-        partial: each tensor rank's gradient is one term of a sum, as of its own heads.
-        Split along `dim`, if given, over tp or another group (`over`), of size `padded` (default:
-        shape[dim]), which the group's size divides. `.spec` says what it is a part of.
+        dim: the dimension that is split over tp, or over the group `over`, after padding it to
+        `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
+        partial: each tensor rank's gradient is one term of a sum, for example from its heads.
+        The result's `.spec` is its ParamSpec; decay, tied and copy are defined there.
         """
         tp = self.mesh.tp
         start = 0
@@ -138,9 +143,9 @@ class ParamFactory:
         return parameter
 
 
+DRAWN_AT_ONCE = 2**20  # elements on a GPU
+DRAWN_ON_CPU = 2**16  # elements on a CPU: temporary tensors fit a core's cache
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
-DRAWN_AT_ONCE = 2**20  # elements
-DRAWN_ON_CPU = 2**16  # they stay in a core's cache, and little memory is left to later use
 _GAMMA = -7046029254386353131
 _MIX1 = -4658895280553007687
 _MIX2 = -7723592293110705685
@@ -149,17 +154,17 @@ _MIX2 = -7723592293110705685
 def draw_normal(
     out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, std: float, seed: int
 ) -> None:
-    """Fill the contiguous `out` with the rows from `start` on along `dim` of the normal tensor that
-    belongs to (seed, name); computed in float64.
+    """Fill `out` with rows `start`, start + 1, ... along `dim` of a normal tensor of shape `shape`.
 
-    Element i of the whole tensor is a function of (seed, name, i) alone: splitmix64's i-th output,
-    its halves turned into a normal by Box and Muller. Any slice can be drawn by itself. Takes
-    DRAWN_AT_ONCE x 100 bytes beside `out`, on a CPU DRAWN_ON_CPU x 100.
+    Element i of the whole tensor is a function of (seed, name, i) alone: the Box-Muller transform,
+    in float64, of the two halves of splitmix64's i-th output. So any slice can be drawn by itself.
+    `out` must be contiguous. Temporary tensors take DRAWN_AT_ONCE (on a CPU DRAWN_ON_CPU) x 100
+    bytes.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
     inner = math.prod(shape[dim + 1 :])
-    run, flat = out.shape[dim] * inner, out.view(-1)  # elements that follow one another in both
+    run, flat = out.shape[dim] * inner, out.view(-1)  # run: adjacent in `out` and in the whole
     at_once = DRAWN_AT_ONCE if out.is_cuda else DRAWN_ON_CPU
     for first in range(0, len(flat), at_once):
         last = min(first + at_once, len(flat))
@@ -176,7 +181,7 @@ def _splitmix64(index: Tensor, key: int) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's >> keeps the sign."""
+    """Return z shifted right with zeros filled in; torch's >> would repeat the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -191,7 +196,7 @@ def _normal(bits: Tensor) -> Tensor:
 
 
 class _Reduce(torch.autograd.Function):
-    """g: all-reduce forward, nothing backward. s b h elements a call."""
+    """g: all-reduce of s b h elements in the forward pass; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx, x, tp):
@@ -205,7 +210,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
-    """g with sequence parallelism: (s, b, h) summed and split to (s/tp, b, h); gather backward."""
+    """g with sequence parallelism: reduce-scatter to (s/tp, b, h); backward is an all-gather."""
 
     @staticmethod
     def forward(ctx, x, tp):
@@ -220,7 +225,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def reduce_from_tp(x: Tensor, factory: ParamFactory) -> Tensor:
-    """Sum the tensor ranks' partial results; each keeps all of it, or its part of the sequence."""
+    """Return x, (s, b, h), summed over tp; with sequence parallelism this rank's (s/tp, b, h)."""
     if factory.mesh.tp.size == 1:
         return x
     reduce = _ReduceScatterSequence if factory.sequence_parallel else _Reduce
@@ -228,7 +233,7 @@ def reduce_from_tp(x: Tensor, factory: ParamFactory) -> Tensor:
 
 
 def _gather(x: Tensor, tp: Group | None) -> Tensor:
-    """Every rank's part of the sequence; x itself if tp is None."""
+    """Return x, (s/tp, b, h), all-gathered to (s, b, h); x itself if tp is None."""
     if tp is None:
         return x
     whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
@@ -240,21 +245,21 @@ def _gather(x: Tensor, tp: Group | None) -> Tensor:
 
 
 class DeferredGradients:
-    """Weight gradients that a backward pass leaves for later, so that a schedule can place them.
+    """Computations of weight gradients that a backward pass puts off until the schedule's pass W.
 
-    Linear layers that have one compute the gradient of their input alone (B of a split schedule,
-    arXiv 2401.10241) and leave here what computes the weights' (W).
+    In a split schedule (arXiv 2401.10241) a linear layer's backward computes the gradient of its
+    input alone (pass B), and adds to this list a function that computes the weights' gradients (W).
     """
 
     def __init__(self) -> None:
         self._left: list[Callable[[], None]] = []
 
     def add(self, compute: Callable[[], None]) -> None:
-        """Leave a computation, which adds the gradients of some weights."""
+        """Put off `compute`, which will add the gradients of a layer's weights."""
         self._left.append(compute)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
-        """The backward pass for inputs alone; what is returned does the rest when it is called."""
+        """Do the backward pass for inputs; return a function that adds the weight gradients."""
         torch.autograd.backward(output, grad)
         left = self._left
         self._left = []
@@ -268,17 +273,17 @@ class DeferredGradients:
 
 
 class _Linear(torch.autograd.Function):
-    """f and the product with a local weight; f's backward overlaps the weight gradient.
+    """f and the product with a local weight; f's backward collective overlaps the weight gradient.
 
-    With sequence parallelism only the local part of the input is kept; it is gathered again for
-    the weight gradient.
+    With sequence parallelism only the local part of the input is kept for the backward pass, which
+    gathers it again for the weight gradient.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, tp, gathered, add, deferred):
-        """tp: over which the input's gradient is summed, or None; gathered: x is (s/tp, b, in);
-        add: takes x and the product's gradient and adds the weights' gradients, None: autograd
-        adds what `backward` returns; deferred: where that is left for later, or None.
+        """tp: the group that sums the input's gradient, or None. gathered: x is (s/tp, b, in).
+        add: called with x and the product's gradient, adds the weights' gradients; None: autograd
+        adds those that `backward` returns. deferred: the list that puts `add` off, or None.
         """
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
@@ -290,7 +295,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Gradients of x, weight and bias, in their shapes, by the product's."""
+        """Return the gradients of x, weight and bias, given that of the product (s, b, out)."""
         x, weight = ctx.saved_tensors
         tp = ctx.tp
         whole = x
@@ -323,17 +328,17 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the weight, (out, in), and of the bias if there is one."""
+    """Return the gradients of the weight, (out, in), and of the bias, (out,), or None."""
     rows = grad.flatten(0, -2)
     return rows.t() @ x.flatten(0, -2), rows.sum(0) if has_bias else None
 
 
 def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> None:
-    """Add a product's weight gradients to the parameters' own, and report them as autograd does."""
+    """Add the gradients of weight and bias to the parameters, and call the optimizer's hooks."""
     if not hasattr(weight, "main_grad"):
         for p, g in zip((weight, bias), _weight_gradients(x, grad, bias is not None)):
             if p is not None and g is not None:
-                torch.autograd.backward(p, g.view(p.shape))  # adds to .grad, and runs hooks
+                torch.autograd.backward(p, g.view(p.shape))  # adds to .grad and runs hooks
         return
     rows = grad.flatten(0, -2)
     _add_product(weight.main_grad.flatten(0, -2), rows.t(), x.flatten(0, -2))
@@ -344,7 +349,7 @@ def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, by the matrix product itself where the device has one that sums in fp32."""
+    """total += a b; one kernel does both, except on a CPU if `total` has another dtype than a."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
@@ -362,11 +367,12 @@ def linear(
     gathered: bool = False,
     shared: bool = False,
 ) -> Tensor:
-    """x W^T + b for a local W (out ..., in) and b (out ...), whose gradients may be deferred.
+    """Return x W^T + b, flat as (s, b, out), for a local W (out ..., in) and b (out ...).
 
-    tp: over which the input's gradient is summed. gathered: x is this rank's part of the sequence.
-    shared: another layer uses W too, so autograd must add the two gradients; they are not deferred.
-    A W that has `main_grad` gets its gradient there, and then its `gradient_added` is called.
+    deferred: the list that puts weight gradients off, or None. tp: the group that sums the input's
+    gradient, or None. gathered: x is this rank's part of the sequence. shared: another layer uses W
+    too, so autograd must add both gradients, and they are not put off. If W has a `main_grad`, its
+    gradient is added there, and then its `gradient_added` is called.
     """
     if shared or (deferred is None and not hasattr(weight, "main_grad")):
         weight = weight.flatten(0, -2)
@@ -374,7 +380,7 @@ def linear(
         if tp is None:
             return F.linear(x, weight, bias)
         return _Linear.apply(x, weight, bias, tp, gathered, None, None)
-    # Detached, so that the pass for inputs does not reach the weights, nor run their hooks.
+    # Detached: autograd does not see the weights, since `_add_gradients` adds their gradients.
     local = weight.detach().flatten(0, -2), None if bias is None else bias.detach().flatten()
     add = functools.partial(_add_gradients, weight, bias)
     return _Linear.apply(x, *local, tp, gathered, add, deferred)
@@ -383,9 +389,9 @@ def linear(
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, factory: ParamFactory, shared: bool = False
 ) -> Tensor:
-    """x W^T + b for a local part (out/tp ..., in) of W; x is (s, b, in), or (s/tp, b, in).
+    """Return x W^T + b for this rank's rows (out/tp ..., in) of W; this is f and the product.
 
-    shared: as in `linear`.
+    x is (s, b, in), or (s/tp, b, in) with sequence parallelism. shared: as in `linear`.
     """
     tp = factory.mesh.tp if factory.mesh.tp.size > 1 else None
     gathered = tp is not None and factory.sequence_parallel
@@ -398,8 +404,8 @@ def column_linear(
 class ColumnLinear(nn.Module):
     """y = x W^T + b with the rows of W split over tp: (s, b, in) -> (s, b, out/tp).
 
-    `shape` is the output's own shape, of which dimension `dim` is split: (kv_heads, ..., head
-    size) for q, k and v, (2, f) for gate and up; the output is flat.
+    shape: of the rows of W, for example (kv_heads, queries + 2, head size) for q, k and v, or
+    (2, f) for gate and up; its dimension `dim` is split. The output has them as one dimension.
     """
 
     def __init__(
@@ -424,7 +430,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """y = sum over tp of x_i W_i^T, + b: (s, b, in/tp) -> (s, b, out), W's columns split."""
+    """y = (sum over tp of x_i W_i^T) + b with W's columns split: (s, b, in/tp) -> (s, b, out)."""
 
     def __init__(
         self, factory: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
