@@ -251,7 +251,7 @@ def set_aside(parent: str, after: int) -> str:
     names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
     if not names:
         return ""
-    actual = os.path.realpath(parent)  # a rename does not leave the file system
+    actual = os.path.realpath(parent)  # renames must stay on the real folder's file system
     aside = f"{actual}.{unused_number([actual])}"
     os.mkdir(aside)
     for name in names:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SMALL_PINNED_BUFFER = 2**18  # elements
+SMALL_PINNED_BUFFER = 2**18  # elements; see `_pinned_sizes`: the most that the last buffer has
 
 
 class HostBuffers:

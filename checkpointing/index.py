@@ -100,7 +100,8 @@ def _array_in(mapped: mmap.mmap, dataset: h5py.Dataset) -> np.ndarray:
     plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
     if not plain or at is None:
         raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
-    return np.frombuffer(mapped, _dtype_of(dataset), elements, at)  # ValueError beyond its end
+    # numpy raises ValueError for an array that goes beyond the end of the file.
+    return np.frombuffer(mapped, _dtype_of(dataset), elements, at)
 
 
 class Index:
@@ -255,8 +256,8 @@ class Index:
             if stop - at != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             found.append((file, at, box))
-        # HDF5 needs to open no file for the shape: selections without limits, for which it would,
-        # have been refused above.
+        # For selections without limits, HDF5 would open the shards to find the shape; the loop
+        # above has refused these.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:

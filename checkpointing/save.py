@@ -96,7 +96,8 @@ class Checkpointer:
         self._last_step, self._last_time = 0, time.monotonic()  # when the last save began
         self._seconds: float | None = None  # duration of the last save, or an estimate of the first
         self._newest: int | None = None  # rank 0: newest saved step that led to the current state
-        self._failed = self._lacks_room = False  # rank 0: whether the last save failed; if for room
+        # On rank 0: whether the last save failed, and whether it did for lack of room.
+        self._failed = self._lacks_room = False
         self._interval_printed = self._room_line_printed = self._stopping = False
         if self.enabled and self.is_rank_0:
             self._prepare_folder()

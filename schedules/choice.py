@@ -24,7 +24,7 @@ from schedules.long_schedule import long_schedule
 from schedules.orders import SEARCHED, rank_of_stages
 from schedules.schedule import ScheduleError
 
-SCREENED = 4  # times the number of ranks: micro-batches that steps 1 and 2 simulate
+SCREENED = 4  # micro-batches per rank that steps 1 and 2 simulate, at most
 MOVED_ACTIONS = 400_000  # limit on the actions that step 2 simulates
 # Schedules that are tried: name, and number of stages per rank.
 TRIED = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("searched", 1), ("zb-v", 2), ("searched-v", 2)]

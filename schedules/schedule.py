@@ -302,7 +302,7 @@ def _message_starts(schedule: Schedule, rank: int) -> _Starts:
     """Return when a rank starts its messages; found in one pass over `Schedule.order`."""
     needed = set[Action]()
     sent_before = defaultdict[Action, int](int)
-    # For each action of any rank: how many actions `rank` must have done when it is done.
+    # For each action of any rank: how many of `rank`'s actions must be done when the action ends.
     count_of = dict[Action, int]()
     last_of = [0] * len(schedule.ranks)
     for doer, action in schedule.order:
