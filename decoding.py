@@ -1,11 +1,12 @@
-"""Continues token ids with a model under any layout: every rank calls, every rank gets the same.
+"""Continues token ids with a model, under any layout: all ranks call it and get the same ids.
 
     decoder = Decoder(pipeline, factory, model)
     ids = decoder.generate(prompt, 50, Choice(temperature=0.8, top_p=0.95))
 
-The prompt is one pass through the stages, and every new token is one, with the keys and values of
-those before it in a cache (attention.KeyValueCache). The last stage's logits are gathered over
-tensor ranks, one rank of the world chooses, and its choice is broadcast. Replicas repeat the work.
+The prompt takes one forward pass through the stages, and so does every new token; the keys and
+values of earlier tokens are in a cache (attention.KeyValueCache). The last stage's logits are
+gathered over tensor ranks, one rank of the world chooses the token, and its choice is broadcast.
+All replicas do the same work. sample.py calls this file, and so does training (--sample-every).
 """
 
 import contextlib
@@ -25,8 +26,10 @@ from pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Choice:
-    """How a token is chosen: at temperature 0 the most likely one; else drawn, of the most likely
-    ones that have `top_p` of the probability together.
+    """How a token is chosen: at temperature 0 the most likely token, otherwise a random draw.
+
+    Tokens are drawn from the smallest set of the most likely ones that has a probability of `top_p`
+    or more, in proportion to softmax(logits / temperature).
     """
 
     temperature: float = 0.0
@@ -35,17 +38,17 @@ class Choice:
 
 
 def choose(logits: Tensor, how: Choice, random: torch.Generator) -> int:
-    """A token by its logits, (V,), on the CPU."""
+    """Return the id of a token chosen by `how`; logits: (V,), on the CPU."""
     if how.temperature == 0:
         return int(logits.argmax())
     likely, tokens = (logits.double() / how.temperature).softmax(-1).sort(descending=True)
-    before = likely.cumsum(-1) - likely  # of those that are more likely
+    before = likely.cumsum(-1) - likely  # probability of all tokens that are more likely
     likely = likely.masked_fill(before >= how.top_p, 0.0)
     return int(tokens[torch.multinomial(likely, 1, generator=random)])
 
 
 class Decoder:
-    """Continues ids with the stages of a pipeline; its methods are collective over the world."""
+    """Continues ids with the stages of a pipeline; `generate` is collective over the world."""
 
     def __init__(self, pipeline: Pipeline, factory: ParamFactory, model: ModelShape):
         self.pipeline = pipeline
@@ -58,7 +61,9 @@ class Decoder:
     def generate(
         self, prompt: list[int], count: int, how: Choice, end: int | None = None
     ) -> list[int]:
-        """Up to so many ids that follow those of the prompt; none from `end` on."""
+        """Return the ids that follow the prompt: `count` ids, or fewer if `end` is chosen, which
+        ends the text and is not returned.
+        """
         device = self.factory.device
         cache = KeyValueCache(len(prompt) + count, self.slopes, device)
         random = torch.Generator().manual_seed(how.seed)
@@ -76,7 +81,10 @@ class Decoder:
     def _next(
         self, tokens: Tensor, cache: KeyValueCache, how: Choice, random: torch.Generator
     ) -> int:
-        """The token that follows; the choice of the last stage's first rank."""
+        """Return the token after `tokens` (1, s), which follow the cached tokens.
+
+        One rank chooses it and broadcasts it: the first pipeline's rank with the last stage.
+        """
         local = self.pipeline.decode(tokens, cache)
         chosen = torch.zeros(1, dtype=torch.int64)
         if local is not None:
@@ -92,7 +100,7 @@ class Decoder:
 
 @contextlib.contextmanager
 def _whole_sequences(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Without sequence parallelism: one token cannot be cut."""
+    """Turn off sequence parallelism in the stages meanwhile: one token cannot be split over tp."""
     changed: list[tuple[nn.Module, str, object]] = []
     for module in (module for stage in stages for module in stage.modules()):
         factory = getattr(module, "factory", None)
@@ -110,7 +118,7 @@ def _whole_sequences(stages: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class RunSamples:
-    """What --sample-every writes to a run's log: greedy continuations of --sample-prompt."""
+    """Writes greedy continuations of --sample-prompt to a run's log, after --sample-every steps."""
 
     def __init__(
         self,
@@ -119,7 +127,9 @@ class RunSamples:
         gather_weights: Callable[[], None],
         note: Callable[[str], None],
     ):
-        """gather_weights: is called first, so that all weights are there; note: writes a line."""
+        """gather_weights: called before decoding, waits for the weights that are still gathered.
+        note: writes a line to the log.
+        """
         self.every = config.run.sample_every
         self.length = config.model.seq_length
         self.text, self.prompts = prompts_of_run(config)
@@ -128,7 +138,10 @@ class RunSamples:
         self.note = note
 
     def after_step(self, iteration: int, last: bool) -> None:
-        """Write the samples that are due after this step; collective over the world."""
+        """Write samples, if they are due after this step; collective over the world.
+
+        last: whether training ends with this step, after which samples are always written.
+        """
         if not self.every or (iteration % self.every and not last):
             return
         self.decoder.mesh.recorder.enter("sample")

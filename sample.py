@@ -36,9 +36,9 @@ with messages.installed():
     from distributed.launch import Launch, discover
 
 MAX_TOKENS = 100
-# What --prompt alone reads, with its defaults.
+# The options that go with --prompt only, and their defaults.
 OF_PROMPT = {"max_tokens": None, "temperature": 0.8, "top_p": 0.95, "seed": 1234, "tokenizer": None}
-EVAL_BATCH = 4  # samples in a pass of --eval-data
+EVAL_BATCH = 4  # samples of a micro-batch with --eval-data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Task:
     config: Config
     text: Text | None = None
     prompts: tuple[list[int], ...] = ()
-    count: int = 0  # of new tokens
+    count: int = 0  # the most new tokens for each prompt
 
 
 def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
@@ -81,7 +81,7 @@ def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
             f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
             f"{longest + count}, but max-positions is {model.max_positions}"
         )
-    model = dataclasses.replace(model, seq_length=longest + count)  # of tables of positions
+    model = dataclasses.replace(model, seq_length=longest + count)  # the length of position tables
     return Task(folder, given, _config(given, model, ranks), text, prompts, count)
 
 
@@ -200,7 +200,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the program without a traceback
     watch = StartWatch()
     watch.begin()
     with ending_all_ranks(watch):

@@ -1,17 +1,22 @@
-"""Attention of ranks that share a sample's tokens (--cp): over heads, then over gathered keys.
+"""Attention for ranks that share a sample's tokens (--cp): all-to-all over heads, gathered keys.
 
     q, k, v = to_heads(q, k, v, mesh.heads)      fewer heads, more tokens
     k, v = gather_tokens(k, v, mesh.kv)          keys and values of all tokens
     mixed = causal_attention(q, k, v, mesh.kv)   or attention with this rank's rows of a mask
     mixed = to_tokens(mixed, mesh.heads)         all heads, this rank's tokens
 
-A rank has chunks i and 2 cp - 1 - i of a sample's 2 cp equal chunks (Group.balanced_shard): with a
-causal mask all ranks have the same work. `heads` are neighbours, as many as divide the key/value
-heads (arXiv 2309.14509): together their tokens are such a pair of longer chunks. Among the other
-cp / heads ranks, `kv`, keys and values are gathered (arXiv 2407.21783, section 3.3.2), of which
-there are few if they do not divide by cp.
+Rank i of cp has chunks i and 2 cp - 1 - i of a sample's 2 cp equal chunks (Group.balanced_shard),
+so that with a causal mask all ranks have the same work. The cp ranks form two kinds of groups:
+
+    cp = 4, 2 local key/value heads:   heads: {0, 1} {2, 3}     kv: {0, 2} {1, 3}
+
+`mesh.heads`: n neighbours, n = gcd(cp, local key/value heads), exchange tokens for heads (arXiv
+2309.14509). The j-th such group has chunks j and 2 cp/n - 1 - j of 2 cp/n longer chunks.
+`mesh.kv`: the cp/n ranks with the same heads gather keys and values (arXiv 2407.21783, section
+3.3.2). This is little data, since each rank has few key/value heads where cp does not divide them.
 
 Shapes at line ends: s tokens of this rank, b samples, a heads of size d, g key/value heads.
+Read attention.py (Attention.forward) before this file.
 """
 
 import torch
@@ -24,7 +29,7 @@ from distributed.collectives import Group
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of one block for each rank, forward and backward."""
+    """All-to-all along dimension 0, one block for each rank; backward is another all-to-all."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -41,7 +46,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """(s, b, heads, d) each -> (n s, b, heads/n, d): the tokens of all n ranks in their order."""
+    """Exchange tokens for heads: (s, b, heads, d) each -> (n s, b, heads/n, d).
+
+    The result has the tokens of the group's n ranks, in the sample's order.
+    """
     n = group.size
     if n == 1:
         return q, k, v
@@ -52,7 +60,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...
 
 
 def to_tokens(mixed: Tensor, group: Group) -> Tensor:
-    """The way back: (n s, b, a d / n) -> (s, b, a d)."""
+    """Undo `to_heads` for attention's output: (n s, b, a d / n) -> (s, b, a d)."""
     n = group.size
     if n == 1:
         return mixed
@@ -62,7 +70,7 @@ def to_tokens(mixed: Tensor, group: Group) -> Tensor:
 
 
 def _in_order(shares: Tensor) -> Tensor:
-    """The tokens of n ranks' balanced shards in the sample's order: (n, s, ...) -> (n s, ...)."""
+    """Return the tokens of n balanced shards in the sample's order: (n, s, ...) -> (n s, ...)."""
     first, second = shares.chunk(2, 1)
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
@@ -71,7 +79,7 @@ def _in_order(shares: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along dimension 0; the backward pass sums what each rank adds to a gradient."""
+    """All-gather along dimension 0; its backward is a reduce-scatter of the gradients."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -88,7 +96,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """Keys and values of all n ranks' tokens in their order: (s, b, g, d) -> (n s, b, g, d)."""
+    """Return all n ranks' keys and values in the sample's order: (s, b, g, d) -> (n s, b, g, d)."""
     if group.size == 1:
         return k, v
     gathered = _Gather.apply(torch.cat([k, v], -1), group)
@@ -96,13 +104,14 @@ def gather_tokens(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v of the tokens of this rank's two chunks over all tokens up to
-    them: q (b, a, s, d), k and v (b, g, n s, d) -> (b, a, s, d).
+    """Return causal attention of this rank's two chunks of queries over all n ranks' keys.
+
+    q is (b, a, s, d), k and v are (b, g, n s, d), the result is (b, a, s, d).
     """
     half = q.shape[2] // 2
     heads = q.shape[1]
     if k.shape[1] != heads and not (q.is_cuda and chunk_kernel(q) == "flash_attention"):
-        # The other kernels take a key/value head for each head.
+        # Kernels other than flash attention on a GPU need a key/value head for every query head.
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     ends = (group.rank + 1) * half, (2 * group.size - group.rank) * half
     parts = [
@@ -113,7 +122,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
 
 
 def chunk_kernel(q: Tensor) -> str:
-    """Which of torch's kernels `causal_attention` takes for such queries."""
+    """Return which of torch's kernels `causal_attention` runs for this dtype, head size, device."""
     if not q.is_cuda:
         return "flash_attention"
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
@@ -124,7 +133,10 @@ def chunk_kernel(q: Tensor) -> str:
 
 
 def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of queries that are the last of the keys' tokens; (b, heads, s, d) each."""
+    """Return causal attention of queries that belong to the last of the keys' tokens.
+
+    q, k and v are (b, heads, s, d) each, with fewer tokens in q than in k and v, or as many.
+    """
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -137,9 +149,11 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _LastOnCpu(torch.autograd.Function):
-    """`_attend_last` by torch's flash attention on a CPU, which has no such mask, and would have to
-    write one of q x k numbers: the keys before the queries are all seen, of the others those up to
-    the query. Both parts of the softmax are joined by the logarithms of their sums.
+    """`_attend_last` on a CPU, by two calls of torch's flash attention, without a mask.
+
+    That kernel knows only masks of q x k numbers and the plain causal case. So one call lets the
+    queries see all keys before them, and one is causal, over the keys of the queries' own tokens.
+    Both results are averaged with the weights of their softmax sums (given as logarithms).
     """
 
     @staticmethod
@@ -168,7 +182,10 @@ class _LastOnCpu(torch.autograd.Function):
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-    """Keys and values before the queries, and those of the queries' tokens, which are causal."""
+    """Return (k, v, causal) for the tokens before the queries and for the queries' tokens.
+
+    Attention to the former is not causal; attention to the latter is.
+    """
     past = k.shape[2] - q.shape[2]
     before = k[:, :, :past], v[:, :, :past], False
     return [before, (k[:, :, past:], v[:, :, past:], True)]
