@@ -278,6 +278,7 @@ class MicroBatches:
         return self._kept[index]
 
     def _take(self, index: int) -> Batch:
+        """Take micro-batch `index` from the prefetcher and start its copy to the device."""
         reader = self.reader
         samples = self.samples
         begin = self._begin_of(self.first, index)
@@ -301,8 +302,9 @@ class MicroBatches:
     def _upcoming(self) -> Iterator[int]:
         """Yield the first sample of each micro-batch of this replica, in the order of use.
 
-        In an evaluation these are its micro-batches; in training, those of this global batch and
-        of all global batches after it, except the skipped batches. The prefetcher reads them ahead.
+        An evaluation has only its own micro-batches. In training, the micro-batches of this global
+        batch are followed by those of all later global batches, without the skipped batches. The
+        prefetcher reads the micro-batches in this order.
         """
         if self.evaluated is not None:
             layout = self.reader.layout

@@ -55,7 +55,7 @@ class Ends:
 
     @staticmethod
     def connect(mesh: Mesh, device: torch.device) -> None:
-        """Connect all ranks in the groups that `passes` use; called once before the first one."""
+        """Connect all ranks in the groups of the kinds in `passes`; here there is nothing to do."""
 
     def batch(self, action: Action) -> Batch | None:
         """Return the micro-batch that a forward pass reads, None if its stage reads none.
@@ -340,6 +340,7 @@ class Execution:
     # -- passes of a stage ------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
+        """Do F: the forward pass of a micro-batch through one stage."""
         stage = action.stage
         micro_batch = action.micro_batch
         batch = self.ends.batch(action)
@@ -378,6 +379,7 @@ class Execution:
             self._pass_on(dx, action, stage - 1)
 
     def _weight_gradients(self, action: Action) -> None:
+        """Do W: compute the weight gradients that pass B of the same micro-batch left."""
         self.mesh.recorder.at("W", action.micro_batch)
         self.left.pop((action.stage, action.micro_batch))()
 
@@ -390,6 +392,7 @@ class Execution:
         return message
 
     def _post_receive(self, action: Action) -> None:
+        """Start to receive an action's input, unless that is started or this rank computes it."""
         self.ends.post_receive(action)
         needed, rank = self.sources.get(action, (None, self.rank))
         if needed is None or rank == self.rank or needed in self.arriving:
@@ -442,5 +445,6 @@ class Execution:
         self.passed[neighbour] = max(before, now)
 
     def _wait_for_sends(self) -> None:
+        """Wait for all sends that have been started, and free the sent tensors."""
         for action in [action for action, sent in self.leaving.items() if sent.handle]:
             self.leaving.pop(action).wait()

@@ -167,10 +167,12 @@ class Optimizer:
                 self._wait_for_reductions(1)  # each running reduction holds a whole bucket
 
     def _wait_for_reductions(self, left: int) -> None:
+        """Wait for the oldest reductions until at most `left` are running."""
         while len(self._reducing) > left:
             self._reducing.pop(0).wait()
 
     def _finish_reducing(self) -> None:
+        """Reduce the remaining buckets, wait for all reductions, and sum over further groups."""
         for bucket in self.buckets[self._next :]:
             if not bucket.each_micro_batch:
                 self._reducing.append(bucket.reduce())
@@ -230,7 +232,7 @@ class Optimizer:
         self.mesh.world.at_once.all_reduce(sums).wait()
         square, loss, *found = self.mesh.world.values(sums)
         counted = int(found[0]) if found else self._targets
-        # The gradients are divided by begin_step's number of targets: correct that to the counted.
+        # The backward passes divided by begin_step's number of targets, not by the counted number.
         share = self._targets / counted if counted else 0.0
         scale = self.scale.value
         norm = math.sqrt(square) / scale * share if square >= 0 else math.nan

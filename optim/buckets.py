@@ -34,7 +34,7 @@ SETS_OF_KEY = 4  # most update sets of a key: with more, the first weights are g
 
 
 class Key(NamedTuple):
-    """What the parameters of a group have in common.
+    """The properties that all parameters of a group share.
 
     reduce_over: as in ParamSpec. family: the kind of update rule, see update_rules.py.
     """

@@ -237,10 +237,12 @@ class _FusedAdamW:
 
 
 def _moments(master: Tensor) -> dict[str, _StateTensor | None]:
+    """Return the state tensors of AdamW: two moments in the shape of the master."""
     return {kind: _StateTensor(kind) for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def _factors(master: Tensor) -> dict[str, _StateTensor | None]:
+    """Return the state tensors of Adafactor: a matrix has factors, a vector its variance."""
     if master.dim() < 2:
         return {"row_var": _StateTensor("variance"), "col_var": None}
     shapes = {"row_var": (master.shape[0], 1), "col_var": (1, master.shape[1])}
@@ -320,6 +322,7 @@ class _Adam8bit:
         self.scales = {k: [m.new_zeros(m.numel() // BLOCK) for m in masters] for k in self.maps}
 
     def _zero_codes(self, master: Tensor, kind: str) -> Tensor:
+        """Return the codes of zero moments, uint8, one for each element of the master."""
         zero = int((self.maps[kind] == 0).nonzero()[0])
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
