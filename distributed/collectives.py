@@ -34,7 +34,7 @@ from watchdog.flight_recorder import GroupLog
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
 
-# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
+# torch 2.13 renamed these two functions and warns about the old names; 2.11 has only the old ones.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -328,7 +328,7 @@ class _SumBothWays(torch.autograd.Function):
 def sum_both_ways(x: Tensor, group: Group) -> Tensor:
     """Replace x by its sum over the group; the backward pass sums the ranks' gradients too.
 
-    Used where every rank computes its part of a layer from the sum, so that each rank's gradient is
-    only a part of the gradient.
+    Used where every rank computes its part of a layer from the sum: the gradient of the sum is then
+    the sum of all ranks' gradients.
     """
     return x if group.size == 1 else _SumBothWays.apply(x, group)

@@ -274,9 +274,9 @@ class Context(Meeting):
     def _fail(self, error: BaseException) -> None:
         """Report the error and end the job; called by `failing_loudly`.
 
-        If another rank failed first or is dead, the monitor ends this process while it waits in
-        `watchdog.fail`. The lock on the run's folder is released at once, because another rank that
-        failed too may end this one at any moment.
+        If another rank failed first or is dead, the monitor normally ends this process while it
+        waits in `watchdog.fail`. The lock on the run's folder is released before that, because
+        another rank that failed too may end this one at any moment.
         """
         if self.run_lock:
             self.run_lock.release()

@@ -30,7 +30,7 @@ SECONDS_FOR_SIGNALS = 0.02  # for the thread of Signals to handle a signal that 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher's environment variables say about this process.
+    """The launcher, rank and number of ranks of this process, from environment variables.
 
     mpi: whether MPI connects the ranks. watch: starts and ends the process that watches this rank
     until its first step (early_end.py).
@@ -133,7 +133,7 @@ def end_job(launch: Launch, mistake: UserError) -> NoReturn:
     """Print an error that only this rank looked for, and end all ranks with status 2.
 
     MPICH's mpirun does not end ranks that wait in MPI_Init for a rank that has exited. So this rank
-    first joins them in MPI_Init, and then calls MPI_Abort.
+    first joins the others in MPI_Init, and then calls MPI_Abort.
     """
     print(f"error: {mistake}", file=sys.stderr, flush=True)
     launch.watch.close()
@@ -157,8 +157,8 @@ class Local:
     rank: int
     size: int
     one_node: bool  # all ranks of the job are on this node
-    sharing: int  # ranks of the node that are allowed the same cores
-    place_among_sharing: int
+    sharing: int  # the number of ranks on the node that may use the same cores, this one included
+    place_among_sharing: int  # this rank's number among these ranks
 
 
 def job_nodes() -> int | None:
@@ -278,7 +278,7 @@ def _unlink_shared_memory() -> None:
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if path.startswith("/dev/shm/mpich_shm_"):
-            with contextlib.suppress(FileNotFoundError):  # another rank was first
+            with contextlib.suppress(FileNotFoundError):  # another rank has removed it
                 os.unlink(path)
 
 

@@ -26,10 +26,10 @@ Say = Callable[[str], None]  # prints a line on rank 0
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs."""
+    """The place where one rank runs."""
 
     node: str
-    local_rank: int  # among the ranks on its node
+    local_rank: int  # the rank's number among the ranks on its node
     device: str  # cpu, or cuda:3
     gpu: str | None  # unique among all GPUs of the job; None on a CPU
     cores: tuple[int, ...]  # the logical CPUs on which it may run
@@ -37,7 +37,7 @@ class Place:
 
 
 def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value, given every rank's value in rank order."""
+    """Group ranks by value: return the ranks of each value. values: one per rank, in rank order."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -243,7 +243,7 @@ def placement_warnings(
 
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
-    """Warn if nodes have unequal numbers of ranks, or if nodes of the Slurm job have no rank."""
+    """Yield a warning if nodes have unequal numbers of ranks, and one if nodes have no rank."""
     ranks = Counter(place.node for place in places)
     low = min(ranks, key=ranks.__getitem__)
     high = max(ranks, key=ranks.__getitem__)
@@ -258,7 +258,7 @@ def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
 
 
 def _split_group(places: list[Place], layout: Layout) -> list[str]:
-    """Warn of the first tensor-parallel group on several nodes, or else of the first of cp."""
+    """Return a warning of the first tp group that is on several nodes, or else of a cp group."""
     for kind, axis, product in (("tensor", "tp", "tp"), ("context", "cp", "tp x cp")):
         for ranks in rows_along(layout.axes, (axis,)):
             nodes = sorted({places[rank].node for rank in ranks})
@@ -273,7 +273,7 @@ def _split_group(places: list[Place], layout: Layout) -> list[str]:
 
 
 def _cores_not_inherited(places: list[Place]) -> list[str]:
-    """Warn if ranks have fewer cores than --cpus-per-task; names the first such rank."""
+    """Return a warning if ranks have fewer cores than --cpus-per-task."""
     short = [rank for rank, p in enumerate(places) if len(p.cores) < (p.asked_cores or 0)]
     return [
         f"{len(short)} ranks, the first is {rank} on {places[rank].node}, have "

@@ -28,7 +28,7 @@ MEETING_TIMEOUT = timedelta(seconds=SECONDS_TO_MEET)
 
 @dataclass
 class Meeting:
-    """What a rank knows when all ranks have met."""
+    """The result of `meet`: the places of all ranks, and this rank's device, cores and stores."""
 
     launch: Launch
     rank: int

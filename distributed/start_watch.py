@@ -30,7 +30,7 @@ SECONDS_TO_OUTLIVE = 12.0
 
 
 class Watched:
-    """The rank that this process watches. The rank sends values of out, met and outlives.
+    """The rank that this process watches. The rank itself sends `out`, `met` and `outlives`.
 
     pid: process id of the rank. stopped: in how many looks in a row the rank was stopped.
     """
@@ -59,7 +59,7 @@ class Watched:
             for line in lines:
                 vars(self).update(json.loads(line))
         with contextlib.suppress(OSError):
-            os.setsid()  # the launcher may now end the rank's process group, and must not end this
+            os.setsid()  # leave the rank's process group, which the launcher may end now
         if self.outlives:
             time.sleep(SECONDS_TO_OUTLIVE)
             abort_by_pmi(1)

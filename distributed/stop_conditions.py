@@ -45,7 +45,7 @@ STEPS_REMEMBERED = 20  # the next step may take as long as the slowest of these
 
 
 class RequestedAction(enum.IntEnum):
-    """What a rank requests at a step boundary; the largest request of all ranks is carried out."""
+    """A rank's request at a step boundary; the largest request of all ranks is carried out."""
 
     GO_ON = 0
     SAVE = 1

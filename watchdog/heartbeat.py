@@ -44,7 +44,8 @@ ABORT_TIMEOUT = 5.0  # seconds for MPI to end this rank; then it exits without M
 FRAMES = 40  # the most frames of each stack
 REARM_FRACTION = 0.25  # faulthandler's timer is set again after this fraction of its time
 
-End = Callable[[int], None]  # a function that ends the process with a status, from any thread
+# A function that ends this process with a status, and under MPI all ranks; from any thread.
+End = Callable[[int], None]
 
 
 def start_monitor(
@@ -78,8 +79,8 @@ def start_monitor(
 class Watchdog:
     """One rank's connections to the monitor, and the thread that uses them.
 
-    end: a function that ends all ranks with a status. monitor: the monitor's process, on the rank
-    that started it. That rank kills a stopped monitor before it leaves the job.
+    end: ends this process, and under MPI all ranks, with a status. monitor: the monitor's process,
+    on the rank that started it. That rank kills a stopped monitor before it leaves the job.
     """
 
     def __init__(

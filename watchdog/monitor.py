@@ -28,7 +28,7 @@ from watchdog.handshake import Entrance, Process
 from watchdog.heartbeat import encode, kill_process, process_state
 from watchdog.wait_graph import Case, Ranks, WaitGraph, find_culprits
 
-# Default of --hang-timeout: the longer of these seconds and this many times the median step.
+# --hang-timeout by default: MIN_HANG_TIMEOUT seconds or MEDIAN_STEPS median steps, the longer.
 MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0
 # During the first STARTUP_STEPS steps data and checkpoints are read and kernels are built: the
 # limit is STARTUP_FACTOR times longer then, and at least STARTUP_SECONDS.
@@ -52,7 +52,7 @@ MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of a rank
 
 @dataclass
 class Rank:
-    """What the monitor knows of one rank."""
+    """The monitor's knowledge of one rank: its connection, last messages, state and stacks."""
 
     rank: int
     heard: float  # monotonic time of its last message
