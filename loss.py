@@ -38,7 +38,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        local, ctx.local = ctx.local, None  # else the graph holds the logits until its end
+        local, ctx.local = ctx.local, None  # so that the logits are freed with the gradient
         return local.gradient(ctx.share, grad), None, None, None, None
 
 
@@ -78,7 +78,7 @@ class LocalLoss(NamedTuple):
         """Make it from logits (s, b, V/n), for the vocabulary rows of `spec`, and labels (s, b)."""
         rows = spec.stop - spec.start
         exact = torch.promote_types(logits.dtype, torch.float32)
-        logits[..., rows:] = torch.finfo(logits.dtype).min  # padding
+        logits[..., rows:] = torch.finfo(logits.dtype).min  # columns of padding
         columns = labels - spec.start
         absent = (columns < 0) | (columns >= rows)
         columns = columns.masked_fill(absent, 0)[..., None]
@@ -146,16 +146,20 @@ def _by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -
 
 
 def _exponentiate(logits: Tensor, largest: Tensor, total: Tensor) -> None:
-    total.copy_(logits.sub_(largest[..., None]).exp_().sum(-1))  # overwrites the logits
+    """Replace fp32 logits by exp(logits - largest), and set `total` to their sums, (s, b)."""
+    total.copy_(logits.sub_(largest[..., None]).exp_().sum(-1))
 
 
 def _sum_exponentials(logits: Tensor, largest: Tensor, total: Tensor) -> None:
-    total.copy_((logits - largest[..., None]).exp_().sum(-1))  # keeps the logits
+    """Set `total` to the sums of exp(logits - largest), (s, b); 16-bit logits stay."""
+    total.copy_((logits - largest[..., None]).exp_().sum(-1))
 
 
 def _scale(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
-    logits.mul_(scale[..., None])  # which are exponentials already
+    """Multiply by `scale` (s, b) the exponentials that `_exponentiate` left in `logits`."""
+    logits.mul_(scale[..., None])
 
 
 def _scale_exponentials(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
+    """Replace 16-bit logits by exp(logits - largest) times `scale` (s, b)."""
     logits.copy_((logits - largest[..., None]).exp_().mul_(scale[..., None]))

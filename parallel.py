@@ -130,7 +130,7 @@ class ParamFactory:
             local[dim] = rows
         dtype = torch.promote_types(self.dtype, torch.float32)
         tensor = torch.full(local, fill, dtype=dtype, device=self.device)
-        if std:  # at 0 nothing is drawn: the weights will be loaded
+        if std:  # with std 0 no weights are drawn: they will be loaded
             own = tensor.zero_().narrow(dim or 0, 0, stop - start)
             draw_normal(own, name, shape, dim or 0, start, std, self.seed)
         reduce_over: tuple[str, ...] = ("replicas",)
@@ -164,7 +164,7 @@ def draw_normal(
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
     inner = math.prod(shape[dim + 1 :])
-    run, flat = out.shape[dim] * inner, out.view(-1)  # run: adjacent in `out` and in the whole
+    run, flat = out.shape[dim] * inner, out.view(-1)  # run: elements adjacent in the whole too
     at_once = DRAWN_AT_ONCE if out.is_cuda else DRAWN_ON_CPU
     for first in range(0, len(flat), at_once):
         last = min(first + at_once, len(flat))
