@@ -1,14 +1,15 @@
 """The record of a run: start-up lines, log line, metrics.jsonl, run.json, TensorBoard, summary.
 
-The log line is for people; programs read the row of metrics.jsonl. Every rank calls, rank 0 writes.
-Where a terminal shows the live line (log_lines.py), log lines go to log.txt alone.
+The log line is for people; programs read metrics.jsonl. The trainer calls Log on every rank; only
+rank 0 writes. While a terminal shows the live line (log_lines.py), log lines go to log.txt alone.
+The files of a run, in the folder --out:
 
-    run.json        the whole configuration, where the run executes, and with which versions
-    log.txt         all that is printed, and the log lines
-    metrics.jsonl   a row per step, and one per evaluation (`NAME_loss`: validation, test, sets)
-    times.jsonl     where the time of some steps went, on every rank (step_times.py)
+    run.json        the whole configuration, the nodes and devices, and the versions in use
+    log.txt         all that this class prints, and the log lines
+    metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
+    times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
-    trackers.json   the run in W&B and MLflow, which a resumed run goes on in (trackers.py)
+    trackers.json   identifiers of the runs in W&B and MLflow that a resumed run continues
 """
 
 import contextlib
@@ -45,19 +46,20 @@ from zero import StepResult
 if TYPE_CHECKING:
     from telemetry.trackers import Tracker
 
-FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
-# Steps that the summary's rates leave out: allocators, kernels and connections warm up.
+FORMULA = "megatron-2025"  # how FLOPs are counted: one of FORMULAS in config/model_stats.py
+# The summary's rates leave these first steps out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
-RECENT_STEPS = 20  # whose pace says how much time is left
+RECENT_STEPS = 20  # the time left is estimated from the pace of these last steps
 SECONDS_BETWEEN_LINES = 5.0  # without --log-every: a line for each step would fill disks
-LINES_BETWEEN_CORPORA = 20  # log lines from one line on the corpora to the next
+LINES_BETWEEN_CORPORA = 20  # log lines from one line about the corpora to the next
 
 
 class Log:
     """Writes the record of one run; made before the first step, closed after the last.
 
-    total: the run's last step; a resumed run may set another one than the configuration's.
-    epoch_tokens: by corpus of --data, the tokens of an epoch of it. The trainer sets them.
+    The trainer sets two attributes. total: the run's last step, which differs from the
+    configuration's in some resumed runs. epoch_tokens: for each corpus of --data, the number of
+    tokens in one epoch.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class Log:
     ):
         """On rank 0, open the files (UserError if that fails) and print the start-up lines.
 
-        stage_specs: of the whole pipeline. kernels: the implementation in use, by purpose. before:
-        every rank's statistics before the model was built. checkpoint_bytes: room that a save asks
-        for, for run.json; None if the run does not save.
+        stage_specs: the stages of the whole pipeline. kernels: the implementation in use, by
+        purpose. before: every rank's statistics before the model was built. checkpoint_bytes: disk
+        space that one save needs, for run.json; None if the run does not save.
         """
         self.began = time.monotonic()
         self.before = before
@@ -85,8 +87,8 @@ class Log:
         self.stage_specs = stage_specs
         self.is_writer = context.rank == 0
         self.total = config.total_steps
-        self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
-        self.rates: list[float] = []  # tokens per second of each
+        self.steps: list[tuple[int, float, float]] = []  # per step: samples, seconds and loss
+        self.rates: list[float] = []  # per step: tokens per second
         self.epoch_tokens: Mapping[str, int] = {}
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
@@ -98,7 +100,8 @@ class Log:
         self.trackers: dict[str, Tracker] = {}
         self.text: IO[str] | None = None  # log.txt
         self.live: log_lines.LiveLine | None = None
-        # Bytes by part on a rank of every stage, for the summary: a mistake shows before step 1.
+        # For each stage, the bytes of a rank by part. The summary prints them, but they are
+        # computed now so that an error in them stops the run before step 1.
         self.predicted_memory = memory.of_run(config) if self.is_writer else []
         if self.is_writer:
             self._open_files(kernels, checkpoint_bytes)
@@ -110,9 +113,10 @@ class Log:
     def step(
         self, done: Progress, batch: int, lr: float, result: StepResult, everyone: list[StepStats]
     ) -> None:
-        """Record one step on `batch` samples; `done`: the progress after it.
+        """Record one step; called by every rank after each step.
 
-        everyone: every rank's statistics; rank 0's seconds are the step's.
+        batch: samples of the step. done: the progress after the step. everyone: every rank's
+        statistics; the step's time in the row is rank 0's.
         """
         if not self.is_writer:
             return
@@ -164,7 +168,7 @@ class Log:
             self.live.show(log_lines.of_step(facts))
 
     def _line_is_due(self, iteration: int) -> bool:
-        """Whether that step has a log line: the first, the last, and by --log-every or by time."""
+        """Return whether the step gets a log line: first, last, and by --log-every or by time."""
         if iteration in (1, self.total):
             return True
         if self.config.run.log_every is not None:
@@ -172,7 +176,7 @@ class Log:
         return time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES
 
     def _print_step(self, facts: log_lines.Facts) -> None:
-        """Print and store the log line of a step; now and then one on the corpora follows."""
+        """Print and store a step's log line, some of them with a line about the corpora below."""
         line = log_lines.of_step(facts)
         is_last = facts.row["iteration"] == self.total
         if self.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
@@ -183,23 +187,24 @@ class Log:
         self.last_line = time.monotonic()
 
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
-        """Record a step of `batch` samples, up to `consumed`, that --skip-samples leaves out."""
+        """Record a step that --skip-samples leaves out: `batch` samples that end at `consumed`."""
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
         self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
-        """Record the mean loss per token of `validation`, of `test`, or of a set of --eval-data."""
+        """Record a mean loss per token; name: `validation`, `test`, or a set of --eval-data."""
         self.evaluations[name] = loss
         row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
         self.note(log_lines.of_evaluation(name, done.iteration, self.total, loss))
 
     def note(self, line: str, printed: bool = True) -> None:
-        """Append a line to log.txt, and print it unless the terminal has a live line instead."""
+        """Append a line to log.txt on rank 0; print the line too, if `printed`."""
         if not self.is_writer:
             return
-        text, self.text = self.text, None  # after an error nothing more is written
+        # If writing fails, self.text stays None, and nothing more is written to log.txt.
+        text, self.text = self.text, None
         with self.without("log.txt, from here on"):
             if text:
                 text.write(line + "\n")
@@ -211,19 +216,19 @@ class Log:
             self.live.clear()
         try:
             print(line, flush=True)
-        except OSError as error:  # the output's buffer is tried again with the next line
+        except OSError as error:  # Python keeps the unwritten text for the next print
             if error.errno not in NOT_WRITTEN:
                 raise
 
     def summarize(self) -> None:
-        """Print the summary."""
+        """Print the summary on rank 0."""
         if self.live:
             self.live.close()
-        if self.is_writer and self.steps:  # none if the resumed run was already complete
+        if self.is_writer and self.steps:  # a resumed run that was complete has no steps
             self.note(self._summary())
 
     def close(self) -> None:
-        """Close the files; prints how many rows could not be written."""
+        """Close the files and trackers; print how many rows could not be written, if any."""
         if self.live:
             self.live.close()
         self.metrics.finish()
@@ -231,12 +236,15 @@ class Log:
             with self.without(f"{name}'s last rows"):
                 tracker.close()
         if self.text:
-            with contextlib.suppress(OSError):  # what could not be written was said before
+            with contextlib.suppress(OSError):  # `note` has already printed why a write failed
                 self.text.close()
             self.text = None
 
     def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
-        """By corpus, the tokens trained on and the epochs, in which a cut sample is a whole one."""
+        """Return the tokens trained on and the epochs, by corpus, for the row of metrics.jsonl.
+
+        For the epochs, a sample that --curriculum shortens counts with its full length.
+        """
         corpora = done.usage.corpora
         length = self.config.model.seq_length
         if not corpora:
@@ -272,14 +280,14 @@ class Log:
         self.metrics.write(row)
         trackers = self.trackers
         self.trackers = {}
-        for name, tracker in trackers.items():  # one that fails writes no more
+        for name, tracker in trackers.items():  # a tracker that fails is not called again
             with self.without(f"{name}, from here on"):
                 tracker.write(row["iteration"], row)
                 self.trackers[name] = tracker
 
     @contextlib.contextmanager
     def without(self, what: str) -> Iterator[None]:
-        """Go on after a block whose file cannot be written, and print so."""
+        """Catch an OSError of the block and print that `what` cannot be written."""
         try:
             yield
         except OSError as error:
@@ -309,7 +317,7 @@ class Log:
         out = self.config.run.out
         new = os.path.join(self.config.run.out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
-        # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
+        # A run from step 0 must not add its checkpoints to the checkpoints of an earlier run.
         earlier += [] if self.config.run.resume else ["checkpoints", TRACKED_RUNS]
         try:
             os.makedirs(out, exist_ok=True)
@@ -331,7 +339,7 @@ class Log:
         lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
         lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
         if self.config.run.saves:
-            from config.families import export_note  # which runs without checkpoints do not need
+            from config.families import export_note  # runs without checkpoints do not need it
 
             lines += filter(None, [export_note(self.config.model)])
         lines.append(partition.stage_table(self.stage_specs, self.config.model))
@@ -372,7 +380,7 @@ class Log:
         )
 
     def _batch_lines(self) -> list[str]:
-        """The batch sizes in use, and the options that change those of --global-batch-size."""
+        """Return the start-up lines about the batch sizes, and the options that change them."""
         config = self.config
         layout = self.config.layout
         levels = config.batches.levels()
@@ -422,7 +430,7 @@ class Log:
 
 
 def _keep_earlier(out: str, names: list[str]) -> None:
-    """Rename an earlier run's files to NAME.1, NAME.2, ...: nothing is overwritten."""
+    """Rename an earlier run's files to NAME.1 (or .2, ...), so that nothing is overwritten."""
     paths = [os.path.join(out, name) for name in names]
     number = unused_number(paths)
     for path in filter(os.path.lexists, paths):
@@ -430,7 +438,7 @@ def _keep_earlier(out: str, names: list[str]) -> None:
 
 
 def _commit() -> str | None:
-    """The commit of this code, with + if tracked files differ from it; None outside of git."""
+    """Return this code's git commit, with + if tracked files differ; None outside of git."""
     folder = os.path.dirname(os.path.abspath(__file__))
     command = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:

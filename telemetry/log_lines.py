@@ -1,11 +1,11 @@
-"""What people read while a run trains: a line for a step, and one live line.
+"""Text that people read while a run trains: log lines, and a live line on the terminal.
 
-    LiveLine(launcher)     rewrites one line on the terminal, if there is one
+    LiveLine(launcher)     rewrites one line on the terminal, if there is a terminal
     of_step(facts)         step 120/500 | loss 3.2104 | grad norm 0.812 | ... | 1:02:03 left
 
-Under an MPI launcher standard output is a pipe, or a terminal of the launcher's own making: there
-the live line is written to the terminal that the launcher itself has. Rank 0 finds it if it runs on
-the launcher's node; elsewhere there is no live line.
+Under an MPI launcher a rank's standard output is a pipe, or a terminal that the launcher made. The
+live line then goes to the launcher's terminal, which rank 0 can open if both run on the same node;
+otherwise there is no live line. telemetry/log.py calls these functions.
 """
 
 import math
@@ -18,31 +18,34 @@ from typing import Any
 import psutil
 
 LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"}
-SECONDS_BETWEEN = 0.2  # of two forms of the live line
-CLEAR = "\r\x1b[K"
+SECONDS_BETWEEN = 0.2  # least time from one rewriting of the live line to the next
+CLEAR = "\r\x1b[K"  # moves the cursor to the line's start and erases the line
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A step's row of metrics.jsonl, and the means since the last log line."""
+    """A step's row of metrics.jsonl, and the means over the steps since the last log line.
+
+    With --log-every N the means are over the last N steps.
+    """
 
     row: dict[str, Any]
-    total: int  # steps
-    loss: float
-    seconds: float  # of a step
-    samples_per_second: float
-    skipped: int  # steps so far
-    nan: int
-    seconds_left: float
+    total: int  # the run's last step
+    loss: float  # mean
+    seconds: float  # mean per step
+    samples_per_second: float  # mean
+    skipped: int  # number of steps so far whose update was skipped
+    nan: int  # number of steps so far whose loss was not finite
+    seconds_left: float  # estimate for the rest of the run
 
     @property
     def ratio(self) -> float:
-        """The mean rate over that of the row's step alone."""
+        """The mean samples per second divided by the samples per second of the row's step."""
         return self.samples_per_second / (self.row["global_batch_size"] / self.row["seconds"])
 
 
 def of_step(facts: Facts) -> str:
-    """One step in at most 130 characters; MFU only where the device's peak is known."""
+    """Return a step's log line; MFU is in it only where the device's peak FLOPS are known."""
     row = facts.row
     parts = [
         f" step {row['iteration']}/{facts.total}",
@@ -65,7 +68,10 @@ def of_step(facts: Facts) -> str:
 
 
 def of_corpora(row: dict[str, Any]) -> str:
-    """A line below that one, on what was read of several corpora; the line itself has one's."""
+    """Return the line about several corpora that follows a step's log line, or "".
+
+    The epoch of a run's only corpus is in the step's log line itself (`of_step`).
+    """
     epochs = row.get("corpus_epochs", {})
     if len(epochs) < 2:
         return ""
@@ -75,25 +81,28 @@ def of_corpora(row: dict[str, Any]) -> str:
 
 
 def _epochs(row: dict[str, Any]) -> float | None:
-    """The epochs of the run's only corpus; None if there are several, or the row has none."""
+    """Return the epochs of the run's only corpus; None if the row has no or several corpora."""
     epochs = list(row.get("corpus_epochs", {}).values())
     return epochs[0] if len(epochs) == 1 else None
 
 
 def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
-    """The mean loss per token on a split or a set of --eval-data, and its exponential."""
+    """Return the log line of an evaluation; name: a split or a set of --eval-data.
+
+    loss: the mean per token; its exponential is the perplexity.
+    """
     perplexity = math.exp(min(loss, 100.0))
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
 
 
 def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:
-    """A step of `batch` samples, up to `consumed`, that was passed over."""
+    """Return the log line of a step that was passed over: `batch` samples, up to `consumed`."""
     samples = f"{consumed - batch} to {consumed - 1}"
     return f" step {iteration}/{total} | passed over by --skip-samples: {samples}"
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, with days before them if there are any."""
+    """Return seconds as text: `1:02:03` (hours, minutes, seconds), or `2d 1:02:03` with days."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -103,7 +112,8 @@ def duration(seconds: float) -> str:
 class LiveLine:
     """One line on the terminal, rewritten at most five times a second.
 
-    replaces_lines: whether standard output goes to that same terminal, so that log lines need not.
+    replaces_lines: whether standard output goes to the same terminal. Log lines are then written
+    to log.txt only, since the live line shows the same.
     """
 
     def __init__(self, launcher: str = "python"):
@@ -115,13 +125,13 @@ class LiveLine:
         self._shown = False
         self.replaces_lines = bool(terminals) and terminals[0] == outputs[0]
         if terminals:
-            try:  # one that is stopped (Ctrl-S) must not stop the run
+            try:  # O_NONBLOCK: a terminal that is stopped (Ctrl-S) must not stop the run
                 self._file = os.open(terminals[0], os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
             except OSError:
                 self.replaces_lines = False
 
     def show(self, text: str) -> None:
-        """Rewrite the line, unless it was a moment ago."""
+        """Rewrite the line, unless the line was rewritten less than SECONDS_BETWEEN ago."""
         now = time.monotonic()
         if self._file < 0 or now - self._latest < SECONDS_BETWEEN:
             return
@@ -134,14 +144,14 @@ class LiveLine:
             self.close()
 
     def clear(self) -> None:
-        """Remove the line, before other text is printed."""
+        """Erase the line; called before other text is printed."""
         if self._shown:
             self._write(CLEAR)
         self._shown = False
         self._latest = 0.0
 
     def close(self) -> None:
-        """Remove the line for good."""
+        """Erase the line and close the terminal; `show` does nothing from now on."""
         self.clear()
         if self._file >= 0:
             os.close(self._file)
@@ -151,15 +161,18 @@ class LiveLine:
     def _write(self, text: str) -> None:
         try:
             os.write(self._file, text.encode())
-        except BlockingIOError:  # the terminal is stopped: the next form is written again
+        except BlockingIOError:  # the terminal is stopped: the next `show` tries again
             return
-        except OSError:  # the terminal is gone, its log lines too
+        except OSError:  # the terminal is gone
             self._shown = False
             self.close()
 
 
 def _outputs(launcher: str) -> list[str]:
-    """The files that standard output and error of this run's launcher, or of itself, go to."""
+    """Return the paths of the files that standard output and standard error go to; "" if unknown.
+
+    Under mpirun the outputs are the launcher's, else this process's.
+    """
     pid = os.getpid()
     if launcher.startswith("mpirun"):
         try:

@@ -1,13 +1,14 @@
 """Records the batches of spikes of loss and gradient norm; decides when training has diverged.
 
-    spikes.jsonl    a row per spike: the loss, mean and sigma of the steps before it, and every
-                    sample of the batch with its documents; "of" says whether the loss has risen
-                    or the gradient norm, which is in the row then
+    spikes.jsonl    a row per spike: the step's loss, the mean and sigma of the steps before, and
+                    every sample of the batch with its documents; "of" is "loss" or "grad_norm",
+                    the value that has risen; with "grad_norm" the norm is in the row too
 
-Mean and sigma are of the last steps of this process, so the first steps after a restart are not
-checked for spikes. Those of the gradient norm are taken of its logarithm: it is above 0, and varies
-by factors. Clipping makes the update of a step with a huge gradient vanish, so that its norm may
-be all that shows a fault.
+A value is a spike if it is more than --spike-sigma standard deviations (sigma) above the mean of
+this process's last steps. So the first steps after a restart are not checked for spikes, except
+that a loss which is not finite is always recorded. For the gradient norm, mean and sigma are taken
+of its logarithm, because the norm is positive and varies by factors. The norm is checked because
+clipping makes the update of a step with a huge gradient vanish, so that the loss may not rise.
 """
 
 import math
@@ -25,21 +26,23 @@ from telemetry.log import Log
 from telemetry.row_file import RowFile
 from zero import StepResult
 
-WINDOW = 128  # steps of the mean and sigma
-MIN_STEPS = 32  # steps before the first that may be a spike
-# Relative to the mean: where the loss is almost constant, a rounding error must not be a spike.
+WINDOW = 128  # the mean and sigma are taken of this many last steps
+MIN_STEPS = 32  # with fewer steps before it, a finite value is not checked
+# Least sigma of the loss, as a share of the mean: while the loss is almost constant, a rounding
+# error must not count as a spike.
 MIN_SIGMA = 1e-3
-MIN_SIGMA_OF_LOG_NORM = 0.1
+MIN_SIGMA_OF_LOG_NORM = 0.1  # least sigma of the norm's natural logarithm
 
 
 class LossMonitor:
-    """Takes the result of every step, on every rank.
+    """Finds spikes and divergence; the trainer calls `step` after every step, on every rank.
 
-    good: the progress after the last step with a finite loss. bad: the results since then.
+    good: the progress after the last step with a finite loss. bad: the results of the steps since
+    then, none of which has a finite loss.
     """
 
     def __init__(self, config: Config, samples: Samples, done: Progress, log: Log):
-        """done: the progress so far. log: its writer writes spikes.jsonl too."""
+        """done: the progress so far. log: the run's log; the rank that writes it writes spikes."""
         self.config = config
         self.samples = samples
         self.good = done
@@ -50,7 +53,7 @@ class LossMonitor:
         self._recent_log_norms: deque[float] = deque(maxlen=WINDOW)
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
-        """Take the result of a step on `batch` samples; done: the progress after it."""
+        """Take the result of a step on `batch` samples; done: the progress after the step."""
         loss = result.loss
         sigmas = self.config.run.spike_sigma
         finite = math.isfinite(loss)
@@ -68,16 +71,19 @@ class LossMonitor:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss has not been finite for --max-nan-steps steps."""
+        """Whether the loss was not finite in each of the last --max-nan-steps steps."""
         return len(self.bad) >= self.config.run.max_nan_steps
 
     @property
     def state_intact(self) -> bool:
-        """Whether weights and optimizer state are those of `good`: every later step was skipped."""
+        """Whether weights and optimizer state are unchanged since `good`: all updates skipped."""
         return all(result.skipped for result in self.bad)
 
     def failure(self, now: Progress, saved: bool) -> UserError:
-        """The error of a run that has diverged; saved: whether the state of `good` is."""
+        """Return the error of a run that has diverged.
+
+        now: the progress. saved: whether the state after `good` is in a checkpoint.
+        """
         good = self.good
         run = self.config.run
         samples = f"--skip-samples {good.consumed_samples}:{now.consumed_samples}"
@@ -91,12 +97,12 @@ class LossMonitor:
         )
 
     def _record_spike(self, done: Progress, batch: int, loss: float, sigmas: float) -> None:
-        """Write the batch to spikes.jsonl if its loss is a spike."""
+        """Write the batch to spikes.jsonl if its loss is a spike; sigmas: --spike-sigma."""
         mean = sigma = None
         if len(self._recent) >= 2:
             mean = statistics.fmean(self._recent)
             sigma = max(statistics.stdev(self._recent, mean), MIN_SIGMA * abs(mean))
-            if loss <= mean + sigmas * sigma:  # false for NaN
+            if loss <= mean + sigmas * sigma:  # false for NaN, which is recorded
                 return
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
         row = {"of": "loss", "mean": mean, "sigma": sigma}
@@ -105,7 +111,7 @@ class LossMonitor:
         )
 
     def _step_of_norm(self, done: Progress, batch: int, loss: float, norm: float) -> None:
-        """Take the gradient norm of a step; write the batch to spikes.jsonl if it is a spike."""
+        """Take a step's gradient norm; write the batch to spikes.jsonl if the norm is a spike."""
         log_norm = math.log(norm)
         sigmas = self.config.run.spike_sigma
         recent = self._recent_log_norms
@@ -122,7 +128,7 @@ class LossMonitor:
     def _write(
         self, done: Progress, batch: int, loss: float, row: dict[str, Any], text: str
     ) -> None:
-        """Write a row with the samples of the batch, and a line of the log with this text."""
+        """Write `row` and the batch's samples to spikes.jsonl, and `text` as a line of the log."""
         begin = done.consumed_samples - batch
         samples = [
             {"sample": k, "text": [span._asdict() for span in self.samples.spans(k)]}
@@ -137,10 +143,12 @@ class LossMonitor:
 
 
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
-    """Save the last good state, if the run saves at all, and raise UserError: it has diverged.
+    """End a run that has diverged: save the last good state, and raise UserError.
 
-    RuntimeError, before anything is saved, if copies of the state differ: then hardware has failed
-    and training has not diverged. A restart continues from the last checkpoint.
+    The state is saved only if the run saves checkpoints and the weights have not changed since the
+    last step with a finite loss. Raise RuntimeError, before anything is saved, if replicas of the
+    state differ: then hardware has failed and training has not diverged, and a restart continues
+    from the last checkpoint. Collective over all ranks.
     """
     checkpoints.check_replicas(now.iteration)
     saved = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0

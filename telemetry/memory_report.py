@@ -1,11 +1,13 @@
-"""Memory of a run's ranks, stage by stage: measured and predicted.
+"""Peak memory of a run's ranks, for each pipeline stage: measured and predicted.
 
-Measured is the most that tensors took on a GPU, or the most that was resident on a CPU, of the
-fullest rank of a stage. Predicted is the sum of what `planner.memory.of_run` gives, without the
-allocator's overhead and the communication buffers:
+The measured value is the peak of the rank of the stage that needs most: allocated bytes on a GPU,
+resident bytes on a CPU. The prediction is the sum of the parts that `planner.memory.of_run`
+returns, without the allocator's overhead and the communication buffers:
 
     GPU    weights + gradients + optimizer + activations + working
-    CPU    the same, on top of what was resident before the model was built
+    CPU    the same, and the bytes that were resident before the model was built
+
+The Log prints the table in the run's summary (telemetry/log.py).
 """
 
 import contextlib
@@ -21,12 +23,15 @@ from distributed.context import Context
 from telemetry.step_stats import StepStats, ranks_of_stages
 
 MEGABYTE = 1e6
-# Allocations that a snapshot holds, the last ones: about 100 MB of host memory.
+# A snapshot holds this many last allocations: about 100 MB of host memory.
 SNAPSHOT_ENTRIES = 100_000
 
 
 def per_stage(everyone: list[StepStats], layout: Layout) -> tuple[list[int], list[int]]:
-    """The largest peak and the largest reserved bytes of any rank, for every stage."""
+    """Return, for every stage, the largest peak and the largest reserved bytes of its ranks.
+
+    everyone: the statistics of all ranks, in rank order.
+    """
     stages = [[everyone[rank] for rank in ranks] for ranks in ranks_of_stages(layout)]
     peaks = [int(max(rank.peak for rank in stage)) for stage in stages]
     return peaks, [int(max(rank.reserved for rank in stage)) for stage in stages]
@@ -39,10 +44,10 @@ def table(
     after: list[StepStats],
     predicted: list[dict[str, float]],
 ) -> str:
-    """Every stage's measured peak and its prediction, in MB.
+    """Return the table of every stage's measured and predicted peak, in MB, as text.
 
-    before, after: every rank's step statistics before anything was built, and now; predicted:
-    bytes by part on a rank of every stage.
+    device: "cuda" or "cpu". before, after: every rank's statistics before the model was built, and
+    now. predicted: for each stage, the bytes of a rank by part (`planner.memory.of_run`).
     """
     peaks, reserved = per_stage(after, config.layout)
     gpu = device == "cuda"
@@ -66,9 +71,10 @@ def table(
 
 @contextlib.contextmanager
 def snapshot(run: Run, context: Context) -> Iterator[None]:
-    """With --memory-snapshot, record allocations and write them when the block is left.
+    """With --memory-snapshot, record the block's GPU allocations in OUT/memory_RANK.pickle.
 
-    Also when an exception, such as out of memory, leaves it. UserError on a CPU.
+    The file is written when the block ends, also by an exception such as out of memory. Raise
+    UserError on a CPU. Without the option, do nothing.
     """
     if not run.memory_snapshot:
         yield

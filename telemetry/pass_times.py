@@ -1,11 +1,13 @@
 """Seconds of the passes through a block and through the head: `--schedule-costs measured`.
 
-    config = with_measured_costs(config, context)      the option is then numbers, as in run.json
+    config = with_measured_costs(config, context, dtype)
+    config.layout.schedule_costs                     six times in microseconds, as in run.json
 
-FLOPs do not tell how fast a device does each kind of pass: attention, the loss and what moves bytes
-differ from machine to machine. So every rank times one block and the head as its tensor rank holds
-them, without masks; the slowest rank counts. A run that is resumed keeps what was measured at its
-start.
+`--schedule auto` searches a pipeline schedule from the times of the passes. FLOPs do not give these
+times: the speeds of attention, of the loss and of operations limited by memory bandwidth differ
+between machines. So every rank times one block and the head with its tensor-parallel shards and
+without attention masks, and the slowest rank's times count. A resumed run reuses the times that
+run.json has from the start of the run. Read schedules/partition.py first.
 """
 
 import contextlib
@@ -27,11 +29,16 @@ from parallel import DeferredGradients, ParamFactory
 from schedules.partition import StageSpec, stage_specs
 from telemetry.row_file import read_object
 
-WARM_UP, TIMED = 3, 7  # passes of a part; of the timed ones the fastest counts
+# Repetitions per block or head: first untimed, then timed ones, of which the fastest counts.
+WARM_UP, TIMED = 3, 7
 
 
 def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) -> Config:
-    """The configuration with `measured` replaced by microseconds; collective over all ranks."""
+    """Return the configuration with `measured` replaced by microseconds.
+
+    Collective over all ranks; called before the model is built. Configurations that measure nothing
+    are returned as they are.
+    """
     layout = config.layout
     if layout.schedule_costs != "measured" or layout.schedule != "auto" or layout.pp == 1:
         return config
@@ -45,10 +52,13 @@ def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) ->
 
 
 def _earlier(config: Config) -> str | None:
-    """What run.json has, if a run is resumed whose parts were the same."""
+    """Return the times in run.json if the run is resumed with the same parts, else None.
+
+    The parts are the same if the model and the options of `same` below are equal.
+    """
     if not config.run.resume:
         return None
-    # What cannot be read is measured anew.
+    # If run.json cannot be read, the passes are measured again.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(config.run.out, "run.json"), "rb") as file:
             earlier = read_object(file.read())["config"]
@@ -63,10 +73,13 @@ def _earlier(config: Config) -> str | None:
 
 
 def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float]:
-    """Seconds of forward, gradients of inputs and of weights: of a block, then of the head."""
+    """Return this rank's six times in seconds: three for a block, then three for the head.
+
+    The three are the forward pass, the gradients of the inputs, and the gradients of the weights.
+    """
     layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0", vocab_pp=False)
     if layout.recompute_layers is not None:
-        # Not all blocks are recomputed, and the search counts none.
+        # The search prices every block without recomputation, since not all are recomputed.
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
     axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.cp * layout.dp)}
@@ -80,7 +93,11 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
 
 
 def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[float]:
-    """The least that each kind of pass took through one stage of the model."""
+    """Return the three times in seconds of one stage, each the least of the TIMED repetitions.
+
+    The activations have shape (s, b, h), with the sequence divided by cp, and by tp under sequence
+    parallelism.
+    """
     stage = Stage(factory, config.model, config.layout, spec).to(factory.dtype)
     for p in stage.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
@@ -88,7 +105,7 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
     model = config.model
     layout = config.layout
     deferred = factory.deferred
-    assert deferred is not None  # _measure gives one
+    assert deferred is not None  # _measure has passed it to the factory
     stage.set_length(model.seq_length)
     s = model.seq_length // layout.cp
     b = layout.micro_batch_size
@@ -110,7 +127,7 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Return the time in seconds after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()

@@ -1,7 +1,9 @@
-"""Checks that copies are equal, bit for bit: weights and optimizer state over dp, tp, tied pairs.
+"""Checks that replicas of weights and optimizer state are equal, bit for bit.
 
-Every rank hashes its copies; ranks compare hashes only. Where a rank has only some elements of a
-tensor, it hashes these: copies of the same elements have the same hash.
+Replicas are compared over data-parallel ranks, over tensor-parallel ranks (tensors that are not
+sharded over tp) and over tied pairs (embedding and output matrix on two stages). Every rank hashes
+its replicas, and ranks exchange the hashes only. A rank that has only a shard of a tensor hashes
+the elements of this shard; the same elements on another rank give the same hash.
 """
 
 import time
@@ -16,24 +18,27 @@ from distributed.mesh import Mesh
 from parallel import ParamSpec
 from zero import Optimizer
 
-HASHED_AT_ONCE = 2**20  # elements: each takes some 60 bytes meanwhile
-HASHED_ON_CPU = 2**16  # they stay in a core's cache
-# The rank that fails first is the one that the case names: the others wait so long.
+HASHED_AT_ONCE = 2**20  # elements per chunk on a GPU; each needs some 60 bytes while it is hashed
+HASHED_ON_CPU = 2**16  # elements per chunk on a CPU, so that the chunk stays in a core's cache
+# The supervisor blames the rank that fails first, so the other ranks fail this much later.
 SECONDS_FOR_THE_OUTVOTED = 5.0
 MOST_SHOWN = 5  # differences in an error
-# What a rank sees of its copies. Equal is 1, which a rehearsal has for every number of a device.
+# A rank's verdict on its replicas. EQUAL is 1 because in a rehearsal every number that is read from
+# a device is 1.
 EQUAL = 1
 DIFFERS = 2
 OUTVOTED = 3
 
-# Hash by parameter and kind of tensor: "weight", "master", "exp_avg", ...
+# The hash (an int64 scalar) of a parameter's tensor; the kind is "weight", "master", "exp_avg", ...
 Hashes = dict[tuple[ParamSpec, str], Tensor]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor whose copies differ. outvoted: the ranks that the majority of the copies speaks
-    against; empty without a majority, as with two copies.
+    """A tensor whose replicas differ, with the text for the error.
+
+    outvoted: the ranks whose replica differs from the majority's; empty if no majority is equal,
+    for example with two replicas.
     """
 
     sentence: str
@@ -41,11 +46,12 @@ class Difference:
 
 
 def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -> None:
-    """Raise RuntimeError on every rank if copies differ on any of them; collective over the world.
+    """Raise RuntimeError on every rank if replicas differ on any rank; collective over the world.
 
-    Each rank sees its own copies only, and could call the same fault something else, so all agree.
-    The outvoted ranks fail first: the case of the run names the rank and the node that failed
-    first, and the supervisor counts failures by node.
+    A rank compares only the replicas in its groups, so all ranks all-reduce their verdicts. The
+    outvoted ranks raise first, the others after SECONDS_FOR_THE_OUTVOTED: the case (the evidence of
+    a failure that the supervisor reads) names the rank and node that failed first, and the
+    supervisor counts failures by node.
     """
     differences = differing_replicas(stages, optimizer, mesh)
     verdict = DIFFERS if differences else EQUAL
@@ -68,19 +74,19 @@ def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -
 
 
 def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """The sentences of `differing_replicas`."""
+    """Return the texts of the differences that `differing_replicas` finds."""
     return [each.sentence for each in differing_replicas(stages, optimizer, mesh)]
 
 
 def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Difference]:
-    """Each tensor that differs in any bit from its copies, with the ranks.
+    """Return the tensors that differ in any bit from their replicas, with the ranks.
 
-    Compared are weights over dp (and cp), tp and tied pairs; masters and optimizer state over tp
-    and tied pairs, and over dp if they are not sharded. Collective over the mesh.
+    Weights are compared over dp (and cp), tp and tied pairs; master weights and optimizer state
+    over tp and tied pairs, and over dp if they are not sharded. Collective over the mesh.
     """
     optimizer.finish_gathering()
     if mesh.replicas.size == mesh.tp.size == mesh.tied.size == 1:
-        return []  # this rank has the only copy of everything
+        return []  # this rank has the only replica of every tensor
     weights: Hashes = {}
     if not optimizer.fully_sharded:
         weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}
@@ -96,8 +102,10 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
 
 
 def _state_hashes(optimizer: Optimizer) -> Hashes:
-    """Of all parameters in the order of the stages, zero where this rank has no element: all ranks
-    must compare the same list.
+    """Return the hashes of master weights and optimizer state, for all parameters of this rank.
+
+    The hash is 0 where this rank's shards have no element of a parameter, so that all ranks of a
+    group compare the same list in the same order.
     """
     names = {"weights": "master"} | {kind: kind for kind in optimizer.state_kinds}
     zero = torch.zeros((), dtype=torch.int64, device=optimizer.device)
@@ -110,9 +118,9 @@ def _state_hashes(optimizer: Optimizer) -> Hashes:
 
 
 def _compare(axis: str, group: Group, hashes: Hashes) -> list[Difference]:
-    """Each hash that differs over the group: the ranks against the majority's.
+    """Return the differences between the hashes of the group's ranks; collective over the group.
 
-    All ranks have the same keys in the same order.
+    axis: the group's name in errors. All ranks pass the same keys in the same order.
     """
     if group.size == 1 or not hashes:
         return []
@@ -135,7 +143,12 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[Difference]:
 
 
 def bit_hash(flat: Tensor, start: int = 0) -> Tensor:
-    """Sum over the elements, modulo 2^64, of their bits times an odd number for each place."""
+    """Return a hash of a 1-d tensor: the sum over its elements of bits times a weight, mod 2^64.
+
+    An element's bits are mixed with themselves shifted by 17, and the weight is an odd number that
+    depends on the element's place, so that exchanged elements change the hash. start: the place of
+    the first element in the whole parameter.
+    """
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     at_once = HASHED_AT_ONCE if flat.is_cuda else HASHED_ON_CPU

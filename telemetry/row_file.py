@@ -1,7 +1,8 @@
-"""A file of JSON rows that a full disk neither tears nor lets end the run.
+"""A file of JSON rows, one per line, that stays valid and does not stop the run on a full disk.
 
-A row that cannot be written waits in memory and is tried again with every later one. The file has
-whole lines only: what was written of a line that did not fit is cut off again.
+A row that cannot be written waits in memory, and every later row tries to write the waiting rows
+first. The file has whole lines only: if the disk is full in the middle of a line, the part that was
+written is cut off again.
 """
 
 import contextlib
@@ -11,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-MOST_ROWS = 100_000  # that wait in memory, about 60 MB; then the oldest are lost
+MOST_ROWS = 100_000  # rows that may wait in memory, about 60 MB; then the oldest are lost
 
 
 def read_object(text: bytes) -> dict[str, Any]:
-    """The JSON object that the text is; empty if it is damaged, too deep, or something else."""
+    """Parse a JSON object; return {} if the text is damaged, nested too deep, or not an object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -24,24 +25,25 @@ def read_object(text: bytes) -> dict[str, Any]:
 
 
 def read_rows(text: bytes) -> list[dict[str, Any]]:
-    """The rows of a file of JSON rows; lines that are no JSON object are passed over."""
+    """Parse a file of JSON rows; lines that are not a JSON object are left out."""
     return [row for line in text.splitlines() if (row := read_object(line))]
 
 
 class RowFile:
-    """Appends rows to a file, which is made with the first one."""
+    """Appends rows to a file; the first row creates the file if there is none."""
 
     def __init__(self, path: str, print_line: Callable[[str], None]):
-        """print_line: prints a line when rows begin to wait, and when they are written."""
+        """print_line: called with a message when rows begin to wait, and when they are written."""
         self.path = path
         self.print_line = print_line
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
-        self._size = self._missing = 0  # bytes of whole lines in the file; rows that are not
-        self._problem = ""  # why rows wait
+        # Bytes of the whole lines in the file, and the number of rows that are not in the file.
+        self._size = self._missing = 0
+        self._problem = ""  # the reason why rows wait; "" if no rows wait
         self._descriptor = -1
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row after those that wait; raises no OSError."""
+        """Write the rows that wait, then this row. Never raises OSError."""
         self._waiting.append(row)
         self._missing += 1
         self._write_waiting()
@@ -75,7 +77,8 @@ class RowFile:
                 line = line[written:]
             self._size = at
         except OSError:
-            with contextlib.suppress(OSError):  # else the next attempt overwrites it
+            # Cut off the part of the line; if that fails too, the next attempt overwrites it.
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
             raise
 
