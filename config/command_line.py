@@ -3,8 +3,9 @@
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
 Types, choices and limits are checked here; config/validation.py checks what depends on several
-options. What most command lines do without is loaded where it is needed: models by name
-(model_names.py, families.py) and names of other programs (spelling.py).
+options. Modules that few command lines need are imported where they are used: models by name
+(model_names.py, families.py) and Megatron-LM's names of options (spelling.py).
+Read schema.py before this file.
 """
 
 import argparse
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from config.spelling import Translation
 
 
-MOST_BYTES = 2**20  # of a TOML file
-BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # two units of one option
-# An option that says no more than none: a program's default or a resumed run may replace it.
+MOST_BYTES = 2**20  # size of the largest TOML file that is read
+BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # global batch size in samples, in tokens
+# `--precision auto` counts as not given: a program's default or a resumed run may replace it.
 AUTOMATIC = ("precision", "auto")
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-TEXT = re.compile(r"[^\x00-\x1f\x7f]+")  # without control characters
+TEXT = re.compile(r"[^\x00-\x1f\x7f]+")  # not empty, and without control characters
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "minimum": (operator.ge, "at least"),
     "maximum": (operator.le, "at most"),
@@ -43,7 +44,7 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str]]:
-    """The shape of a preset or of a file, and sentences about what it leaves out."""
+    """Return the shape of a preset or file, and sentences on what the engine cannot train of it."""
     from config import families, model_names
 
     if model_names.means_preset(name):
@@ -53,7 +54,7 @@ def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str
 
 
 def make_model(values: dict[str, Any], where: str) -> ModelShape:
-    """The model of these fields; UserError if one is unknown, of a wrong type or out of range."""
+    """Return the model with these fields; UserError, which names `where`, if a field is wrong."""
     unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(ModelShape)})
     if unknown:
         raise UserError(f"{where} has unknown fields of a model: {unknown!a:.80}")
@@ -70,7 +71,7 @@ class Request:
     """A configuration, and the names of the options that were given.
 
     given: option names (`global_batch_size`, and `model` for a preset), by flag or by file.
-    notes: what was understood of names of other programs, to be printed. model: that of --model.
+    notes: lines for the user, such as the meaning of Megatron-LM's names. model: value of --model.
     """
 
     config: Config
@@ -80,7 +81,7 @@ class Request:
 
 
 def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
-    """The configuration of `arguments` and of the file named by --config, not yet validated.
+    """Return the configuration of `arguments` and of the --config file, not yet validated.
 
     Raises UserError on an unknown flag, key, preset or value; `--help` prints and exits 0.
     """
@@ -93,12 +94,12 @@ def parse_request(
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda given: {},
     plans: bool = False,
 ) -> Request:
-    """As `parse`, with the names of what was given; flags override the file.
+    """Parse like `parse`, and return the names of the given options too; flags override the file.
 
-    defaults: a program's own values for options that neither a flag nor the file gives, as a
-    function of the options that were given; what was given is never overridden. plans: whether what
-    the engine cannot train of a --model is a note, not a UserError. `--help GROUP ...` prints the
-    options of these groups and ends the program.
+    defaults: a function from the given options to the program's values for other options; it never
+    overrides a given option. plans: if True, a part of the --model that the engine cannot train
+    makes a note, not a UserError. `--help GROUP ...` prints the options of these groups and ends
+    the program.
     """
     first, *groups = arguments or [""]
     if first == "--help" and groups and GROUPS.keys() >= set(groups):
@@ -107,7 +108,7 @@ def parse_request(
     parser = _parser(description, lists_models=not {"-h", "--help"}.isdisjoint(arguments))
     flags, unknown = parser.parse_known_args(arguments)
     translated: Translation | None = None
-    if unknown:  # it may be another program's name of an option
+    if unknown:  # the arguments may have Megatron-LM's names of options
         from config import spelling
 
         translated = spelling.translate(arguments)
@@ -144,7 +145,7 @@ def parse_request(
 
 
 def _note_on_model(name: str) -> list[str]:
-    """A note if --model is the name of a repository, which means a preset."""
+    """Return a note if --model is the name of a repository that stands for a preset."""
     if "/" not in name:
         return []
     from config.model_names import means_preset, preset_name
@@ -153,10 +154,10 @@ def _note_on_model(name: str) -> list[str]:
 
 
 def samples_of(tokens: int, length: int) -> int:
-    """The samples of `length` tokens in a batch of `tokens`; UserError if they are not whole.
+    """Return how many samples of `length` tokens a batch of `tokens` has; UserError if not whole.
 
-    Nothing is rounded: a unit such as M is a power of ten, and where the power of two would be
-    whole the error says how to write it.
+    The number is never rounded. A unit such as M is a power of ten; if the power of two (Mi) would
+    give whole samples, the error shows how to write it.
     """
     samples, rest = divmod(tokens, length)
     if not rest:
@@ -172,8 +173,8 @@ def samples_of(tokens: int, length: int) -> int:
 
 
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, and these of the run that --resume continues: its model if no
-    shape is given, its precision if none is given and not only the weights are taken.
+    """Return the given options with options of the run that --resume continues: its model if no
+    shape is given, and its precision if none is given, unless --load-weights-only is given.
     """
     resume = given.get("resume")
     if not isinstance(resume, str):
@@ -194,7 +195,7 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(what: str, names: list[str]) -> str:
-    """The sentence on names that no option has, each with what it may mean."""
+    """Return the error text for names that no option has, with options that they may mean."""
     from config import spelling
 
     options = {name.replace("_", "-"): f.metadata["help"] for name, f in _options().items()}
@@ -212,9 +213,10 @@ def to_words(
     always: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> list[str]:
-    """The flags that give one of GROUPS its values, but for those at their defaults, and one.
+    """Return the flags that give `group`, an instance of one of GROUPS, its values.
 
-    always: options that are given at their defaults too. only: no others than these are given.
+    Options at their defaults and the option `without` are left out. always: options that are
+    written even at their defaults. only: if given, no options but these are written.
     """
     words: list[str] = []
     for field in dataclasses.fields(group):
@@ -232,10 +234,10 @@ def to_words(
 
 
 def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
-    """A Config from flat option names; `model`, if given, is the preset or file to start from.
+    """Return a Config of flat option names; `model`, if given, is the preset or file to start from.
 
-    lacks: takes sentences about what that file's model has and the engine cannot train; without it
-    they are a UserError.
+    lacks: a list that receives sentences about parts of that file's model which the engine cannot
+    train; if it is None, these parts are a UserError.
     """
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     for name, value in values.items():
@@ -255,7 +257,7 @@ def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
 
 
 def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
-    """A preset with some fields changed; fields that are derived from these are derived again."""
+    """Return `base` with the fields `own` changed; fields at derived values are derived again."""
     defaults = base.derived()
     derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
     return dataclasses.replace(base, **(derived | own))
@@ -266,7 +268,7 @@ def _options() -> dict[str, dataclasses.Field[Any]]:
 
 
 def options_help(*groups: str) -> str:
-    """The help text of the options of some of GROUPS, for a program that takes these."""
+    """Return the help text of the options in these of GROUPS, for a program that takes them."""
     text = _parser("", groups).format_help()
     return text[text.index("  --config") :]
 
@@ -274,7 +276,7 @@ def options_help(*groups: str) -> str:
 def _parser(
     description: str, groups: Collection[str] = tuple(GROUPS), lists_models: bool = True
 ) -> argparse.ArgumentParser:
-    """The parser of the options of these groups. lists_models: whether it shows --help."""
+    """Return the parser of these groups. lists_models: whether the help text lists the presets."""
     usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"
     form = RawDescriptionHelpFormatter
     parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
@@ -315,7 +317,7 @@ def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
 
 
 def read_toml(path: str | Path, name: str) -> dict[str, Any]:
-    """The contents of a TOML file, which messages call `name`; UserError if it is none."""
+    """Return the contents of a TOML file, which messages call `name`; UserError if not TOML."""
     try:
         with open(path, "rb") as file:
             text = file.read(MOST_BYTES + 1)
@@ -327,12 +329,12 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name} is not TOML: line {line} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, 5,000 brackets
+    except (ValueError, RecursionError) as error:  # also: 5,000 digits, 5,000 brackets
         raise UserError(f"{name} is not TOML: {error}") from None
 
 
 def _options_of_file(path: str) -> dict[str, Any]:
-    """Flat option values of a TOML file; tables such as [layout] only group keys for the reader."""
+    """Return flat option values of a TOML file; its tables only group keys for the reader."""
     flat: dict[str, Any] = {}
     tables: dict[str, str] = {}
     known = [*_options(), "model"]
@@ -363,7 +365,7 @@ def _options_of_file(path: str) -> dict[str, Any]:
 
 
 def check_option(name: str, value: Any) -> None:
-    """UserError if that option, of a flag or a file, has another type, or is out of its limits."""
+    """Raise UserError if an option of a flag or a file has a wrong type or exceeds its limits."""
     flag = "--" + name.replace("_", "-")
     if name == "model":
         return _checked(flag, str, value)
@@ -375,7 +377,7 @@ def check_option(name: str, value: Any) -> None:
             shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
             raise UserError(f"{flag} takes a list of {count or 'one or more'} values, not {shown}")
         for each in value:
-            is_weight = name == "data" and isinstance(each, (int, float))  # in a file
+            is_weight = name == "data" and isinstance(each, (int, float))  # in TOML
             _checked(flag, float if is_weight else meta["item"], each)
         return None
     _checked(flag, kind, value)
@@ -388,7 +390,7 @@ def check_option(name: str, value: Any) -> None:
 
 
 def _checked(flag: str, kind: Any, value: Any) -> None:
-    """UserError unless the value is of that type and can be stored."""
+    """Raise UserError unless the value is of type `kind`, and a finite number or readable text."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise UserError(f"{flag} must be below 2^63, not a number of {value.bit_length()} bits")
     accepted: Any = (int, float) if kind is float else kind

@@ -1,10 +1,10 @@
-"""What a run is: the model's shape, the layout, the options, and the axes of the mesh of ranks.
+"""The options of a run (model shape, layout, training) and the axes of the mesh of ranks.
 
     config = validation.check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
 Every option is a field of one of five dataclasses: three here, `Data` and `Run` in run_options.py.
-command_line.py makes flags, TOML keys and help text from them; validation.py checks which go
-together.
+command_line.py makes flags, TOML keys and help text from these fields; validation.py checks which
+options go together.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from config.data_options import Curriculum
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
-# Those that update element by element: any range of a parameter can be updated by another rank.
+# Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
-# Gradients of a bucket that is reduced at once: enough to use the links, few enough to overlap.
+# Gradients of a bucket, reduced in one operation: enough to use the links, few enough to overlap.
 BUCKET_ELEMENTS = 16 * 2**20
-# Of a small model so many at least, else all of it is reduced at the end.
+# A small model has BUCKETS buckets, if each has LEAST_BUCKET gradients, so that reductions overlap.
 BUCKETS, LEAST_BUCKET = 8, 2**20
-# Logits that the loss holds in fp32 at a time, so few that they stay in a cache between kernels: 17
-# MB of a GPU's L2, which has 40 MB or more from A100 on, or 0.5 MB of a CPU core's.
+# Logits that the loss holds in fp32 at a time. They must stay in a cache between kernels: 17 MB in
+# a GPU's L2 cache, which has 40 MB or more from A100 on, or 0.5 MB in the L2 cache of a CPU core.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
 
 # Pipeline schedules; schedules/orders.py builds them.
@@ -38,7 +38,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 
 
 def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
-    """How many gradients a bucket has, but for a larger matrix, where a rank holds so many."""
+    """Return the most gradients of a bucket of several parameters if a rank holds `held`."""
     return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
 
 
@@ -99,12 +99,12 @@ class ModelShape:
                 object.__setattr__(self, name, value)
 
     def derived(self) -> dict[str, Any]:
-        """What options are that are not given, and follow from others."""
+        """Return the default values of the fields whose defaults depend on other fields."""
         head = {"head_size": self.hidden // self.heads, "kv_heads": self.heads}
         return head | {"ffn_hidden": self.default_ffn(), "qkv_bias": self.bias}
 
     def default_ffn(self) -> int:
-        """Width of the MLP if it is not given."""
+        """Return the width of the MLP for a model without --ffn-hidden."""
         if self.activation != "swiglu":
             return 4 * self.hidden
         return -(-8 * self.hidden // (3 * 64)) * 64  # Llama's 8/3 rule, up to a multiple of 64
@@ -126,17 +126,17 @@ class ModelShape:
 
     @property
     def up_width(self) -> int:
-        """Columns of the MLP's first matrix: SwiGLU has a gate for each of them."""
+        """Columns of the MLP's first matrix; SwiGLU's gates double their number."""
         return self.ffn_hidden * (2 if self.activation == "swiglu" else 1)
 
     @property
     def mlps(self) -> tuple[int, int]:
-        """MLPs of a block, and through how many a token goes; plan.py can price several experts."""
+        """MLPs in a block, and MLPs that compute a token; experts are in planner/plan_only.py."""
         return 1, 1
 
     def padded_vocab(self, layout: "Layout") -> int:
-        """Vocabulary rows as stored: the next multiple of pad_vocab_multiple x tp, with vocab_pp x
-        pp too.
+        """Return the vocabulary's rows as stored: vocab_size rounded up to the next multiple of
+        pad_vocab_multiple x tp, and of that number x pp with --vocab-pp.
         """
         multiple = layout.pad_vocab_multiple * layout.tp * (layout.pp if layout.vocab_pp else 1)
         return -(-self.vocab_size // multiple) * multiple
@@ -147,9 +147,9 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """A rank's position on every axis; `axes` has their sizes, the slowest first.
+    """Return a rank's position on every axis; `axes` has the sizes, with the slowest axis first.
 
-    rank = ((pp * DP + dp) * CP + cp) * TP + tp. Computed nowhere else.
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp. Only this function computes it.
     """
     place = {}
     for name in reversed(list(axes)):
@@ -158,7 +158,7 @@ def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rows_along(axes: Mapping[str, int], names: Collection[str]) -> list[tuple[int, ...]]:
-    """The ranks of a mesh in rows that differ only along the named axes; each row ascends."""
+    """Return groups of ranks that differ only along the named axes; each group ascends."""
     rows: dict[tuple, list[int]] = {}
     for rank in range(math.prod(axes.values())):
         place = coordinates(rank, axes)
@@ -220,12 +220,12 @@ class Layout:
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     def over_heads(self, model: ModelShape) -> int:
-        """How many of the cp ranks share attention's heads; over the others keys are gathered."""
+        """Return the ranks per group of cp that exchange tokens for heads (context_parallel.py)."""
         return math.gcd(self.cp, model.kv_heads // self.tp)
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages of one pipeline rank: several are called virtual stages."""
+        """Pipeline stages on each rank of pp; if there are several, they are virtual stages."""
         if self.schedule == "interleaved":
             return self.virtual_stages or 2
         return 2 if self.schedule.endswith("-v") else 1
@@ -237,11 +237,11 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule has gradients of inputs and those of weights in passes apart."""
+        """Whether the schedule computes gradients of inputs and of weights in separate passes."""
         return self.schedule.startswith(("zb", "searched"))
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
-        """With the options that are left to the machine decided, when dp is filled in."""
+        """Return the layout with defaults that depend on the machine; dp must be filled in."""
         fits = {"sequence_parallel": self.tp > 1 and seq_length % (self.tp * self.cp) == 0}
         fits["overlap_param_gather"] = self.zero in (1, 2) and (self.dp, self.cp) != (1, 1)
         left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
@@ -250,12 +250,12 @@ class Layout:
 
     @property
     def recomputed_of_stage(self) -> tuple[int, ...] | None:
-        """The numbers of --recompute-blocks."""
+        """Recomputed blocks of each stage, by --recompute-blocks; None if it is not given."""
         text = self.recompute_blocks
         return None if text is None else tuple(map(int, text.split(",")))
 
     def recomputed_blocks(self, blocks: int, stage: int) -> int:
-        """How many of the blocks of that stage, its first ones, are recomputed."""
+        """Return how many of a stage's `blocks` blocks are recomputed: the first ones."""
         if self.recompute == "none":
             return 0
         each = self.recomputed_of_stage
@@ -273,7 +273,7 @@ class Training:
         minimum=1,
         maximum=batches.LARGEST,
     )
-    # Only command lines and files have it; global_batch_size is calculated from it.
+    # Only flags and files set batch_tokens; command_line.py turns it into global_batch_size.
     batch_tokens: int = option(None, "global-batch-size in tokens, such as 4Mi", minimum=1)
     rampup_batch_size: tuple = option(
         None,
@@ -339,7 +339,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run; `validation.check` must have passed before anything is built from it."""
+    """All options of a run; `validation.check` must pass before anything is built from them."""
 
     model: ModelShape
     layout: Layout = field(default_factory=Layout)
@@ -357,7 +357,7 @@ class Config:
 
     @property
     def levels(self) -> list[Level]:
-        """The batch sizes of this start: those from --begin-at-samples to --stop-at-samples."""
+        """The batch sizes of this start, which is from --begin-at-samples to --stop-at-samples."""
         run = self.run
         return batches.between(self.batches.levels(), run.begin_at_samples, run.stop_at_samples)
 
@@ -367,30 +367,30 @@ class Config:
         return batches.parse_ranges(self.data.skip_samples or ())
 
     def passes_over(self, first: int, count: int) -> bool:
-        """Whether the global batch of `count` samples from `first` on has one that is skipped."""
+        """Return whether --skip-samples has any of the `count` samples from `first` on."""
         return any(a < first + count and first < b for a, b in self.skipped)
 
     @cached_property
     def curriculum(self) -> "Curriculum | None":
-        """That of --curriculum; UserError if it is malformed."""
+        """The curriculum of --curriculum, None without it; UserError if the text is malformed."""
         text = self.data.curriculum
         if not text:
             return None
-        from config.data_options import Curriculum  # which no other run needs
+        from config.data_options import Curriculum  # only runs with --curriculum need it
 
         return Curriculum.parse(text, self.batches.consumed)
 
     def length(self, consumed: int) -> int:
-        """Tokens of a sample in the step that begins after `consumed` samples."""
+        """Return the tokens of a sample in the step that begins after `consumed` samples."""
         return self.curriculum.length(consumed) if self.curriculum else self.model.seq_length
 
     @property
     def length_divisor(self) -> int:
-        """What divides every length of the run, the largest that is known to."""
+        """The largest number of tokens that is known to divide every sample length of the run."""
         return self.curriculum.multiple if self.curriculum else self.model.seq_length
 
     def with_precision(self, automatic: str) -> "Config":
-        """The same run, where --precision auto is replaced by `automatic`, a name such as bf16."""
+        """Return the run with --precision auto replaced by `automatic`, a name such as bf16."""
         if self.training.precision != "auto":
             return self
         training = dataclasses.replace(self.training, precision=automatic)
@@ -409,20 +409,20 @@ class Config:
         return self.steps_after(0, 0)
 
     def steps_after(self, iteration: int, consumed: int) -> int:
-        """The run's last step, computed at step `iteration`, after `consumed` samples.
+        """Return the run's last step, computed at step `iteration`, after `consumed` samples.
 
-        It differs from `total_steps` if an earlier part of the run had other batch sizes.
+        This step differs from `total_steps` if an earlier part of the run had other batch sizes.
         """
         if self.training.steps is not None:
             return self.training.steps
         return iteration + self.batches.steps(self.training.train_samples, consumed)
 
     def micro_batches(self, batch: int) -> int:
-        """Micro-batches per replica in a step on `batch` samples."""
+        """Return the micro-batches per replica in a step on `batch` samples."""
         return batch // (self.layout.micro_batch_size * self.layout.dp)
 
     def as_dict(self) -> dict[str, Any]:
-        """Nested plain values, for run.json."""
+        """Return all options as nested dictionaries, for run.json."""
         return dataclasses.asdict(self)
 
 
@@ -430,7 +430,7 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 
 
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
-    """The batch sizes that the options give, before rounding; UserError if inconsistent."""
+    """Return the batch sizes by the options, before rounding; UserError if inconsistent."""
     size, steps = training.global_batch_size, training.batch_schedule
     if training.rampup_batch_size and steps:
         raise UserError("give one of --rampup-batch-size and --batch-schedule; both were given")

@@ -2,7 +2,8 @@
 
     config = check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
-Every message shows both sides of what does not fit, with their numbers.
+Messages show both values that do not fit, such as "tp(3) does not divide heads(16)".
+Read schema.py, which has the options, before this file.
 """
 
 import contextlib
@@ -18,13 +19,13 @@ from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, bat
 
 
 def check(config: Config, ranks: int) -> Config:
-    """The configuration with dp filled in; UserError if it cannot run on that many ranks."""
+    """Return the configuration with dp filled in; UserError if it cannot run on `ranks` ranks."""
     layout = with_dp(config.layout, ranks, "ranks")
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
     check_batches(config)
-    _ = config.skipped  # UserError if the ranges are malformed or overlap
+    _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     _check_changing_data(config)
     _check_curriculum(config)
@@ -42,7 +43,7 @@ def check(config: Config, ranks: int) -> Config:
 
 
 def check_any_length(config: Config, ranks: int) -> Config:
-    """As `check`, for a run whose length may not be given yet: then it is one step."""
+    """Run `check` on a run whose length may not be given; if so, the run is one step long."""
     training = config.training
     if training.steps is None and training.train_samples is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
@@ -50,7 +51,10 @@ def check_any_length(config: Config, ranks: int) -> Config:
 
 
 def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
-    """The layout with dp filled in; UserError if it does not divide so many ranks, by that name."""
+    """Return the layout with dp filled in; UserError if it does not fit the number of ranks.
+
+    name: the word that messages use for the ranks, such as GPUs.
+    """
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
     replica, product = tp * pp * cp, f"tp({tp}) * pp({pp})" + f" * cp({cp})" * (cp > 1)
     if ranks % replica:
@@ -61,7 +65,7 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
 
 
 def check_shape(model: ModelShape) -> None:
-    """Raise UserError if no layout can build such a model."""
+    """Raise UserError if the model cannot be built under any layout."""
     if model.hidden % model.heads and model.head_size == model.hidden // model.heads:
         both = f"heads({model.heads}) does not divide hidden({model.hidden})"
         raise UserError(f"{both}: give another --head-size than {model.head_size}")
@@ -81,13 +85,14 @@ def check_shape(model: ModelShape) -> None:
         )
 
 
-# The numbers of each way to scale rotary frequencies, by their names in config.json.
+# For each kind of rotary scaling, the names that config.json has for its numbers, in the order of
+# --rotary-scaling.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROTARY_SCALING = {"none": (), "linear": ("factor",), "llama3": _LLAMA3}
 
 
 def rotary_scaling(text: str) -> tuple[str, list[float]]:
-    """The kind and the numbers of --rotary-scaling; UserError if it has others."""
+    """Return the kind and the numbers of --rotary-scaling; UserError if the text is malformed."""
     kind, *parts = text.split(":")
     with contextlib.suppress(ValueError):
         numbers = [float(part) for part in parts]
@@ -123,7 +128,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
 
 
 def _uncut(layout: Layout, length: int) -> str:
-    """What must divide the tokens of a sample and does not, in words; empty if all of it does."""
+    """Return the product that must divide the tokens of a sample but does not, or an empty text."""
     tp, cp = layout.tp, layout.cp
     if cp > 1 and length % (2 * cp):
         return f"2 * cp({cp})"
@@ -146,8 +151,8 @@ def _check_schedule(layout: Layout) -> None:
 
 
 def explicit_costs(layout: Layout) -> list[float] | None:
-    """F, B and W of a block and of the head if --schedule-costs has them, else None; UserError if
-    it is something else.
+    """Return the six numbers of --schedule-costs (F, B, W of a block and of the head), or None for
+    counted and measured; raise UserError for any other text.
     """
     text = layout.schedule_costs
     if text in ("counted", "measured"):
@@ -175,7 +180,7 @@ def _check_vocab_pp(layout: Layout) -> None:
 def refusal_of_vocab_pp(
     training: Training, data: Data | None = None, run: Run | None = None
 ) -> str:
-    """Why a run cannot have --vocab-pp, as a sentence; empty if it can."""
+    """Return the reason why a run cannot have --vocab-pp, as a sentence; empty if it can."""
     if data and (data.masks_attention or data.reset_positions):
         return "--vocab-pp takes neither masks of attention nor reset positions"
     if run and run.sample_every:
@@ -233,7 +238,7 @@ def _check_recomputed_counts(layout: Layout, layers: int) -> None:
 
 
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
-    """Blocks per stage if --partition is a list, else None; UserError if the list does not fit."""
+    """Return blocks per stage if --partition is a list, else None; UserError if it does not fit."""
     text = layout.partition
     if text in ("balanced", "blocks", "layers"):
         return None
@@ -254,7 +259,7 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
 
 
 def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None:
-    """Raise UserError, which ends in `when`, unless micro-batch size x dp divides `samples`."""
+    """Raise UserError, ending in `when`, unless micro-batch-size x dp divides `samples`."""
     micro, dp = layout.micro_batch_size, layout.dp
     if samples % (micro * dp):
         raise UserError(
@@ -264,7 +269,7 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
 
 
 def check_batches(config: Config) -> None:
-    """Raise UserError, naming the first batch size of this start that the layout cannot run."""
+    """Raise UserError for the first batch size of this start that the layout cannot divide."""
     layout, rounds = config.layout, config.training.decrease_batch_size_if_needed
     share, run = layout.micro_batch_size * layout.dp, config.run
     levels = batch_schedule(config.training, config.model.seq_length).levels()
@@ -283,8 +288,8 @@ def check_batches(config: Config) -> None:
 
 
 def _check_changing_data(config: Config) -> None:
-    """Raise UserError if --eval-data or --data-schedule is malformed, or if weights that change
-    would change what was read before.
+    """Raise UserError if --eval-data or --data-schedule is malformed, or if --order is one in which
+    a change of weights would also change the samples before it.
     """
     data = config.data
     if data.eval_data is None and data.data_schedule is None:
@@ -339,7 +344,7 @@ def check_sharding(layout: Layout, training: Training) -> None:
 
 
 def _check_objective(config: Config) -> None:
-    """Raise UserError if the masks and the objective do not go together, or lack a token's id."""
+    """Raise UserError if the objective and the masks conflict, or need a token id not given."""
     data = config.data
     model = config.model
     shortest = config.length(0)
@@ -411,7 +416,7 @@ def _check_run(run: Run, steps: int) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """UserError if files that the run reads are missing, or those that it writes cannot be made."""
+    """Raise UserError if --out, --cache, a switch file or --resume cannot be used as given."""
     run = config.run
     check_folder("--out", run.out)
     reads = config.data.data != ("synthetic",) or config.data.eval_data
@@ -431,15 +436,15 @@ def check_paths(config: Config) -> None:
 
 
 def check_folder(flag: str, path: str) -> None:
-    """UserError if that folder does not exist and cannot be made, or no file can be made in it.
+    """Raise UserError if the folder `path` cannot be made, or if no file can be made in it.
 
-    Nothing is left behind: the file has no name, and it is in the last part that exists.
+    A nameless temporary file in the deepest folder of `path` that exists is the test.
     """
     found = os.path.abspath(path)
     while not os.path.lexists(found):
         found = os.path.dirname(found)
     try:
         with tempfile.TemporaryFile(dir=found), contextlib.suppress(FileNotFoundError):
-            os.stat(path)  # an error for a name that is too long
+            os.stat(path)  # OSError if a name is too long
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot write in {found}: {error.strerror}") from None
