@@ -4,7 +4,7 @@
     mixed = masked_attention(q, k, v, mask)                 in each block
 
 On a CPU a mask is a tensor for torch's attention. On a GPU it is blocks of 128 x 128 tokens for
-torch's flex_attention, which skips those that nobody sees: no tensor of s x s numbers is made.
+torch's flex_attention, which skips blocks that no token sees: no s x s tensor is made.
 """
 
 import functools
@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-BLOCK = 128  # tokens; flex_attention's own
-MOST_SHAPES = 2**20  # for which flex_attention may be compiled
+BLOCK = 128  # tokens; flex_attention's default
+MOST_SHAPES = 2**20  # the most shapes that flex_attention may be compiled for
 
 
 class Mask(NamedTuple):
-    """What attention adds to the scores: `dense`, for torch's attention, or what flex_attention
-    takes.
+    """A mask of attention, which `masked_attention` applies.
+
+    dense: a bool mask or a bias, for torch's attention. Else blocks and score: the block_mask and
+    score_mod of flex_attention.
     """
 
     dense: Tensor | None = None
@@ -32,9 +34,9 @@ class Mask(NamedTuple):
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """ALiBi's slope of every head (arXiv 2108.12409): 2^(-8i/n), n the power of two below.
+    """Return ALiBi's slope of every head i (arXiv 2108.12409): 2^(-8i/n), float64 (heads,).
 
-    Heads beyond that power take every second slope of the next one. float64 of shape (heads,).
+    n: the largest power of two up to `heads`. Heads beyond n take every second slope for 2n heads.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -49,10 +51,10 @@ def visible(
     dtype: torch.dtype,
     places: Tensor | None = None,
 ) -> Mask:
-    """The mask with which token q sees tokens starts[q] to stops[q] - 1; both are (b, s).
+    """Return the mask with which token q sees tokens starts[q] to stops[q] - 1; both are (b, s).
 
-    slopes: of ALiBi for the local heads (a,); the score falls with the distance, on both sides.
-    places: of the tokens that have queries here, (q,), in order or not; None: all tokens.
+    slopes: ALiBi's, for the local heads (a,); the score falls with the distance, on both sides.
+    places: positions of the tokens whose queries are local, (q,), in any order; None: all tokens.
     """
     length = starts.shape[1]
     if places is not None:
@@ -72,7 +74,7 @@ def _dense(
     length: int,
     places: Tensor | None,
 ) -> Tensor:
-    """(b, 1, q, s) of bool, or with ALiBi (b, a, q, s) of what is added to the scores."""
+    """Return a bool mask (b, 1, q, s), or with ALiBi the bias of the scores, (b, a, q, s)."""
     keys = torch.arange(length, device=starts.device)
     seen = (keys >= starts[..., None]) & (keys < stops[..., None])
     if slopes is None:
@@ -84,9 +86,9 @@ def _dense(
 
 
 def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
-    """The blocks of keys that each block of queries sees: wholly, or in part, or maybe in part.
+    """Return the blocks of keys that each block of queries sees, wholly or perhaps in part.
 
-    starts, stops: of each query, (b, q); length: keys.
+    starts, stops: the range that each query sees, (b, q). length: the number of keys.
     """
     least, most = (_by_block(starts, by) for by in ("amin", "amax"))
     shortest, longest = (_by_block(stops, by) for by in ("amin", "amax"))
@@ -102,8 +104,9 @@ def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
 
 
 def _by_block(values: Tensor, by: str) -> Tensor:
-    """The smallest or largest value of each block: (b, q) -> (b, blocks). The last block repeats
-    the last value.
+    """Return the smallest (by: "amin") or largest ("amax") value of each block: (b, blocks).
+
+    values: (b, q); the last value is repeated to fill the last block.
     """
     count = -(-values.shape[1] // BLOCK)
     more = count * BLOCK - values.shape[1]
@@ -112,14 +115,17 @@ def _by_block(values: Tensor, by: str) -> Tensor:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks are marked in each row, and the marked ones first: of one head for all."""
+    """Return the number of marked blocks in each row, and the row's blocks, marked ones first.
+
+    Both have a dimension of 1 in place of heads: all heads have the same blocks.
+    """
     numbers = blocks.sum(-1, dtype=torch.int32)
     order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
     return numbers[:, None], order[:, None].to(torch.int32)
 
 
 def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether flex_attention computes such heads: on GPUs, of 16 columns or more, not in fp64."""
+    """Return whether flex_attention computes such heads: on GPUs, from 16 columns on, not in fp64."""
     return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
 
 
@@ -131,11 +137,11 @@ def causal_alibi(
     dtype: torch.dtype,
     places: Tensor | None = None,
 ) -> Mask:
-    """The mask of ALiBi and causal attention; slopes: of the local heads, (a,).
+    """Return the mask of causal attention with ALiBi; slopes: of the local heads, (a,).
 
-    A dense one is (1, a, q, s) with -inf above the diagonal, the same for all samples; that of
-    flex_attention is for so many samples. places: as of `visible`. The dense mask is -slope *
-    distance, so that the near tokens are exact in bf16.
+    A dense mask is (1, a, q, s) with -inf above the diagonal, the same for all samples. It holds
+    -slope * distance, so that near tokens are exact in bf16. A mask of flex_attention is for
+    `samples` samples. places: see `visible`.
     """
     if takes_flex(head_size, dtype, slopes.device):
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
@@ -148,9 +154,9 @@ def causal_alibi(
 
 
 def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
-    """ALiBi as flex_attention takes it: what a score becomes; slopes of the local heads (a,).
+    """Return flex_attention's score_mod of ALiBi: a score minus slope * distance.
 
-    places: as of `visible`.
+    slopes: of the local heads, (a,). places: see `visible`.
     """
 
     def score(value: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -162,21 +168,21 @@ def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
 
 @functools.cache
 def _compiled() -> Callable:
-    """flex_attention as one kernel; as it is, it would write all scores."""
+    """Return flex_attention compiled to one kernel; uncompiled it would write all scores."""
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """`masked_attention` on a GPU."""
+    """Compute `masked_attention` on a GPU."""
     grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
-    limits = torch._dynamo.config  # of this thread; a curriculum has more shapes than torch's 8
+    limits = torch._dynamo.config  # of this thread; torch's limit is 8, a curriculum has more
     limits.recompile_limit = limits.accumulated_recompile_limit = MOST_SHAPES
     return _compiled()(q, k, v, **options)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v over what the mask shows; (b, heads, s, d) each."""
+    """Return softmax(q k^T / sqrt(d)) v under the mask; q, k, v are (b, heads, s, d)."""
     if mask.blocks is not None:
         return flex(q, k, v, mask)
     grouped = q.shape[1] != k.shape[1]

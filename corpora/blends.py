@@ -1,4 +1,4 @@
-"""Samples of several corpora mixed by weight, in Megatron's order."""
+"""Samples of several corpora mixed by weight, in Megatron's order. Read sample_order.py first."""
 
 import math
 from collections import Counter
@@ -15,17 +15,17 @@ from corpora.compiled import compiled
 from corpora.mapped_files import ArrayCache, Found
 from corpora.sample_order import GPTSamples, TextSpan
 
-RULE = 1  # version of `blend_order`: cached orders of another one are not used
+RULE = 1  # version of `blend_order`: cached orders of another version are not used
 
 
 def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which part each of `size` samples is from, int16, and its number within that part.
+    """Return the part of each of `size` samples, int16, and the sample's number within that part.
 
     Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
     most below its share, argmax_d of shares[d] * max(i, 1) - taken[d], the first on a tie.
 
-    One sample after the other, that is slow in Python: numba compiles it where it is installed and
-    the order is long, else `by_chunks` gives the same.
+    A loop over the samples is slow in Python: if the order is long and numba is installed, numba
+    compiles the loop; else `by_chunks` gives the same numbers.
     """
     fill = compiled(_fill, size * len(shares))
     return one_by_one(shares, size, fill) if fill else by_chunks(shares, size)
@@ -34,7 +34,7 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
 def one_by_one(
     shares: list[float], size: int, fill: Callable[..., None]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`blend_order` by `_fill`, as it is or compiled."""
+    """Return `blend_order` by a loop over the samples; fill: `_fill`, compiled or not."""
     which = np.empty(size, np.int16)
     number = np.empty(size, _number_type(size))
     fill(np.asarray(shares, np.float64), np.zeros(len(shares)), which, number)
@@ -47,7 +47,7 @@ def _fill(shares: np.ndarray, taken: np.ndarray, which: np.ndarray, number: np.n
         position = float(max(i, 1))
         most = -np.inf
         chosen = 0
-        for part in range(len(shares)):  # without a branch: several parts at a time
+        for part in range(len(shares)):  # no branch, so that parts are computed together
             below[part] = shares[part] * position - taken[part]
             most = max(most, below[part])
         while below[chosen] < most:
@@ -58,12 +58,12 @@ def _fill(shares: np.ndarray, taken: np.ndarray, which: np.ndarray, number: np.n
 
 
 def by_chunks(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """`blend_order` in numpy.
+    """Return `blend_order`, computed in numpy.
 
-    Chunks of about sqrt(size) samples advance side by side, each from a guess of what was taken
-    before it. A chunk whose guess is not what the chunk before it ended with runs again, until
-    there is none: then the result is the sequential one, exactly. The rule corrects itself, so
-    this takes a few passes; more where shares are much smaller than 1 / sqrt(size).
+    Chunks of about sqrt(size) samples advance side by side, each from a guess of the samples taken
+    before it. A chunk whose guess differs from the end of the chunk before runs again. When every
+    guess is right, the result is exactly the sequential one. The rule corrects itself, so this
+    takes a few passes, or more if shares are much smaller than 1 / sqrt(size).
     """
     weights = np.asarray(shares, np.float64)
     steps = math.isqrt(max(size - 1, 0)) + 1
@@ -95,7 +95,7 @@ def _number_type(size: int) -> type[np.signedinteger]:
 
 
 def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """A fair share of `begins` samples for each part, whole numbers that add up to it."""
+    """Return each part's fair share of the first `begins` samples, whole numbers (chunks, parts)."""
     ideal = begins[:, None] * weights
     taken = np.floor(ideal).astype(np.int64)
     left = begins - taken.sum(axis=1)
@@ -105,7 +105,7 @@ def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """which: part of each sample; number: its number within that part; taken: samples by part."""
+    """The order of a blend. which: each sample's part; number: in that part; taken: by part."""
 
     which: np.ndarray
     number: np.ndarray
@@ -119,9 +119,9 @@ def find_blend_order(
     cache: ArrayCache,
     changes: Sequence[tuple[int, list[float]]] = (),
 ) -> BlendOrder:
-    """`blend_order`, from the cache if it is there.
+    """Return `blend_order` from the cache; if it is not there, build and store it.
 
-    changes: samples after which other shares hold; each part goes on with its next sample.
+    changes: (first sample, shares) of later phases; each part goes on with its next sample.
     """
     facts: dict[str, Any] = {"blend": RULE, "shares": shares, "size": size}
     facts |= {"changes": changes} if changes else {}
@@ -139,7 +139,7 @@ def find_blend_order(
 def _blend_phases(
     phases: list[tuple[int, list[float]]], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`blend_order` by phases: (first sample, shares); parts without a share are left out."""
+    """Return `blend_order` of phases (first sample, shares); a share of 0 takes no samples."""
     if len(phases) == 1:
         return blend_order(phases[0][1], size)
     which = np.empty(size, np.int16)
@@ -159,34 +159,34 @@ def _blend_phases(
 
 
 class Placed:
-    """Samples each of which is one of other samples: `_place` says which."""
+    """Samples that lie in other sets of samples: `_place` returns the set and the number there."""
 
     def _place(self, k: int) -> tuple[Any, int]:
         raise NotImplementedError
 
     def sample(self, k: int) -> np.ndarray:
-        """Tokens of sample k: (seq_length + 1,), int64."""
+        """Return the tokens of sample k: (seq_length + 1,), int64."""
         samples, number = self._place(k)
         return samples.sample(number)
 
     def answers(self, k: int) -> np.ndarray:
-        """Which of its tokens are of answers: (seq_length + 1,), 0 or 1."""
+        """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,)."""
         samples, number = self._place(k)
         return samples.answers(number)
 
     def spans(self, k: int) -> list[TextSpan]:
-        """Where its tokens are."""
+        """Return the spans of text that make sample k, in order."""
         samples, number = self._place(k)
         return samples.spans(number)
 
     def file_of(self, k: int) -> str:
-        """The file that holds them."""
+        """Return the path of the file that holds sample k's tokens."""
         samples, number = self._place(k)
         return samples.file_of(number)
 
 
 class Blend(Placed):
-    """Samples of several corpora, mixed by weight. UserError if a part lacks a sample."""
+    """Samples of several corpora, mixed by weight. Raise UserError if a part has too few."""
 
     def __init__(self, parts: list[GPTSamples], order: BlendOrder):
         self.parts = parts
@@ -204,7 +204,7 @@ class Blend(Placed):
         return self.parts[self.order.which[k]], int(self.order.number[k])
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
+        """Return the number of samples from `first` up to `stop`, by corpus prefix."""
         counts = np.bincount(self.order.which[first:stop], minlength=len(self.parts))
         total = Counter[str]()
         for part, count in zip(self.parts, counts.tolist()):
@@ -213,7 +213,7 @@ class Blend(Placed):
 
 
 class Epochs(Placed):
-    """`num_samples` samples of blends of equal length, one after the other."""
+    """The first `num_samples` samples of blends of equal length, one after the other."""
 
     def __init__(self, epochs: list[Blend], num_samples: int):
         self.epochs = epochs
@@ -227,7 +227,7 @@ class Epochs(Placed):
         return self.epochs[epoch], number
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
+        """Return the number of samples from `first` up to `stop`, by corpus prefix."""
         total = Counter[str]()
         size = len(self.epochs[0])
         for number, epoch in enumerate(self.epochs):
@@ -239,13 +239,13 @@ class Epochs(Placed):
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Weights that add up to 1, in the floating-point steps that Megatron takes."""
+    """Return weights divided by their sum, in the same floating-point steps as Megatron."""
     exact = np.array(weights, np.float64)
     return (exact / exact.sum()).tolist()
 
 
 def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of `--data [WEIGHT] PREFIX ...`; weights None if none is given."""
+    """Return prefixes and weights of `--data [WEIGHT] PREFIX ...`; None without weights."""
     words = [str(word) for word in data]  # a TOML list may hold numbers
     numbers = [_number(word) for word in words]
     if "synthetic" in words:
@@ -265,9 +265,9 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
 def shares_by_phase(
     data_schedule: tuple, corpora: int, weighted: bool
 ) -> list[tuple[int, list[float]]]:
-    """From which sample on which shares hold, by --data-schedule; UserError if it does not fit.
+    """Return (first sample, shares) of each change that --data-schedule makes to the weights.
 
-    corpora: how many --data names, `weighted` says whether by weights.
+    Raise UserError if it does not fit --data, which has `corpora` corpora, `weighted` or not.
     """
     changes = parse_data_schedule(data_schedule)
     if changes and not weighted:

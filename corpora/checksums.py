@@ -1,6 +1,6 @@
-"""Checksums of a pair, in files beside it: of whole files, and of blocks for a quick look.
+"""Checksums of a .bin/.idx pair, in files beside it: of whole files, and of blocks to sample.
 
-PREFIX.sha256   as `sha256sum` writes it
+PREFIX.sha256   the format of `sha256sum`, one line for the .bin, one for the .idx
 PREFIX.crc32    little-endian: 8 bytes TRINECRC, u64 bytes in a block, u64 bytes of the .bin,
                 u64 bytes of the .idx, u32 CRC-32 of each block of the .bin, then of the .idx
 """
@@ -24,7 +24,10 @@ SAMPLED = 4  # blocks that each process reads at the start of a run
 
 
 def checksums_of(prefix: str, source: str | None = None) -> dict[str, bytes]:
-    """The contents of both files, by suffix; the pair is read from `source`, if it is elsewhere."""
+    """Return the contents of both checksum files of a pair, by suffix.
+
+    prefix: the pair's name in PREFIX.sha256. source: the prefix to read from, if it is another.
+    """
     lines = []
     sums = []
     sizes = []
@@ -43,10 +46,10 @@ def checksums_of(prefix: str, source: str | None = None) -> dict[str, bytes]:
 
 
 def check_blocks(prefix: str, count: int | None = SAMPLED) -> int:
-    """Compare `count` blocks of a pair, drawn at random, or all (None); how many there were.
+    """Compare `count` random blocks of a pair (None: all blocks) with their sums in PREFIX.crc32.
 
-    Nothing is compared if there is no PREFIX.crc32. UserError if one differs, a size does, or a
-    file cannot be read.
+    Return the number of blocks compared: 0 if there is no PREFIX.crc32. Raise UserError if a block
+    or a file's size differs, or a file cannot be read.
     """
     path = Path(prefix + ".crc32")
     if not path.exists():

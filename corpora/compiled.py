@@ -1,7 +1,7 @@
-"""Loops that numpy has no function for, or a slow one, compiled by numba where it is installed.
+"""Compiles loops by numba, if numba is installed and numpy has no fast function for the loop.
 
 Without numba, and where compiling takes longer than it saves, the caller uses numpy; the results
-are the same numbers.
+are the same numbers. Used by sample_order.py (`shuffle`) and blends.py (`compiled`).
 """
 
 import functools
@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import numpy as np
 
-# Swaps, and comparisons of a blend, from which on compiling is worth its second.
+# From this number of swaps, or of comparisons in a blend, compiling takes less time than it saves.
 WORTH_COMPILING = 3 * 10**7
-TOGETHER = 64  # items that are loaded together
-MOST_ITEMS = 2**32 - 1  # beyond, numpy draws 64 bits for a place
+TOGETHER = 64  # items that are loaded from memory at the same time
+MOST_ITEMS = 2**32 - 1  # numpy shuffles longer arrays with 64 bits for a place
 
 
 def compiled(function: Callable, steps: int) -> Callable | None:
-    """A function compiled by numba; None if that is not worth it for so many steps, or missing.
+    """Return `function` compiled by numba; None if its `steps` are too few, or numba is missing.
 
-    No comparison in it may be with a NaN.
+    `function` must compare no NaN: it is compiled on the assumption that there are none.
     """
     if steps < WORTH_COMPILING:
         return None
@@ -32,12 +32,12 @@ def compiled(function: Callable, steps: int) -> Callable | None:
 
 @functools.cache
 def _compile(njit: Callable, function: Callable) -> Callable:
-    """Once for all calls of a process: each compiling takes half a second."""
+    """Compile `function` once for all calls of a process: compiling takes half a second."""
     return njit(function, fastmath={"nnan", "nsz"}, error_model="numpy")
 
 
 def shuffle(order: np.ndarray, random: np.random.RandomState) -> None:
-    """`random.shuffle(order)`, in less than half the time if it is long."""
+    """Do the same as `random.shuffle(order)`, in less than half the time if `order` is long."""
     swap = compiled(swap_all, len(order)) if len(order) < MOST_ITEMS else None
     if swap is None:
         random.shuffle(order)
@@ -49,10 +49,11 @@ def shuffle(order: np.ndarray, random: np.random.RandomState) -> None:
 
 
 def swap_all(order: np.ndarray, draw: Callable[[int], int], state: int) -> int:
-    """Swap each item, the last one first, with one at a random place up to its own.
+    """Swap each item, from the last to the second, with the item at a random place up to it.
 
-    draw: 32 random bits; a number beyond the place is drawn again. As RandomState.shuffle. The
-    result is of no use, but without it the compiler would leave out what loads the items.
+    The swaps are those of RandomState.shuffle. draw: returns 32 random bits; a place that is too
+    large is drawn again. The returned sum has no use, but without it the compiler would leave out
+    the statement that loads the items.
     """
     places = np.empty(TOGETHER, np.int64)
     last = len(order) - 1
@@ -69,7 +70,7 @@ def swap_all(order: np.ndarray, draw: Callable[[int], int], state: int) -> int:
             while place > last - k:
                 place = np.int64(draw(state)) & mask
             places[k] = place
-        for k in range(count):  # from memory at the same time, not one after the other
+        for k in range(count):  # loads from memory that overlap one another
             loaded += order[places[k]]
         for k in range(count):
             place = places[k]

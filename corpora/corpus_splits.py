@@ -35,16 +35,16 @@ from corpora.sample_order import (
 )
 from corpora.token_files import ANSWERS, IndexedDataset
 
-# Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
+# Megatron's mid_level_dataset_surplus: the share that a blend requests of each part in addition.
 SURPLUS = 0.005
 
 Samples = GPTSamples | Blend | Epochs
 
 
 class Corpora:
-    """The token files of a run, and its splits of them.
+    """Opens the token files of a run, and makes the samples of its splits.
 
-    ranges: by corpus, the sequences of each split. UserError on bad data or shares.
+    ranges: by corpus, the sequences of each split. Raise UserError on bad data or shares.
     """
 
     def __init__(self, config: Config):
@@ -56,7 +56,10 @@ class Corpora:
         self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
 
     def split(self, number: int, num_samples: int) -> Samples:
-        """At least so many samples of a split: of the only corpus, or of a blend."""
+        """Return at least `num_samples` samples of a split: from the only corpus, or a blend.
+
+        number: the split's position in SPLITS.
+        """
         ranges = [own[number] for own in self.ranges]
         try:
             if self.weights is None and len(self.datasets) == 1:
@@ -73,8 +76,9 @@ class Corpora:
             raise UserError(f"no memory for the order of {name}") from None
 
     def test_split(self, num_samples: int) -> tuple[Samples | None, tuple[str, ...]]:
-        """At least so many samples of the test split, if --split gives it a share and it holds a
-        sample; and a note if it holds none.
+        """Return at least `num_samples` samples of the test split, and notes for the log.
+
+        Without samples if --split gives it no share, or, with a note, if its share holds none.
         """
         if not any(ranges[SPLITS.index("test")] for ranges in self.ranges):
             return None, ()
@@ -84,12 +88,12 @@ class Corpora:
             return None, (f"no test loss: {error}",)
 
     def epoch_tokens(self) -> dict[str, int]:
-        """By corpus, the tokens of its train split."""
+        """Return the tokens in the train split of each corpus, by its prefix."""
         parts = zip(self.datasets, self.ranges)
         return {dataset.prefix: dataset.tokens_in(ranges[0]) for dataset, ranges in parts}
 
     def describe(self) -> str:
-        """How tokens are read and where orders are kept, for the start of a run."""
+        """Return a line for the start of a run: how tokens are read, where orders are kept."""
         order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
         if self.changes:
             order += f"; other weights from samples {[first for first, _ in self.changes]} on"
@@ -98,7 +102,7 @@ class Corpora:
     def _part(
         self, i: int, ranges: list[range], count: int | None, seed: int | None = None
     ) -> GPTSamples:
-        """Samples of corpus i. count: as many at least; None: an epoch. seed: --seed if None."""
+        """Return samples of corpus i, at least `count` (None: one epoch). seed: default --seed."""
         model = self.config.model
         return GPTSamples(
             self.datasets[i],
@@ -112,11 +116,11 @@ class Corpora:
         )
 
     def _by_weight(self, ranges: list[range], num_samples: int, changes: Sequence) -> Blend:
-        """A blend whose parts are requested as Megatron does: their share and some surplus.
+        """Return a blend whose parts are requested in Megatron's way: their share and a surplus.
 
-        The order of a part depends on how much is requested of it. Where that falls short of what
-        the blend takes, where Megatron fails, what is taken is requested. changes: of the shares,
-        in the stable order alone, in which a part's first samples do not depend on the request.
+        The order of a part depends on the number of samples requested. If the blend takes more
+        samples than that, Megatron fails; here the taken number is requested. changes: later
+        shares, in the stable order only, where a part's first samples do not depend on the request.
         """
         shares = normalise(self.weights or ())
         # Megatron normalises given weights once for the requests and once more for the order.
@@ -126,8 +130,10 @@ class Corpora:
         return Blend([self._part(i, ranges, n) for i, n in enumerate(requests)], order)
 
     def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
-        """Parts mixed by the samples in them, an epoch of each, as Megatron does; further epochs,
-        which Megatron has none of, are the same with each part in the order of another seed.
+        """Return parts mixed by their numbers of samples, in Megatron's way: one epoch of each.
+
+        Megatron has no further epochs; here each repeats the mixture, the parts ordered by another
+        seed.
         """
         length = self.config.model.seq_length
         seed = self.config.training.seed
@@ -145,9 +151,10 @@ class Corpora:
 
 
 def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str, ...]]:
-    """The sets of --eval-data by name, and a line on each; UserError if one lacks samples.
+    """Return (samples, number that counts) of each set of --eval-data, by name, and a note on each.
 
-    The last micro-batches are filled with samples of a second epoch, which do not count.
+    Raise UserError if a corpus has fewer samples than its set asks for. The last micro-batches
+    are filled with samples of a second epoch, which do not count.
     """
     model = config.model
     cache = ArrayCache(config.data.cache_folder)
@@ -176,8 +183,9 @@ def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str
 
 
 def _open(prefix: str, config: Config, cache: ArrayCache) -> IndexedDataset:
-    """A corpus of a run, with its answers if they are needed; some blocks are compared with their
-    checksums. UserError.
+    """Open a corpus of a run, with its answers if they are needed, and check some of its blocks.
+
+    Raise UserError if a file is missing or damaged, or a block differs from its checksum.
     """
     dataset = IndexedDataset(prefix, cache)
     if config.data.answers_only:

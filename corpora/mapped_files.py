@@ -1,4 +1,4 @@
-"""Files that the processes of a node map: to read, and a cache of arrays that one of them builds.
+"""Memory-mapped files: files to read, and a cache of arrays that one process of a node builds.
 
     cache = ArrayCache("/tmp/trine-1000")                   None: nothing is stored
     found = cache.find({"rule": 1, ...}, build)             built by one process, mapped by all
@@ -6,11 +6,11 @@
 
     FOLDER/DIGEST.arrays    magic, length of the header, header (JSON), arrays at multiples of 64
     FOLDER/DIGEST.partial   the same while it is written
-    FOLDER/0.lock ...       locked while an entry whose digest begins so is built
+    FOLDER/0.lock ...       locked while an entry whose digest begins with 0 ... is built
 
-DIGEST is that of the facts that determine the arrays, so a file is never changed, only replaced by
-an equal one. It needs no lock to be read, and a process that is killed leaves no wrong file: the
-system then opens its lock. The facts include the start of the operating system, because after a
+DIGEST is the hash of the facts that determine the arrays, so a file is never changed, only replaced
+by an equal file. Reading takes no lock. A process that is killed leaves no wrong file, and the
+system releases its lock. The facts include the start of the operating system, because after a
 power failure a file may have its name and size without its contents.
 """
 
@@ -36,15 +36,15 @@ from config.messages import UserError
 MAGIC = b"TRINEARR"
 HEADER = struct.Struct("<8sQ")  # magic, bytes of the JSON text that follows
 ALIGNMENT = 64
-SECONDS_UNUSED = 30 * 24 * 3600.0  # after which an entry is removed
+SECONDS_UNUSED = 30 * 24 * 3600.0  # an entry that no run has opened for this long is removed
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class MappedFile:
-    """The bytes of a file, mapped to read; of an empty one, which cannot be mapped, no bytes.
+    """A file that is mapped to be read. bytes: uint8; an empty file is not mapped and has none.
 
-    Access beyond the end of a file that has been cut short ends the process (SIGBUS), so whoever
-    reads later than at once calls `check` before. OSError if it cannot be opened.
+    Access beyond the end of a file that has been cut short ends the process (SIGBUS), so callers
+    that read later call `check` before each read. Raise OSError if the file cannot be opened.
     """
 
     def __init__(self, path: str):
@@ -58,16 +58,17 @@ class MappedFile:
         self.bytes = np.frombuffer(self._map or b"", np.uint8)
 
     def check(self) -> None:
-        """UserError if the file has become shorter since it was mapped."""
+        """Raise UserError if the file has become shorter since it was mapped."""
         if self._map is not None and self._map.size() < self.size:
             now = f"it has {self._map.size()} bytes and had {self.size}"
             raise UserError(f"{self.path} was cut short while the run reads it: {now}")
 
 
 def why_others_could_write(path: str) -> str:
-    """Why users other than this one could change a folder or a file; empty if they cannot.
+    """Return why other users could change the folder or file at `path`; empty if they cannot.
 
-    It must be no link, belong to this user, and be writable for nobody else. OSError if it is gone.
+    They cannot if it is no link, belongs to this user, and is writable for this user alone. Raise
+    OSError if nothing is at `path`.
     """
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
@@ -80,7 +81,7 @@ def why_others_could_write(path: str) -> str:
 
 
 def why_others_could_replace(folder: str) -> str:
-    """Why users other than this one could put another folder in its place; empty if they cannot."""
+    """Return why other users could put another folder in its place; empty if they cannot."""
     parent = os.path.dirname(os.path.abspath(folder))
     mode = os.stat(parent).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
@@ -90,14 +91,17 @@ def why_others_could_replace(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """Arrays by name, read-only if they are mapped from `file`. built: by this call."""
+    """Arrays by name, as `ArrayCache.find` returns them; read-only if they are mapped from `file`.
+
+    built: whether that call built them.
+    """
 
     arrays: Mapping[str, np.ndarray]
     file: MappedFile | None = None
     built: bool = True
 
     def check(self) -> None:
-        """UserError if the file that they are mapped from has become shorter."""
+        """Raise UserError if the file that the arrays are mapped from has become shorter."""
         if self.file is not None:
             self.file.check()
 
@@ -105,8 +109,8 @@ class Found:
 class ArrayCache:
     """Arrays that one process of a node builds and all others map; see the module.
 
-    folder: for this node and user; it is made if it does not exist. None: every process builds its
-    own. UserError if the folder cannot be used.
+    folder: a folder of this node and user, made if it does not exist. None: nothing is stored, and
+    every process builds the arrays. Raise UserError if the folder cannot be used.
     """
 
     def __init__(self, folder: str | None = None):
@@ -126,9 +130,9 @@ class ArrayCache:
             )
 
     def find(self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]) -> Found:
-        """The arrays that follow from `facts` (JSON values): from the cache, or built and stored.
+        """Return the arrays that `facts` (JSON values) determine: cached ones, or built and stored.
 
-        Of the processes of a node that call it at once, one builds and the others wait.
+        If several processes of a node call this at once, one builds and the others wait.
         """
         if self.folder is None:
             return Found(build())
@@ -154,13 +158,13 @@ class ArrayCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """One process of the node at a time; the lock ends with the process that holds it."""
+        """Hold the lock file `name` for this process alone; the lock ends with the process."""
         with open(os.path.join(self.folder or "", f"{name}.lock"), "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _remove_unused(self) -> None:
-        """Remove entries that no run has opened for long."""
+        """Remove entries that no run has opened for SECONDS_UNUSED."""
         oldest = time.time() - SECONDS_UNUSED
         for suffix in ("arrays", "partial"):
             for path in Path(self.folder or "").glob(f"*.{suffix}"):
@@ -178,7 +182,10 @@ class ArrayCache:
 
 
 def _read(path: str, text: str) -> Found | None:
-    """The arrays in that file; None if it is not there, not whole, of other facts, or not ours."""
+    """Return the arrays in the file at `path`, mapped.
+
+    None if the file is missing or incomplete, has other facts, or could be another user's work.
+    """
     try:
         if why_others_could_write(path):
             return None
@@ -208,7 +215,7 @@ def _read(path: str, text: str) -> Found | None:
 
 
 def _write(path: str, text: str, arrays: dict[str, np.ndarray]) -> None:
-    """Write the file under another name, then give it its own. Frees each array when written."""
+    """Write a partial file, then rename it to `path`. Each array is freed when it is written."""
     listed = [(name, a.dtype.str, a.shape) for name, a in arrays.items()]
     size = sum(_aligned(a.nbytes) for a in arrays.values())
     header = {"facts": text, "arrays": listed, "size": 0}
@@ -229,7 +236,7 @@ def _write(path: str, text: str, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _open_for_this_user(path: str, flags: int) -> int:
-    """Open a new file that only this user may write, whatever the umask says."""
+    """Open a new file that only this user may read and write, whatever the umask is."""
     return os.open(path, flags, 0o600)
 
 

@@ -1,14 +1,14 @@
-"""What is learned from a sample: which tokens each token sees, and which labels count.
+"""Training objectives: which tokens each token sees, and which labels count in the loss.
 
     text of sample k, s + 1 tokens            sample_order.py, blends.py
         |   --objective fim                   the parts of documents change places
         v
     tokens, labels     a label that does not count in the loss is NO_TARGET
     starts, stops      token q sees tokens starts[q] to stops[q] - 1; without them, 0 to q
-    positions          of tokens in their documents; without them, 0 to s - 1
+    positions          each token's place in its document; without them, 0 to s - 1
 
-A document ends with its token --eod-token, as in Megatron. What is random follows from (seed, k):
-it is the same in every layout and after a restart.
+A document ends with the token --eod-token, as in Megatron. Random choices follow from (seed, k), so
+they are the same in every layout and after a restart.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ NO_TARGET = -1
 
 
 class Readable(Protocol):
-    """Samples by number."""
+    """Samples that an objective reads by their number."""
 
     def __len__(self) -> int: ...
 
     def sample(self, k: int) -> np.ndarray:
-        """Tokens of sample k: (seq_length + 1,), int64."""
+        """Return the tokens of sample k: (seq_length + 1,), int64."""
 
     def answers(self, k: int) -> np.ndarray:
-        """Which of them are answers: (seq_length + 1,), 0 or 1."""
+        """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,)."""
 
     def file_of(self, k: int) -> str:
-        """The file that holds sample k's tokens."""
+        """Return the path of the file that holds sample k's tokens."""
 
 
 class Objective:
-    """Makes rows of batches of samples, as the options say.
+    """Makes the rows of a micro-batch from samples, by the data options.
 
     fields: the names of a row's arrays, each of shape (seq_length,), int64. masks_loss: whether
     some labels may be NO_TARGET.
@@ -54,7 +54,7 @@ class Objective:
         self.plain = len(self.fields) == 2 and not self.masks_loss
 
     def row(self, samples: Readable, k: int) -> dict[str, np.ndarray]:
-        """The row of sample k, by field."""
+        """Return the row of sample k: an array for each of `fields`."""
         options = self.options
         text = samples.sample(k)
         random = np.random.default_rng((self.seed, k)) if self.random else None
@@ -89,30 +89,32 @@ class Objective:
 
 
 def document_borders(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Where the documents in the tokens begin, and the number of tokens: an end is its document's
-    last token.
+    """Return the first token of each document in `tokens`, and at the end the number of tokens.
+
+    eod: the token id that ends a document.
     """
     after = np.flatnonzero(tokens[:-1] == eod) + 1
     return np.concatenate([[0], after, [len(tokens)]])
 
 
 def _per_token(of_documents: np.ndarray, borders: np.ndarray) -> np.ndarray:
-    """For each token the value of its document."""
+    """Return an array that has, for each token, the value of the token's document."""
     return np.repeat(of_documents, np.diff(borders))
 
 
 def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Where the prefix of each document ends: it has 1 to n - 1 of n tokens, each as likely; the
-    only one of a document that has one.
+    """Return the end of each document's prefix, which has 1 to n - 1 of the n tokens.
+
+    All these lengths are equally likely. The prefix of a document of one token is that token.
     """
     return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))
 
 
 def fill_in_the_middle(text: np.ndarray, options: Data, random: np.random.Generator) -> np.ndarray:
-    """A text whose documents are cut in three at random places, its middle to be learned last.
+    """Return the text with its documents cut in three at random places, the middle part last.
 
-    Of the documents, --fim-rate are changed (arXiv 2207.14255), of these --fim-spm-rate with the
-    suffix first. The marks make the text longer: what is beyond its length is cut off.
+    A share --fim-rate of the documents is changed (arXiv 2207.14255), and a share --fim-spm-rate of
+    these has the suffix first. The marks make the text longer; it is cut off at its old length.
     """
     before, middle, after = ([token] for token in options.fim_tokens)
     parts: list[Sequence[int] | np.ndarray] = []

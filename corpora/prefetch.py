@@ -5,7 +5,7 @@
     rows = reader.take(samples, 120)
     reader.close()
 
-What is read follows from the samples' numbers alone, so a resumed run reads the same.
+The samples' numbers alone determine their tokens, so a resumed run reads the same ones.
 """
 
 import queue
@@ -24,12 +24,13 @@ from corpora.objectives import Objective, Readable
 
 READERS = 4  # threads: reads that wait for a disk or a file system at the same time
 AHEAD = 8  # micro-batches that are read or being read before they are asked for
-SECONDS_TO_END = 2.0  # for a thread whose read is under way when the run ends
+SECONDS_TO_END = 2.0  # the longest wait for a thread that still reads when the run ends
 
 
 class Rows(NamedTuple):
-    """A micro-batch as it was read: tensors of (b, s) by the names of objectives.py, and how many
-    labels count in the loss.
+    """A micro-batch as it was read.
+
+    tensors: (b, s), by the names of `Objective.fields`. targets: labels that count in the loss.
     """
 
     tensors: dict[str, Tensor]
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class _Read(Future[None]):
-    """A micro-batch that is being read; `sample`: the one whose tokens are awaited."""
+    """A micro-batch that is being read; `sample`: the number of the sample whose turn it is."""
 
     def __init__(
         self, samples: Readable, first: int, objective: Objective, tensors: dict[str, Tensor]
@@ -50,7 +51,7 @@ class _Read(Future[None]):
         self.count = 0
 
     def run(self) -> None:
-        """Read its samples, one after the other."""
+        """Read the micro-batch's samples, one after the other."""
         # Arrays, because torch would start a pool of threads in each thread that copies much.
         arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
         for place in range(len(arrays["tokens"])):
@@ -63,17 +64,17 @@ class _Read(Future[None]):
 
     @property
     def rows(self) -> Rows:
-        """What was read."""
+        """The micro-batch, complete once `run` has ended."""
         return Rows(self.tensors, self.count)
 
 
 class Prefetcher:
-    """Reads micro-batches ahead, in threads that start with the first one: a rank that asks for
-    none, in the middle of a pipeline, reads none.
+    """Reads micro-batches ahead, in threads that start when the first micro-batch is asked for.
 
-    shape: (micro-batch size, seq_length). pinned: allocate them in memory from which a GPU copies
-    by itself. seconds: after which a sample that has not arrived is an error. objective: default:
-    the next token, all of which count.
+    A rank in the middle of a pipeline asks for none, so it reads none and starts no threads.
+    shape: (micro-batch size, seq_length). pinned: allocate pinned memory, from which a GPU copies
+    asynchronously. seconds: a sample that has not arrived by then is an error. objective: default:
+    predict every next token.
     """
 
     def __init__(
@@ -89,15 +90,15 @@ class Prefetcher:
         self.objective = objective or Objective(Data())
         self._jobs: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        # By samples: where the next micro-batches begin, and those that are read or under way.
+        # By id of the samples: first samples of the next micro-batches, and the reads begun.
         self._upcoming: dict[int, Iterator[int]] = {}
         self._reads: dict[int, dict[int, _Read]] = {}
-        # Also if nobody calls it: no thread stays when this object is gone.
+        # Called at the latest when this object is freed, so that no thread outlives it.
         self.close = weakref.finalize(self, _end, self._jobs, self._threads, self._reads)
 
     def go_on(self, samples: Readable, first: int, upcoming: Iterator[int]) -> None:
         """Read ahead the micro-batches of `upcoming`, the first of which begins at sample `first`;
-        nothing changes if that one is read already.
+        nothing changes if the micro-batch at `first` is read or being read already.
         """
         if first in self._reads.setdefault(id(samples), {}):
             return
@@ -108,9 +109,9 @@ class Prefetcher:
         self._fill(samples)
 
     def take(self, samples: Readable, first: int) -> Rows:
-        """The micro-batch of the samples from `first` on.
+        """Return the micro-batch whose first sample is `first`; wait until it is read.
 
-        Raises what reading them raised; UserError, with the file's name, if that takes too long.
+        Raise the error of its read; UserError, with the file's name, if the read takes too long.
         """
         read = self._reads.setdefault(id(samples), {}).pop(first, None)
         read = read or self._begin(samples, first)
@@ -150,17 +151,17 @@ class Prefetcher:
 
 
 def _work(jobs: "queue.SimpleQueue[_Read | None]") -> None:
-    """Read what is asked for, until None."""
+    """Read the micro-batches in the queue until it holds None: the work of a reader thread."""
     while (read := jobs.get()) is not None:
         if not read.set_running_or_notify_cancel():
             continue
         try:
             read.run()
-        except BaseException as error:  # for the thread that takes it
+        except BaseException as error:  # raised in the thread that takes the micro-batch
             read.set_exception(error)
         else:
             read.set_result(None)
-        del read  # else its tensors would stay until the next one
+        del read  # else its tensors would stay in memory until the next read
 
 
 def _end(
@@ -168,7 +169,7 @@ def _end(
     threads: list[threading.Thread],
     reads: dict[int, dict[int, _Read]],
 ) -> None:
-    """Drop what is not read yet, end the threads, and wait for those whose read does not hang."""
+    """Drop the reads that have not begun, end the threads; wait SECONDS_TO_END for each of them."""
     for read in [read for own in reads.values() for read in own.values()]:
         read.cancel()
     for _ in threads:

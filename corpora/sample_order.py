@@ -3,9 +3,10 @@
     document order   3 0 2 1 | 0 2 3 1 | ...        shuffled, once per epoch needed
     sample order     |-----|-----|-----|-----|...   cut every seq_length tokens, then shuffled
 
-As in megatron/core/datasets, 0.16: the same corpus, split, length and seed give the same samples in
-the same order, which depends on the number of epochs. The stable order does not: it shuffles each
-epoch by itself, so that a longer run reads what a shorter one did, and then more.
+Megatron's order follows megatron/core/datasets, 0.16: the same corpus, split, length and seed give
+the same samples in the same order, which depends on the number of epochs. The stable order does not
+depend on it: each epoch is shuffled by itself, so a longer run first reads the samples of a shorter
+run, then further samples. The corpus is a pair of token_files.py.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from corpora.compiled import shuffle
 from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDataset, check_pair
 
-RULE = 1  # version of the rules below: cached orders of another one are not used
+RULE = 1  # version of the rules below: cached orders of another version are not used
 BLOCK = 1 << 16  # sequences handled at a time: their temporary arrays fit into a core's cache
 SPLITS = ("train", "validation", "test")
 
@@ -43,8 +44,8 @@ class TextSpan(NamedTuple):
 class GPTSamples:
     """Samples of one corpus, in Megatron's order (gpt_dataset.py, `GPTDataset`) or the stable one.
 
-    `sequences` is the split's range, `num_samples` how many are needed (None: one epoch). There
-    are at least so many, `len` says how many, drawn from `epochs` passes over the range.
+    sequences: the split's range. num_samples: the samples needed (None: one epoch). There are at
+    least as many samples, cut from `epochs` passes over the range; `len` returns their number.
     With T tokens in the range, E epochs hold (E*T - 1) // seq_length samples, since neighbours
     share one token. Raises UserError if not even one sample fits into an epoch.
     """
@@ -66,8 +67,8 @@ class GPTSamples:
         self.vocab_size = vocab_size
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
-        self.epochs = -(-(wanted * seq_length + 1) // tokens)  # exact, where floats round
-        cuts: list[int] | range = range(self.epochs + 1)  # epochs between which nothing is mixed
+        self.epochs = -(-(wanted * seq_length + 1) // tokens)  # rounded up, in integers
+        cuts: list[int] | range = range(self.epochs + 1)  # nothing is shuffled across a cut
         if order == "megatron":
             samples = [max(0, e * tokens - 1) // seq_length for e in (1, self.epochs - 1)]
             last = self.epochs > 1 and wanted - samples[1] < int(0.80 * samples[0])
@@ -90,15 +91,15 @@ class GPTSamples:
         return len(self.shuffle_index)
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
+        """Return the number of samples from `first` up to `stop`, by corpus prefix: one corpus."""
         return {self.dataset.prefix: stop - first}
 
     def file_of(self, k: int) -> str:
-        """The file that holds sample k's tokens."""
+        """Return the path of the file that holds sample k's tokens."""
         return self.dataset.prefix + ".bin"
 
     def spans(self, k: int) -> list[TextSpan]:
-        """Where sample k's tokens are, in order; none is empty."""
+        """Return the spans of text that make sample k, in order; no span is empty."""
         prefix = self.dataset.prefix
         document_of = self.dataset.document_of
         sequences, offsets, lengths = self._cuts(k)
@@ -106,16 +107,16 @@ class GPTSamples:
         return [TextSpan(prefix, *cut, document_of(cut[0])) for cut in cuts if cut[2]]
 
     def _cuts(self, k: int) -> tuple[np.ndarray, list[int], list[int]]:
-        """Sequences, first tokens and numbers of tokens of sample k's cuts, some maybe empty.
+        """Return the sequences, first tokens and numbers of tokens of sample k's cuts.
 
-        UserError if a mapped file has become shorter.
+        A cut may be empty. Raise UserError if a mapped file has become shorter.
         """
         self.found.check()
         self.dataset.check_size()
         row = int(self.shuffle_index[k])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         sequences = self.document_index[first : last + 1]
-        if first == last:  # the token at the next sample's start is this one's last label
+        if first == last:  # the next sample's first token is this sample's last label
             return sequences, [begin], [end + 1 - begin]
         lengths = self.dataset.lengths[sequences].tolist()
         lengths[0] -= begin
@@ -123,7 +124,10 @@ class GPTSamples:
         return sequences, [begin] + [0] * (last - first), lengths
 
     def sample(self, k: int) -> np.ndarray:
-        """Tokens of sample k: (seq_length + 1,), int64; UserError for one past the vocabulary."""
+        """Return the tokens of sample k: (seq_length + 1,), int64.
+
+        Raise UserError if a token id is outside the vocabulary.
+        """
         tokens = self.dataset.read(*self._cuts(k))  # (seq_length + 1,)
         limit = self.vocab_size
         if limit is not None:
@@ -134,13 +138,13 @@ class GPTSamples:
         return tokens.astype(np.int64)
 
     def answers(self, k: int) -> np.ndarray:
-        """Which of sample k's tokens are of answers: (seq_length + 1,), 0 or 1."""
+        """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,)."""
         if self.dataset.answers is None:
             raise ValueError(f"the answers of {self.dataset.prefix} are not open")
         return self.dataset.answers.read(*self._cuts(k))
 
     def _refuse(self, k: int, limit: int) -> None:
-        """Raise the UserError that says where in the corpus a foreign token id is."""
+        """Raise UserError with the place of the token id of sample k that is not below `limit`."""
         for prefix, sequence, offset, length, document in self.spans(k):
             ids = self.dataset.get(sequence, offset, length).astype(np.int64)
             bad = np.flatnonzero((ids < 0) | (ids >= limit))
@@ -151,7 +155,7 @@ class GPTSamples:
 
 
 def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int) -> int:
-    """Tokens in a range of sequences; UserError if they are too few for one sample."""
+    """Return the tokens in a range of sequences; raise TooFewTokens if no sample fits in them."""
     tokens = dataset.tokens_in(sequences)
     if tokens <= seq_length:
         begin = sequences.start
@@ -163,8 +167,9 @@ def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int)
 
 
 def eval_samples(asked: EvalSet, tokens: int, seq_length: int) -> tuple[int, int]:
-    """How many samples a set of --eval-data takes, and how many its corpus of so many tokens has;
-    UserError if these are fewer, or none.
+    """Return the samples that a set of --eval-data takes, and those that its corpus has.
+
+    tokens: in that corpus. Raise UserError if the corpus has fewer samples than asked for, or none.
     """
     there = (tokens - 1) // seq_length
     if there < 1:
@@ -179,7 +184,7 @@ def eval_samples(asked: EvalSet, tokens: int, seq_length: int) -> tuple[int, int
 
 
 def check_eval_sets(words: tuple, seq_length: int, answers: bool = False) -> None:
-    """UserError if a pair of --eval-data cannot be read, or has too few samples.
+    """Raise UserError if a pair of --eval-data cannot be read, or has too few samples.
 
     answers: whether the pairs must have marks of answers.
     """
@@ -195,11 +200,12 @@ def _build(
     order: str,
     cuts: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """The three arrays of an order; cuts: the epochs between which the shuffles do not mix.
+    """Return the three arrays of an order.
 
+    cuts: numbers of epochs, first 0, last all; documents and samples are shuffled between two cuts.
     Megatron's generator draws for the documents, then for the samples, so all samples depend on
-    the number of epochs. In the stable order each has one of its own, and each epoch is shuffled
-    by itself: more epochs change none before them.
+    the number of epochs. In the stable order documents and samples have a generator each, and each
+    epoch is shuffled by itself: further epochs do not change the epochs before them.
     """
     first = np.random.RandomState(seed if order == "megatron" else [seed, 0])
     second = first if order == "megatron" else np.random.RandomState([seed, 1])
@@ -222,20 +228,20 @@ def _build(
 def sample_starts(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, num_samples: int
 ) -> np.ndarray:
-    """Where each sample starts: rows (position in document_index, token offset in that sequence).
+    """Return each sample's start: rows (position in document_index, token offset in its sequence).
 
     Shape (num_samples + 1, 2); row i is the token at i * seq_length of the joined sequences,
-    the last one the end of the last sample. Row 0 is (0, 0) even if that sequence is empty.
+    the last row is the end of the last sample. Row 0 is (0, 0) even if that sequence is empty.
     Equal to build_sample_idx of Megatron's helpers.cpp.
     """
     starts: np.ndarray = np.zeros((num_samples + 1, 2), _index_type(len(document_index)))
-    row, passed = 1, 0  # the next row to fill, the tokens of all blocks before this one
+    row, passed = 1, 0  # the next row to fill, the tokens in the blocks before
     for begin in range(0, len(document_index), BLOCK):
         sizes = lengths[document_index[begin : begin + BLOCK]]
         ends = passed + np.cumsum(sizes, dtype=np.int64)
         passed = int(ends[-1])
         stop = max(row, min(num_samples, (passed - 1) // seq_length) + 1)
-        # The last row that starts before each sequence ends; none starts in an empty one.
+        # The last row that starts before each sequence ends; no row starts in an empty sequence.
         last = np.clip((ends - 1) // seq_length, row - 1, stop - 1)
         found = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
         tokens = np.arange(row, stop, dtype=np.int64) * seq_length
@@ -250,15 +256,15 @@ def _index_type(count: int) -> type[np.signedinteger]:
 
 
 def _shuffle(order: np.ndarray, cuts: list[int], random: np.random.RandomState) -> None:
-    """Shuffle what is between every two neighbouring cuts, in place."""
+    """Shuffle the items between every two neighbouring cuts, in place."""
     for begin, end in itertools.pairwise(cuts):
         shuffle(order[begin:end], random)
 
 
 def split_ranges(split: str, sequences: int) -> list[range]:
-    """Ranges of sequences that "95,5,0" gives to train, validation and test.
+    """Return the ranges of sequences that "95,5,0" gives to train, validation and test.
 
-    Boundaries are rounded as Megatron does: normalise, add up, multiply, round half to even.
+    Boundaries are rounded in Megatron's way: normalise, add up, multiply, round half to even.
     """
     try:
         shares = [float(part) for part in split.split(",")]

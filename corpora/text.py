@@ -1,9 +1,9 @@
-"""Text as token ids, and back: by the tokenizer of a corpus or a checkpoint, else as numbers.
+"""Text to token ids and back: by the tokenizer of a corpus or a checkpoint, else as numbers.
 
     text = Text(find_tokenizer(["runs/demo"], ["data/stdlib"]), vocab_size=8192)
     text.decode(text.encode("def main("))
 
-There is no torch here, so that a wrong prompt is reported before it is imported.
+This module does not import torch, so that a wrong prompt is reported before that import.
 """
 
 import os
@@ -19,18 +19,18 @@ from corpora.blends import parse_blend
 
 END = "<|endoftext|>"  # ends a document, as scripts/prepare_data.py writes it
 IDS = re.compile(r"\s*\d{1,18}([\s,]+\d{1,18})*\s*")
-SAMPLE_TOKENS = 48  # of a sample in training, at the most
+SAMPLE_TOKENS = 48  # the most tokens generated for a --sample-prompt in training
 
 
 def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | None:
-    """The first tokenizer.json in one of these folders, else PREFIX.tokenizer.json of a corpus."""
+    """Return the first tokenizer.json in `folders`, else PREFIX.tokenizer.json of a corpus, or None."""
     paths = [os.path.join(folder, "tokenizer.json") for folder in folders]
     paths += [f"{prefix}.tokenizer.json" for prefix in prefixes]
     return next(filter(os.path.isfile, paths), None)
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a file; UserError if it is none."""
+    """Return the tokenizer in a file; raise UserError if the file holds none."""
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library has no exception of its own
@@ -39,13 +39,13 @@ def load_tokenizer(path: str) -> Any:
 
 
 class Text:
-    """Encodes and decodes; end: the id that ends a document, None if there is none or no tokenizer.
+    """Encodes text as token ids, and decodes ids. Without a tokenizer texts are ids: `17 4 250`.
 
-    Without a tokenizer the text is ids, as `17 4 250`.
+    end: the id that ends a document; None without a tokenizer, or if the tokenizer has no END.
     """
 
     def __init__(self, path: str | None, vocab_size: int):
-        """path: of a tokenizer.json. UserError if it has more tokens than the model."""
+        """path: of a tokenizer.json. Raise UserError if it has more tokens than the model."""
         self.path = path
         self.vocab_size = vocab_size
         self.tokenizer = load_tokenizer(path) if path else None
@@ -58,7 +58,7 @@ class Text:
         self.end = self.tokenizer.token_to_id(END)
 
     def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
-        """The ids of a prompt; UserError, with the flag that gave it, if it has none."""
+        """Return a prompt's ids; raise UserError, with the flag that gave it, if it has none."""
         check_decoded(flag, prompt)
         if self.tokenizer is not None:
             ids = self.tokenizer.encode(prompt).ids
@@ -66,7 +66,7 @@ class Text:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
             return ids
         if not IDS.fullmatch(prompt):
-            file = "--tokenizer FILE, or " if flag == "--prompt" else ""  # of sample.py
+            file = "--tokenizer FILE, or " if flag == "--prompt" else ""  # in sample.py
             raise UserError(
                 f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus: "
                 f"give {file}token ids such as '17 4 250'"
@@ -77,7 +77,7 @@ class Text:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """Return the text of token ids."""
         if self.tokenizer is None:
             return " ".join(map(str, ids))
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -87,12 +87,15 @@ class Text:
 
 
 def prefixes_of(data: tuple) -> list[str]:
-    """The corpora of --data."""
+    """Return the prefixes of the corpora of --data; synthetic tokens have none."""
     return [] if data == ("synthetic",) else parse_blend(data)[0]
 
 
 def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
-    """The text of a run's corpus and the ids of --sample-prompt; UserError if one does not fit."""
+    """Return the encoder of a run's corpus, and the ids of every --sample-prompt.
+
+    Raise UserError if a prompt has no ids, unknown ids, or as many as seq-length.
+    """
     model = config.model
     given = config.run.sample_prompt or ()
     path = find_tokenizer([], prefixes_of(config.data.data)) if given else None
@@ -105,8 +108,10 @@ def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
 
 
 def unused_rows(config: Config) -> str | None:
-    """A note if the model's vocabulary is larger than that of its corpora, rounded up as for
-    padding; None if it is not, or if no corpus has its tokenizer beside it.
+    """Return a note if the model's vocabulary is larger than its corpora's, rounded up.
+
+    Rounded up as padding does. None: it is not larger, or a corpus has no tokenizer beside it. If a
+    tokenizer cannot be read, the note is that error.
     """
     multiple = config.layout.pad_vocab_multiple * config.layout.tp
     found = [find_tokenizer([], [prefix]) for prefix in prefixes_of(config.data.data)]
@@ -114,7 +119,7 @@ def unused_rows(config: Config) -> str | None:
         return None
     try:
         sizes = {path: load_tokenizer(path).get_vocab_size() for path in found if path}
-    except UserError as error:  # training does not need it
+    except UserError as error:  # training does not need a tokenizer
         return str(error)
     path, size = max(sizes.items(), key=lambda item: item[1])
     ours = config.model.vocab_size

@@ -7,12 +7,12 @@
         u8       4 int32, 8 uint16    token type; TOKEN_TYPES has the others
         u64, u64                      S sequences, D document boundaries
         S x i32                       length of each sequence, in tokens
-        S x i64                       its offset in the .bin, in bytes
+        S x i64                       offset of each sequence in the .bin, in bytes
         D x i64                       first sequence of each document, and S at the end
         S x i8                        modes of multimodal data; optional, ignored
 
-The format is that of megatron/core/datasets/indexed_dataset.py (0.16): each reads the other's
-files, and for the same documents both write the same bytes.
+The format is that of megatron/core/datasets/indexed_dataset.py (0.16): Trine and Megatron read each
+other's files, and write the same bytes for the same documents.
 """
 
 import array
@@ -33,7 +33,7 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document boundaries
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
-ANSWERS = ".targets"  # PREFIX.targets.bin and .idx: which tokens are of answers
+ANSWERS = ".targets"  # PREFIX.targets.bin and .idx mark the tokens of answers
 BLOCK = 1 << 16  # sequences checked at a time: temporary arrays stay in a core's cache
 
 
@@ -41,13 +41,13 @@ class IndexedDataset:
     """Read-only view of a .bin/.idx pair: the index is mapped, tokens are read by their offset.
 
     `lengths` (tokens) and `offsets` (bytes) have an entry per sequence, `documents` holds the
-    first sequence of each document and a final S. `identity` is what tells this pair from one that
-    has replaced it. A damaged pair raises UserError; one that the cache knows is not checked again.
+    first sequence of each document and a final S. `identity` changes when another pair replaces
+    this one. A damaged pair raises UserError; a pair that the cache knows is not checked again.
 
-    `answers` is a pair of marks for the tokens, once `open_answers` has been called.
+    `answers` is the pair with a mark for each token; None until `open_answers` is called.
 
-    A mapping of the tokens would read 128 KiB and more around every cold page, and hold Python's
-    lock until they are there; `os.pread` reads what is needed, and other threads go on.
+    Tokens are not mapped: a mapping would read 128 KiB and more around every cold page, and hold
+    Python's lock during the read. `os.pread` reads only the tokens; other threads go on meanwhile.
     """
 
     def __init__(self, prefix: str, cache: ArrayCache | None = None):
@@ -71,9 +71,9 @@ class IndexedDataset:
         self.cache.find({"checked pair": 1, "files": self.identity}, self._check)
 
     def open_answers(self) -> None:
-        """Open PREFIX.targets.bin and .idx: for each token 1 if it is of an answer, else 0.
+        """Open PREFIX.targets.bin and .idx: for each token a mark, 1 in an answer, else 0.
 
-        UserError if there is no such pair, or if it is one of other sequences.
+        Raise UserError if there is no such pair, or if its sequences have other lengths.
         """
         answers = IndexedDataset(self.prefix + ANSWERS, self.cache)
         if not np.array_equal(answers.lengths, self.lengths):
@@ -99,7 +99,10 @@ class IndexedDataset:
         return (ends[1] - ends[0]) // self.token_type.itemsize
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of a sequence from token `offset` on; None: up to its end. IndexError."""
+        """Return `length` tokens of a sequence from token `offset` on (None: up to its end).
+
+        Raise IndexError if the sequence does not have them.
+        """
         size = int(self.lengths[sequence])
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
@@ -107,9 +110,9 @@ class IndexedDataset:
         return self.read(np.array([sequence]), [offset], [length])
 
     def read(self, sequences: np.ndarray, offsets: list[int], lengths: list[int]) -> np.ndarray:
-        """Tokens of several cuts (sequence, first token, number of tokens), one after the other.
+        """Return the tokens of several cuts (sequence, first token, number of tokens), joined.
 
-        UserError, with the file's name, if it has become shorter or cannot be read.
+        Raise UserError, with the .bin's name, if it has become shorter or cannot be read.
         """
         width = self.unsigned.itemsize
         starts = self.offsets[sequences].tolist()
@@ -128,8 +131,9 @@ class IndexedDataset:
         return np.frombuffer(raw, self.token_type)
 
     def check_size(self) -> None:
-        """UserError if the index has become shorter since it was opened: reading it would end the
-        process. `read` sees by itself that tokens are missing.
+        """Raise UserError if the index has become shorter since it was opened.
+
+        Reading it then would end the process. `read` notices missing tokens without this check.
         """
         self._index.check()
 
@@ -138,11 +142,11 @@ class IndexedDataset:
         return f"{self._tokens_path} was cut short while the run reads it: {now}"
 
     def document_of(self, sequence: int) -> int:
-        """The document that a sequence belongs to."""
+        """Return the number of the document that a sequence belongs to."""
         return int(np.searchsorted(self.documents, sequence, side="right")) - 1
 
     def _check(self) -> dict[str, np.ndarray]:
-        """Raise UserError if lengths, offsets or boundaries are wrong; nothing is to be kept."""
+        """Raise UserError if lengths, offsets or boundaries are wrong; return nothing to cache."""
         self._check_documents()
         self._check_sequences(self.bytes, self.token_type.itemsize)
         return {}
@@ -163,7 +167,7 @@ class IndexedDataset:
             )
 
     def _check_sequences(self, actual: int, itemsize: int) -> None:
-        """Raise UserError unless the sequences, one after the other, fill the .bin."""
+        """Raise UserError unless the sequences, in order, fill the .bin of `actual` bytes."""
         path = self._index_path
         expected = 0
         for begin in range(0, len(self), BLOCK):
@@ -187,7 +191,10 @@ class IndexedDataset:
 
 
 def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
-    """Type of the tokens, sequences and boundaries, by an .idx; UserError if they are wrong."""
+    """Return the token type and the numbers of sequences and boundaries of an .idx file.
+
+    Raise UserError if its header is wrong, or its size does not fit these numbers.
+    """
     if len(index) < HEADER.size:
         found = f"{path} is cut short: {len(index)} bytes"
         raise UserError(f"{found}, the header has {HEADER.size}")
@@ -214,7 +221,7 @@ def _map(path: str) -> MappedFile:
 
 
 def _open(path: str) -> int:
-    """A descriptor of the file, of which the kernel reads no more ahead than is asked for."""
+    """Return a descriptor of the file; the kernel is told not to read ahead in it."""
     with _opening(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -223,7 +230,7 @@ def _open(path: str) -> int:
 
 @contextlib.contextmanager
 def _opening(path: str) -> Iterator[None]:
-    """Around the opening of a file: UserError if it is not there or cannot be read."""
+    """Raise UserError if the file that the `with` block opens is missing or cannot be read."""
     try:
         yield
     except FileNotFoundError:
@@ -235,9 +242,9 @@ def _opening(path: str) -> Iterator[None]:
 
 
 def _identity(path: str) -> list:
-    """What differs if the file is another one or was written to: path, size, times, number.
+    """Return the file's path, size, times and inode, which change if it is replaced or written to.
 
-    UserError if it is not there, or is a folder or a pipe.
+    Raise UserError if it is missing, or is a folder or a pipe.
     """
     with _opening(path):
         facts = os.stat(path)
@@ -248,10 +255,10 @@ def _identity(path: str) -> list:
 
 
 def check_pair(prefix: str, answers: bool = False) -> int:
-    """The tokens of a pair by the header of its index and the size of its .bin; nothing else is
-    read. UserError if the pair does not exist or cannot be read, or has no such header.
+    """Return the number of tokens of a pair, by its index's header and the size of its .bin.
 
-    answers: whether there must be a pair of marks too, of as many tokens.
+    Nothing else is read. Raise UserError if the pair is missing, unreadable or has a wrong header.
+    answers: whether a pair of marks must exist too, with the same number of tokens.
     """
     index = _map(prefix + ".idx")
     tokens = _map(prefix + ".bin")
@@ -271,12 +278,15 @@ def check_pair(prefix: str, answers: bool = False) -> int:
 
 
 def token_type_of(vocab_size: int) -> np.dtype:
-    """The type that token ids are written as; the threshold is Megatron's, a little below 2^16."""
+    """Return the type of token ids in a file; the threshold is Megatron's, a little below 2^16."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 def write_index(path: str, kind: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> None:
-    """Write an .idx: tokens of each sequence (i32), first sequence of each document and S."""
+    """Write an .idx and flush it to the disk.
+
+    lengths: tokens of each sequence, i32. documents: first sequence of each document, then S.
+    """
     sizes = lengths.astype("<i8") * kind.itemsize
     code = {t: c for c, t in TOKEN_TYPES.items()}[kind.str]
     with open(path, "wb") as file:
@@ -302,7 +312,7 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.token_type = token_type_of(vocab_size)
         self._lengths, self._documents = array.array("i"), array.array("q", [0])
-        self._partial = f"{prefix}.{os.getpid()}.partial"  # of this process only
+        self._partial = f"{prefix}.{os.getpid()}.partial"  # no other process writes it
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
             self._file = open(self._partial + ".bin", "wb")  # noqa: SIM115 (closed by __exit__)
@@ -323,11 +333,11 @@ class IndexedDatasetWriter:
 
     @property
     def documents(self) -> int:
-        """Documents added so far."""
+        """The number of documents added so far."""
         return len(self._documents) - 1
 
     def add_document(self, *sequences) -> None:
-        """Append one document; UserError on a token id outside the vocabulary."""
+        """Append one document; raise UserError on a token id outside the vocabulary."""
         for sequence in sequences:
             ids = np.asarray(sequence, np.int64)
             bad = ids[(ids < 0) | (ids >= self.vocab_size)]

@@ -1,10 +1,10 @@
-"""Which text a run has read: tokens of all samples, and of each corpus what was trained on.
+"""Counts the text that a run has read: tokens of all samples, and each corpus trained on.
 
     usage = Usage().after(samples.count_by_corpus(0, 512), length=2048, trained=True)
     usage.corpora["data/books"]          (samples, tokens)
-    Usage.from_text(usage.text())        as a checkpoint has it
+    Usage.from_text(usage.text())        by the text that a checkpoint holds
 
-Counted step by step, so that it is exact after a change of data, batch size or curriculum too.
+It is counted step by step, so that it stays exact if data, batch size or curriculum change.
 """
 
 import json
@@ -14,15 +14,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Usage:
-    """tokens: of all consumed samples. corpora: by prefix, samples and tokens trained on."""
+    """The text that a run has read so far.
+
+    tokens: the number in all consumed samples. corpora: by prefix, (samples, tokens) that steps
+    which changed the weights took from that corpus.
+    """
 
     tokens: int = 0
     corpora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def after(self, counts: Mapping[str, int], samples: int, length: int, trained: bool) -> "Usage":
-        """That after a step on `samples` samples of `length` tokens; counts: of each corpus.
+        """Return the usage after one more step, on `samples` samples of `length` tokens each.
 
-        trained: whether the step changed the weights.
+        counts: the step's samples by corpus prefix. trained: whether the step changed the weights.
         """
         corpora = dict(self.corpora)
         for prefix, count in counts.items() if trained else ():
@@ -31,12 +35,12 @@ class Usage:
         return Usage(self.tokens + samples * length, corpora)
 
     def text(self) -> str:
-        """As JSON, of ASCII characters."""
+        """Return the usage as JSON, in ASCII characters."""
         return json.dumps({"tokens": self.tokens, "corpora": self.corpora})
 
     @classmethod
     def from_text(cls, text: str) -> "Usage":
-        """That of `text`; ValueError if it is none."""
+        """Return the usage that `text` describes; raise ValueError if it describes none."""
         try:
             values = json.loads(text)
             corpora = {str(prefix): (a, b) for prefix, (a, b) in values["corpora"].items()}
