@@ -125,7 +125,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether flex_attention computes such heads: on GPUs, from 16 columns on, not in fp64."""
+    """Return whether flex_attention takes such heads: on GPUs, from 16 columns on, not in fp64."""
     return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
 
 

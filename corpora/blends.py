@@ -95,7 +95,7 @@ def _number_type(size: int) -> type[np.signedinteger]:
 
 
 def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Return each part's fair share of the first `begins` samples, whole numbers (chunks, parts)."""
+    """Return each part's fair share of the first `begins` samples: integers (chunks, parts)."""
     ideal = begins[:, None] * weights
     taken = np.floor(ideal).astype(np.int64)
     left = begins - taken.sum(axis=1)

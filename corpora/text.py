@@ -23,7 +23,7 @@ SAMPLE_TOKENS = 48  # the most tokens generated for a --sample-prompt in trainin
 
 
 def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | None:
-    """Return the first tokenizer.json in `folders`, else PREFIX.tokenizer.json of a corpus, or None."""
+    """Return the first tokenizer.json in `folders`, else the first PREFIX.tokenizer.json."""
     paths = [os.path.join(folder, "tokenizer.json") for folder in folders]
     paths += [f"{prefix}.tokenizer.json" for prefix in prefixes]
     return next(filter(os.path.isfile, paths), None)
