@@ -20,7 +20,7 @@ SHARE_OF_DIFFERENCE = 0.04
 
 
 class Answers(NamedTuple):
-    """What a rehearsal says. data["finding"]: what is wrong first, in a sentence, or empty."""
+    """The answers of a rehearsal. data["finding"]: the first error found, or empty."""
 
     text: str
     data: dict[str, Any]

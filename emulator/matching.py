@@ -93,8 +93,9 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
 
 
 def _common(event: Event) -> Event:
-    """What all members of a collective have in common; one that gives or takes all does so
-    elsewhere.
+    """Return the event with only those values that must be equal on all members of its group.
+
+    In a broadcast or reduce the root's code may run at another line and place than the others'.
     """
     return event._replace(line="", place="") if event.kind in ONE_SIDED else event
 

@@ -97,7 +97,7 @@ class Meter(TorchDispatchMode):
             self._copy(function, result, args, kwargs)
         elif function in INDEXED:
             self._indexed(*args[:2])
-        # What works in place on a list of tensors returns nothing.
+        # An operation that works in place on a list of tensors returns nothing.
         self._count(function, facts, args if result is None else result)
         return result
 
@@ -158,7 +158,7 @@ class Meter(TorchDispatchMode):
         self._held[kind] -= size
 
     def _describe(self, function: Any, size: int) -> str:
-        """What allocates now: the operation and its line."""
+        """Return a line on the allocation that happens now: its size, operation and source line."""
         name = str(function).removesuffix(".default")
         node = torch._C._current_autograd_node()
         line = calling_line(4)
@@ -183,7 +183,7 @@ class Meter(TorchDispatchMode):
         self.trace.stop(kind, calling_line(2))
 
     def values(self, tensor: Tensor) -> Any:
-        """What tensor.tolist() gives: ones, which are finite and true."""
+        """Return the value of tensor.tolist(): all ones, which are finite and true."""
         if tensor.is_cuda:
             self.stop("values of the device")
         return np.ones(tuple(tensor.shape), float if tensor.is_floating_point() else int).tolist()

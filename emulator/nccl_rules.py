@@ -137,7 +137,7 @@ class _Simulation:
                     self.changed.append(member)
 
     def _meeting(self, kind: int, event: Event) -> tuple:
-        """What the members of an operation have in common."""
+        """Return a key of the operation, which is the same for all its members."""
         row = self.world.row_of[event.role, self.first[kind]]
         if event.kind not in MESSAGES:
             if (event.role, kind) not in self._members:

@@ -38,7 +38,7 @@ GRADIENT = 1e-3
 
 
 class Operation(NamedTuple):
-    """What would have crossed ranks: kind and bytes as Group counts them, role and ranks of it."""
+    """An operation that would have crossed ranks: bytes as Group counts them, role and ranks."""
 
     kind: str
     role: str
@@ -54,7 +54,7 @@ class Ledger:
         self.seconds = 0.0
 
     def take(self) -> tuple[list[Operation], float]:
-        """What came since the last call."""
+        """Return the operations and seconds since the last call, and forget them."""
         taken = self.operations, self.seconds
         self.operations = []
         self.seconds = 0.0
@@ -145,7 +145,7 @@ class MachineLinks:
     layout: Layout
 
     def seconds(self, operation: Operation) -> float:
-        """Of one operation."""
+        """Return the seconds of one operation on these links."""
         kind, _, ranks, size = operation
         if kind in ("send", "receive"):
             of_stage = self.layout.tp * self.layout.cp * self.layout.dp
@@ -174,7 +174,10 @@ class MeasuredLinks:
             raise UserError(f"--links {path} is not benchmarks/allreduce.py's: {error}") from None
 
     def seconds(self, operation: Operation) -> float:
-        """Of one operation; UserError if none of that kind and number of ranks was measured."""
+        """Return the seconds of one operation, interpolated between measured sizes.
+
+        Raise UserError if none of its kind and number of ranks was measured.
+        """
         kind = MEASURED_AS[operation.kind]
         ranks = len(operation.ranks)
         found = [row for row in self.rows if row[0] == kind and (row[1] == ranks or kind == "p2p")]

@@ -1,4 +1,4 @@
-"""What zero.py is made of: update rules, gradient buckets, loss scale, full sharding.
+"""The parts of zero.py: update rules, gradient buckets, loss scale, full sharding.
 
 buckets       flat buffers of weights and gradients, and who owns which part
 update_rules  learning rate; AdamW, 8-bit AdamW, Adafactor, Muon, SGD on master tensors
