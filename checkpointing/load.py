@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from checkpointing import folders
 from checkpointing.index import Index
@@ -210,8 +210,7 @@ class Loader:
             each for each in unpadded_shards(self.optimizer) if each.spec.name in index.shapes
         ]
         longest = max((each.stop - each.start for each in shards), default=0)
-        # One buffer for all shards: mapping the pages of a new buffer takes longer than reading.
-        buffer = torch.empty(longest * WIDEST, dtype=torch.uint8)
+        buffer = _read_buffer(longest)
         for shard in shards:
             self.mesh.recorder.at("load")
             boxes = global_boxes(shard)
@@ -270,7 +269,9 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
 
     Raise UserError if the checkpoint lacks a parameter or has it in another shape.
     """
-    for p in stages.parameters():
+    parameters = list(stages.parameters())
+    buffer = _read_buffer(max((p.numel() for p in parameters), default=0))
+    for p in parameters:
         spec = p.spec
         own = p.data
         if index.shapes.get(spec.name) != spec.shape:
@@ -280,9 +281,17 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
         if spec.dim is not None:
             box[spec.dim] = (spec.start, spec.stop)
             own = p.data.narrow(spec.dim, 0, spec.stop - spec.start)
-        loaded = torch.empty(own.shape, dtype=p.dtype)
-        index.read("weights", spec.name, [tuple(box)], loaded.view(-1).numpy())
-        own.copy_(loaded)
+        loaded = buffer[: own.nbytes].view(p.dtype)
+        index.read("weights", spec.name, [tuple(box)], loaded.numpy())
+        own.copy_(loaded.view(own.shape))
+
+
+def _read_buffer(longest: int) -> Tensor:
+    """Return memory in which tensors of at most `longest` elements are read one after the other.
+
+    Mapping the pages of a new buffer for each tensor would take longer than reading the tensor.
+    """
+    return torch.empty(longest * WIDEST, dtype=torch.uint8)
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
