@@ -10,7 +10,6 @@ are measured first, by 2 and by 4 ranks.
 
 import argparse
 import csv
-import itertools
 import json
 import os
 import statistics
@@ -20,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from kept import machine
+from ratios import kendall_tau
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "--layers 4 --hidden 256 --heads 8 --seq-length 256 --vocab-size 8192 --no-tied"
@@ -91,13 +91,6 @@ def real(ranks: int, options: str) -> float:
         run([*mpirun(ranks), *words])
         rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["seconds"] for row in rows[WARM_UP:])
-
-
-def kendall_tau(one: list[float], two: list[float]) -> float:
-    """Share of pairs in the same order less that of pairs in the other."""
-    pairs = list(itertools.combinations(zip(one, two), 2))
-    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs]
-    return sum((s > 0) - (s < 0) for s in signs) / len(pairs)
 
 
 def report(

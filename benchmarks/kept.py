@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 
 class Kept:
@@ -56,5 +55,5 @@ def machine() -> str:
     """The machine and the versions, for a results file."""
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+        f"{platform.python_version()}, torch {version('torch')}, {time.strftime('%Y-%m-%d')}"
     )

@@ -29,6 +29,7 @@ import published_cases
 import published_rows
 import source_accuracy
 import stated_rows
+from ratios import kendall_tau
 from robust_fit import moved, slopes, solve
 
 from config.messages import Parser, UserError, sentences
@@ -171,7 +172,7 @@ def decide(tables: dict[str, list[str]], cases, predicted: dict[str, float]) -> 
         picked, best = guess.index(min(guess)), real.index(min(real))
         regret = real[picked] / real[best] - 1
         found.append(
-            (name, len(own), source_accuracy.tau(real, guess), regret, own[picked].id, own[best].id)
+            (name, len(own), kendall_tau(real, guess), regret, own[picked].id, own[best].id)
         )
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
+from ratios import kendall_tau
 from robust_fit import moved, slopes, solve
 from stated_rows import StatedRow
 
@@ -212,7 +212,8 @@ def _choice(timed: list[StatedRow], guesses: dict[str, Guess]) -> dict[str, floa
             continue
         picked = min(table, key=lambda row: guesses[row.id].seconds)
         regrets.append(picked.seconds / min(row.seconds for row in table) - 1)
-        taus.append(tau([r.seconds for r in table], [guesses[r.id].seconds for r in table]))
+        measured = [row.seconds for row in table]
+        taus.append(kendall_tau(measured, [guesses[row.id].seconds for row in table]))
     if not regrets:
         return None
     return {
@@ -221,14 +222,6 @@ def _choice(timed: list[StatedRow], guesses: dict[str, Guess]) -> dict[str, floa
         "regret": statistics.mean(regrets),
         "tau": statistics.mean(taus),
     }
-
-
-def tau(left: list[float], right: list[float]) -> float:
-    """Kendall's rank correlation: pairs in one order less pairs in two, as a share."""
-    a, b = np.array(left), np.array(right)
-    upper = np.triu_indices(len(a), 1)
-    signs = np.sign(a[:, None] - a)[upper] * np.sign(b[:, None] - b)[upper]
-    return float(signs.mean())
 
 
 def _caution(

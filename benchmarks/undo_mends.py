@@ -306,6 +306,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
+    """Try the mends that have no verdict yet; return 1 if some remain, or are not shown."""
     options = arguments()
     mends = [mend for mend in read_mends(MENDS) if options.only in mend.defect]
     keep = Kept(options.verdicts, options.minutes)
