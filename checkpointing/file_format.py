@@ -168,7 +168,7 @@ def _write_run(descriptor: int, run: np.ndarray, at: int, crc: int) -> tuple[int
         crc = isal_zlib.crc32(chunk, crc)
         while chunk:
             written = os.pwrite(descriptor, chunk, at)
-            at = at + written
+            at += written
             chunk = chunk[written:]
     return at, crc
 
@@ -181,7 +181,7 @@ def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
         if not count:
             break
         crc = isal_zlib.crc32(buffer[:count], crc)
-        start = start + count
+        start += count
     return crc
 
 

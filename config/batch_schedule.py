@@ -52,8 +52,8 @@ class BatchSchedule:
             steps = -((consumed - end) // batch)  # rounded up
             if steps > 0:
                 levels.append(Level(batch, step, consumed, steps))
-                step = step + steps
-                consumed = consumed + steps * batch
+                step += steps
+                consumed += steps * batch
         return [*levels, Level(self.starts[-1][1], step, consumed, None)]
 
     def consumed(self, steps: int) -> int:

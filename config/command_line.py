@@ -113,9 +113,9 @@ def parse_request(
 
         translated = spelling.translate(arguments)
         flags, unknown = parser.parse_known_args(translated.words)
-    if unknown:
-        names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
-        raise UserError(_unknown("argument", names))
+        if unknown:
+            names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
+            raise UserError(_unknown("argument", names))
     values = vars(flags)
     file = values.pop("config", None)
     options = _options_of_file(file) if file else {}
@@ -369,8 +369,9 @@ def check_option(name: str, value: Any) -> None:
     flag = "--" + name.replace("_", "-")
     if name == "model":
         return _checked(flag, str, value)
-    meta = _options()[name].metadata
-    kind = _options()[name].type
+    field = _options()[name]
+    meta = field.metadata
+    kind = field.type
     if meta["nargs"]:
         count = meta["nargs"] if isinstance(meta["nargs"], int) else None
         if not isinstance(value, tuple) or not value or len(value) != (count or len(value)):

@@ -46,13 +46,13 @@ def _load_presets() -> tuple[dict[str, ModelShape], dict[str, Mixture], dict[str
 
 
 def _first_options(family: str | None) -> dict[str, Any]:
-    """What all models of a family of families.toml have, unless they say otherwise."""
+    """Return the options that models of a family in families.toml have by default."""
     options = families.FAMILIES[family].options if family else {}
     return {name: allowed[0] for name, allowed in options.items()}
 
 
 PRESETS, MIXTURES, ALIASES = _load_presets()
-# What names of repositories have at the end, and the shape does not depend on.
+# Names of repositories may end in these words, on which the model's shape does not depend.
 ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|v0\.1))+$")
 
 

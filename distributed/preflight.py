@@ -283,8 +283,7 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
     own = {"memory": available_memory(), "disk": free_disk(run.out), "needed": needed}
     answers = peers.gather("room", own)
     needed = answers[0]["needed"]
-    saves = run.save_every or run.save_every_minutes
-    if saves and run.async_save:
+    if run.saves and run.async_save:
         _check_memory(answers, needed, peers)
     free, disk = min((answer["disk"], rank) for rank, answer in enumerate(answers))
     if needed > free:
@@ -292,7 +291,7 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
             f"preflight: a checkpoint takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are "
             f"free where {run.out} is, seen from {peers.named([disk])}"
         )
-        if saves:
+        if run.saves:
             raise UserError(sentence)
         say(f"{sentence}: a run that is stopped early could not be saved")
 

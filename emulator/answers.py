@@ -84,7 +84,7 @@ def _meeting_text(run: Rehearsal, found: list[str]) -> str:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in found)
     total = sum(e.number > 0 and e.kind != "wait" for own in run.records for e in own.events)
     ran = len(run.records)
-    rest = len(run.world.traces) - len(run.records)
+    rest = len(run.world.traces) - ran
     text = f"Will every collective meet? Yes: {total:,} operations of the {ran} ranks that were run"
     if not rest:
         return f"{text}, which are all; no deadlock."

@@ -37,10 +37,10 @@ class LossScale:
         """
         t = self.training
         if not overflow:
-            self.good = self.good + 1
+            self.good += 1
             self.stuck = 0
             if self.dynamic and self.good == t.loss_scale_window:
-                self.value = self.value * 2
+                self.value *= 2
                 self.good = 0
                 self.hysteresis = t.loss_scale_hysteresis
             return

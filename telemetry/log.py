@@ -315,7 +315,7 @@ class Log:
             },
         }
         out = self.config.run.out
-        new = os.path.join(self.config.run.out, "run.json.new")
+        new = os.path.join(out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # A run from step 0 must not add its checkpoints to the checkpoints of an earlier run.
         earlier += [] if self.config.run.resume else ["checkpoints", TRACKED_RUNS]
@@ -382,7 +382,7 @@ class Log:
     def _batch_lines(self) -> list[str]:
         """Return the start-up lines about the batch sizes, and the options that change them."""
         config = self.config
-        layout = self.config.layout
+        layout = config.layout
         levels = config.batches.levels()
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
         if len(sizes) > 6:
@@ -410,7 +410,7 @@ class Log:
 
     def _summary(self) -> str:
         config = self.config
-        out = self.config.run.out
+        out = config.run.out
         rates = self.rates[WARM_UP_STEPS:] or self.rates
         device = self.context.device.type
         lines = [

@@ -73,7 +73,7 @@ class RowFile:
         try:
             while line:
                 written = os.pwrite(self._descriptor, line, at)
-                at = at + written
+                at += written
                 line = line[written:]
             self._size = at
         except OSError:

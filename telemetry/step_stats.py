@@ -119,7 +119,7 @@ class StragglerCheck:
             for rank in ranks:
                 peers = [seconds[other] for other in ranks if other != rank]
                 own = seconds[rank]
-                usual = statistics.median(peers or [seconds[rank]])
+                usual = statistics.median(peers or [own])
                 if own <= usual * (1 + self.percent / 100):
                     continue
                 at = coordinates(rank, self.layout.axes)

@@ -121,8 +121,8 @@ def _event(span: list, rank: int, stage: int, offset: float) -> dict[str, Any]:
     operation, as "all_reduce 12 of tp".
     """
     kind, subject, start, end = span
-    start = start + offset
-    end = end + offset
+    start += offset
+    end += offset
     if kind == "wait":
         head, _, group = subject.partition(" of ")
         operation, number = head.rsplit(" ", 1)

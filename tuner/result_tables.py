@@ -204,7 +204,7 @@ def environment_line(result: SearchResult) -> str:
     if ran is None:
         return f"Machine model: {result.machine.name}."
     c = ran.cluster
-    count = len(ran.cluster["nodes"])
+    count = len(c["nodes"])
     versions = ", ".join(f"{name} {version}" for name, version in ran.versions.items())
     return (
         f"{c['ranks']} ranks by {c['launcher']} on {count} node{'s' * (count > 1)}, {c['device']}, "
