@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 import data
 from attention import attention_kernel
-from checkpointing.save import Checkpointer
-from checkpointing.state import Progress, check_begin
-from checkpointing.writer import room_for_saves
+from checkpointing.checkpoints import Checkpoints
+from checkpointing.state import Progress, check_begin, room_for_saves
 from config.messages import UserError
 from config.schema import Config
 from distributed import garbage, start_checks
@@ -217,7 +216,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checks = partial(check_replicas, state) if config.run.check_replicas_every else None
         about = config, mesh, state.optimizer, context, samples, log.note
-        checkpoints = Checkpointer(*about, checks)
+        checkpoints = Checkpoints(*about, checks)
         start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
@@ -263,7 +262,7 @@ class Trainer:
         state: TrainState,
         splits: data.Splits,
         log: Log,
-        checkpoints: Checkpointer,
+        checkpoints: Checkpoints,
         conditions: StopConditions,
     ):
         """Resume if --resume asks for it; collective over all ranks."""

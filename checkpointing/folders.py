@@ -22,6 +22,7 @@ from typing import Any
 
 from checkpointing.file_format import INDEX, SHARD, checksum, flush, open_regular
 from config.messages import UserError
+from config.run_options import unused_number
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -257,11 +258,3 @@ def set_aside(parent: str, after: int) -> str:
     for name in names:
         os.rename(os.path.join(parent, name), os.path.join(aside, name))
     return f"set aside in {aside}: {', '.join(names)}"
-
-
-def unused_number(paths: list[str]) -> int:
-    """Return the smallest number N, from 1 on, such that PATH.N exists for none of the paths."""
-    number = 1
-    while any(os.path.lexists(f"{path}.{number}") for path in paths):
-        number += 1
-    return number

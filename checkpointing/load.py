@@ -24,10 +24,10 @@ from checkpointing.state import (
     Progress,
     checkpoints_folder,
     fingerprint,
-    global_boxes,
     unpadded_shards,
 )
 from checkpointing.verification import check_files
+from checkpointing.writer import global_boxes
 from config.command_line import make_model
 from config.messages import UserError
 from config.needs import ROTARY

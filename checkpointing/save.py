@@ -28,17 +28,18 @@ import torch
 from checkpointing import folders
 from checkpointing.file_format import Attributes
 from checkpointing.host_buffers import HostBuffers
-from checkpointing.state import Progress, checkpoints_folder, fingerprint
-from checkpointing.writer import (
-    PendingSave,
-    Writer,
+from checkpointing.state import (
+    Progress,
     bytes_of_a_save,
+    checkpoints_folder,
     count_elements,
-    element_bytes,
+    fingerprint,
     saved_kinds,
     saved_types,
+    seconds_of_first_save,
     shards_to_write,
 )
+from checkpointing.writer import PendingSave, Writer
 from config.messages import NO_ROOM, SaveError, UserError
 from config.schema import Config
 from data import Samples
@@ -49,8 +50,6 @@ from distributed.stop_conditions import RequestedAction
 from distributed.store import StoreExchange
 from zero import Optimizer
 
-# The write speed of one rank that is assumed until a save has been measured.
-SLOW_DISK_BYTES_PER_SECOND = 100e6
 # If the last save of a finished run lacks room: how long `finish` waits, with the state in memory;
 # between two looks at the free bytes; and between two attempts (free bytes do not show a quota).
 SECONDS_FOR_ROOM, SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_ATTEMPTS = 1800.0, 1.0, 10.0
@@ -166,9 +165,7 @@ class Checkpointer:
         the time to write this rank's bytes to a slow disk; twice that while a save is running.
         """
         if self._seconds is None:
-            count = count_elements(shards_to_write(self.optimizer))
-            size = count * element_bytes(self.optimizer, self._all_kinds)
-            self._seconds = size / SLOW_DISK_BYTES_PER_SECOND
+            self._seconds = seconds_of_first_save(self.optimizer)
         return self._seconds * (2 if self.saving else 1)
 
     # -- saving -----------------------------------------------------------------------------

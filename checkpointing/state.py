@@ -1,22 +1,27 @@
-"""The state of a run that is saved and loaded: its progress, and this rank's shards of tensors.
-
-Used by saving (save.py, writer.py) and loading (load.py).
-"""
+"""What of a run is saved: its progress, and this rank's shards of tensors, with their sizes."""
 
 import dataclasses
 import hashlib
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from checkpointing.file_format import Box, split_into_boxes
+from config import model_stats
 from config.messages import UserError
 from config.schema import Config
 from corpora.usage import Usage
 from data import Samples
 from zero import Optimizer, ParamShard
+
+# A shard that several ranks hold is written in equal parts by all of them if it has at least this
+# number of elements, else by the first of them.
+SPREAD_ELEMENTS = 2**18
+# The write speed of one rank that is assumed until a save has been measured.
+SLOW_DISK_BYTES_PER_SECOND = 100e6
 
 
 @dataclass(frozen=True)
@@ -64,19 +69,6 @@ def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
     return result
 
 
-def global_boxes(shard: ParamShard) -> list[Box]:
-    """Return the shard's elements, in order, as boxes of the global tensor."""
-    spec = shard.spec
-    result = []
-    for box in split_into_boxes(shard.shape, shard.start, shard.stop):
-        if spec.dim is not None:
-            a, b = box[spec.dim]
-            moved = (a + spec.start, b + spec.start)
-            box = (*box[: spec.dim], moved, *box[spec.dim + 1 :])
-        result.append(box)
-    return result
-
-
 def fingerprint(samples: Samples | None, consumed: int) -> str:
     """Return a hash of the 1st, 2nd, 4th, 8th, ... of the consumed samples; "" if samples is None.
 
@@ -91,6 +83,75 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2
     return digest.hexdigest()[:16]
+
+
+def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
+    """Return the shards that this rank writes.
+
+    Over all ranks, they contain every element exactly once, without padding.
+    """
+    result = []
+    for shard in unpadded_shards(optimizer):
+        if shard.spec.copy:
+            continue
+        count = shard.stop - shard.start
+        if shard.copies > 1 and count >= SPREAD_ELEMENTS:
+            a, b = (count * i // shard.copies for i in (shard.copy, shard.copy + 1))
+            first = shard.start + a
+            offset = shard.offset + a
+            result.append(
+                dataclasses.replace(shard, start=first, stop=shard.start + b, offset=offset)
+            )
+        elif shard.copy == 0:
+            result.append(shard)
+    return result
+
+
+def count_elements(shards: list[ParamShard]) -> int:
+    """Return the number of elements of all shards together."""
+    return sum(shard.stop - shard.start for shard in shards)
+
+
+def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
+    """Return the dtype of each kind of state, which is the same in every shard of a run."""
+    return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
+
+
+def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
+    """Return the bytes that one parameter takes in a checkpoint, over the given kinds.
+
+    Return 0 on a rank that owns no parameter; rank 0 always owns some.
+    """
+    own = optimizer.owned()
+    return sum(dtype.itemsize for dtype in saved_types(own[0], kinds).values()) if own else 0
+
+
+def bytes_of_a_save(config: Config, optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
+    """Return about how many bytes one checkpoint with its index takes on the disk; for rank 0."""
+    count = model_stats.parameters(config.model)
+    return int(count * element_bytes(optimizer, kinds) * 1.01) + 2**20
+
+
+def seconds_of_first_save(optimizer: Optimizer) -> float:
+    """Return how long the first save takes if this rank writes its bytes to a slow disk."""
+    kinds = ("weights", *optimizer.state_kinds)
+    size = count_elements(shards_to_write(optimizer)) * element_bytes(optimizer, kinds)
+    return size / SLOW_DISK_BYTES_PER_SECOND
+
+
+def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the kinds of state in a checkpoint of this run: "weights", then the optimizer's."""
+    return ("weights",) if config.run.save_weights_only else ("weights", *optimizer.state_kinds)
+
+
+def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
+    """Return the free bytes that every save of this run needs on the disk; for rank 0.
+
+    Return None if the run saves only when it is stopped.
+    """
+    if not config.run.saves:
+        return None
+    return bytes_of_a_save(config, optimizer, saved_kinds(config, optimizer))
 
 
 def check_begin(config: Config, done: Progress) -> None:

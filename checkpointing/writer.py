@@ -14,24 +14,19 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from checkpointing import file_format, folders
-from checkpointing.state import Progress, global_boxes, unpadded_shards
-from config import model_stats
+from checkpointing.file_format import Box, split_into_boxes
+from checkpointing.state import Progress, count_elements, saved_types
 from config.run_options import Run
-from config.schema import Config
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
-from zero import Optimizer, ParamShard
+from zero import ParamShard
 
-# A shard that several ranks hold is written in equal parts by all of them if it has at least this
-# number of elements, else by the first of them.
-SPREAD_ELEMENTS = 2**18
 # A write notes its progress in the flight recorder after this number of elements, so that a long
 # write is not taken for a hang.
 RECORDED_ELEMENTS = 2**26
@@ -42,64 +37,17 @@ FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 2.0
 
 
-def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
-    """Return the shards that this rank writes.
-
-    Over all ranks, they contain every element exactly once, without padding.
-    """
+def global_boxes(shard: ParamShard) -> list[Box]:
+    """Return the shard's elements, in order, as boxes of the global tensor."""
+    spec = shard.spec
     result = []
-    for shard in unpadded_shards(optimizer):
-        if shard.spec.copy:
-            continue
-        count = shard.stop - shard.start
-        if shard.copies > 1 and count >= SPREAD_ELEMENTS:
-            a, b = (count * i // shard.copies for i in (shard.copy, shard.copy + 1))
-            first = shard.start + a
-            offset = shard.offset + a
-            result.append(replace(shard, start=first, stop=shard.start + b, offset=offset))
-        elif shard.copy == 0:
-            result.append(shard)
+    for box in split_into_boxes(shard.shape, shard.start, shard.stop):
+        if spec.dim is not None:
+            a, b = box[spec.dim]
+            moved = (a + spec.start, b + spec.start)
+            box = (*box[: spec.dim], moved, *box[spec.dim + 1 :])
+        result.append(box)
     return result
-
-
-def count_elements(shards: list[ParamShard]) -> int:
-    """Return the number of elements of all shards together."""
-    return sum(shard.stop - shard.start for shard in shards)
-
-
-def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
-    """Return the dtype of each kind of state, which is the same in every shard of a run."""
-    return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
-
-
-def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
-    """Return the bytes that one parameter takes in a checkpoint, over the given kinds.
-
-    Return 0 on a rank that owns no parameter; rank 0 always owns some.
-    """
-    own = optimizer.owned()
-    return sum(dtype.itemsize for dtype in saved_types(own[0], kinds).values()) if own else 0
-
-
-def bytes_of_a_save(config: Config, optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
-    """Return about how many bytes one checkpoint with its index takes on the disk; for rank 0."""
-    count = model_stats.parameters(config.model)
-    return int(count * element_bytes(optimizer, kinds) * 1.01) + 2**20
-
-
-def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the kinds of state in a checkpoint of this run: "weights", then the optimizer's."""
-    return ("weights",) if config.run.save_weights_only else ("weights", *optimizer.state_kinds)
-
-
-def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
-    """Return the free bytes that every save of this run needs on the disk; for rank 0.
-
-    Return None if the run saves only when it is stopped.
-    """
-    if not config.run.saves:
-        return None
-    return bytes_of_a_save(config, optimizer, saved_kinds(config, optimizer))
 
 
 @dataclass

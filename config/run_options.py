@@ -210,3 +210,11 @@ class Run:
         """The trackers that the options ask for, by the names of these options."""
         asked = {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
         return tuple(name for name, value in asked.items() if value)
+
+
+def unused_number(paths: list[str]) -> int:
+    """Return the smallest number N, from 1 on, such that PATH.N exists for none of the paths."""
+    number = 1
+    while any(os.path.lexists(f"{path}.{number}") for path in paths):
+        number += 1
+    return number

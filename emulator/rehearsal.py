@@ -31,8 +31,8 @@ import torch
 import data
 import trainer
 from checkpointing.save import Checkpointer
-from checkpointing.state import Progress
-from checkpointing.writer import Writer, count_elements, saved_types, shards_to_write
+from checkpointing.state import Progress, count_elements, saved_types, shards_to_write
+from checkpointing.writer import Writer
 from config.schema import Config, coordinates
 from decoding import Choice, Decoder
 from distributed.placement import allowed_cores

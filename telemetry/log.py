@@ -28,11 +28,10 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from checkpointing.folders import unused_number
 from checkpointing.state import Progress
 from config import model_stats
 from config.messages import NOT_WRITTEN, VERSION, UserError
-from config.run_options import TRACKED_RUNS
+from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from planner import hardware, memory

@@ -17,7 +17,7 @@ import statistics
 from collections import deque
 from typing import Any
 
-from checkpointing.save import Checkpointer
+from checkpointing.checkpoints import Checkpoints
 from checkpointing.state import Progress
 from config.messages import UserError
 from config.schema import Config
@@ -142,7 +142,7 @@ class LossMonitor:
         )
 
 
-def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
+def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpoints) -> None:
     """End a run that has diverged: save the last good state, and raise UserError.
 
     The state is saved only if the run saves checkpoints and the weights have not changed since the

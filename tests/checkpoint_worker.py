@@ -14,7 +14,7 @@ from golden_worker import run_jobs
 
 import data
 import trainer
-from checkpointing import writer
+from checkpointing import state
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import schema as configuration
@@ -24,7 +24,7 @@ from distributed.context import Context
 from telemetry.replica_check import unequal_replicas
 
 BATCH = 4
-writer.SPREAD_ELEMENTS = 64  # so that replicas write shares of these small tensors too
+state.SPREAD_ELEMENTS = 64  # so that replicas write shares of these small tensors too
 
 
 def options(case: dict) -> configuration.Config:

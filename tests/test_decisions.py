@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import start
 
-from checkpointing.writer import room_for_saves
+from checkpointing.state import room_for_saves
 from config.messages import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence

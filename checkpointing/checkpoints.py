@@ -1,0 +1,109 @@
+"""The checkpoints of a run in the training loop.
+
+A run that neither saves nor resumes does not load what writes and reads files, nor h5py, unless it
+is stopped early.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from checkpointing.state import Progress, bytes_of_a_save, saved_kinds, seconds_of_first_save
+from config.schema import Config
+from data import Samples
+from distributed.context import Context
+from distributed.mesh import Mesh
+from distributed.stop_conditions import RequestedAction
+from distributed.store import StoreExchange
+from zero import Optimizer
+
+if TYPE_CHECKING:
+    from checkpointing.save import Checkpointer
+
+
+class Checkpoints:
+    """The checkpoints of one run, as the training loop uses them, on every rank.
+
+    Each method does what the method of `Checkpointer` of that name does, whose parameters these
+    are. The `Checkpointer` is made at once if the run saves or resumes, else by the first save.
+    exchange: passes small values between all ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        optimizer: Optimizer,
+        context: Context,
+        samples: Samples | None,
+        print_line: Callable[[str], None],
+        check_replicas: Callable[[int], None] | None,
+    ):
+        self.config = config
+        self.enabled = config.run.saves
+        self.optimizer = optimizer
+        self.recorder = mesh.recorder
+        store, rank, size = context.store, context.rank, context.size
+        self.exchange = StoreExchange(store, rank, size, "run", mesh.recorder)
+        self._check_replicas = check_replicas
+        self._arguments = (config, mesh, optimizer, context, samples, print_line, check_replicas)
+        self._made: Checkpointer | None = None
+        if self.enabled or config.run.resume:
+            self._checkpointer()
+
+    def _checkpointer(self) -> "Checkpointer":
+        """Return the run's `Checkpointer`; collective at the first call."""
+        if self._made is None:
+            from checkpointing.save import Checkpointer
+
+            self._made = Checkpointer(*self._arguments)
+        return self._made
+
+    def resume(self) -> Progress:
+        return self._made.resume() if self._made else Progress()
+
+    def after_step(self, progress: Progress, last: bool, requested: bool) -> None:
+        if self._made or requested:
+            self._checkpointer().after_step(progress, last, requested)
+
+    @property
+    def requested_action(self) -> RequestedAction:
+        return self._made.requested_action if self._made else RequestedAction.GO_ON
+
+    @property
+    def saving(self) -> bool:
+        return self._made is not None and self._made.saving
+
+    @property
+    def bytes_needed(self) -> int:
+        kinds = saved_kinds(self.config, self.optimizer)
+        return bytes_of_a_save(self.config, self.optimizer, kinds)
+
+    @property
+    def seconds_to_save(self) -> float:
+        return self._made.seconds_to_save if self._made else self._seconds_of_first_save
+
+    @functools.cached_property
+    def _seconds_of_first_save(self) -> float:
+        return seconds_of_first_save(self.optimizer)
+
+    def check_replicas(self, iteration: int) -> None:
+        if self._made:
+            self._made.check_replicas(iteration)
+        elif self._check_replicas:
+            self.recorder.enter("check replicas")
+            self._check_replicas(iteration)
+
+    def save_now(self, progress: Progress) -> bool:
+        return self._checkpointer().save_now(progress)
+
+    def save_to_stop(self, progress: Progress) -> bool:
+        return self._checkpointer().save_to_stop(progress)
+
+    def close(self) -> None:
+        if self._made:
+            self._made.close()
+
+    def finish(self, progress: Progress, stop_requested: Callable[[], bool]) -> None:
+        if self._made:
+            self._made.finish(progress, stop_requested)
