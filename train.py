@@ -26,6 +26,7 @@ with ending_all_ranks(watch), messages.installed():
 
     import psutil
 
+    from config import model_stats
     from config.command_line import parse_request
     from config.messages import UserError, exit_with
     from config.schema import Config
@@ -33,6 +34,8 @@ with ending_all_ranks(watch), messages.installed():
     from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
+
+SMALL_RUN = 10_000_000  # elements of a run that fits on every node, with its optimizer and copies
 
 
 def main(arguments: list[str], watch: StartWatch) -> None:
@@ -83,7 +86,17 @@ def check_machine(config: Config, launch: Launch) -> None:
 
 
 def check_memory(config: Config) -> None:
-    """Raise UserError if this node has less memory than its ranks certainly need."""
+    """Raise UserError if this node has less memory than its ranks certainly need.
+
+    The planner's formulas are not loaded for a run with fewer than SMALL_RUN elements: weights,
+    activations of a micro-batch, logits, and the order of the samples.
+    """
+    model = config.model
+    tokens = config.layout.micro_batch_size * model.seq_length
+    elements = model_stats.parameters(model) + config.total_samples + config.data.eval_samples
+    elements += tokens * (model.layers * model.hidden + model.vocab_size)
+    if elements < SMALL_RUN:
+        return
     from planner import memory
 
     node = psutil.virtual_memory().total + psutil.swap_memory().total

@@ -34,7 +34,6 @@ from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config, batch_schedule
 from distributed.context import Context
-from planner import hardware, memory
 from schedules import drawing, partition, simulation
 from schedules.layout_orders import of_layout
 from telemetry import log_lines, memory_report
@@ -79,8 +78,12 @@ class Log:
         self.began = time.monotonic()
         self.before = before
         self.latest = before
-        device = context.describe()["device"]
-        self.peak_flops = hardware.peak_of(device, config.training.precision)  # for MFU
+        self.peak_flops: float | None = None  # of the device, for MFU
+        if context.device.type == "cuda":
+            from planner import hardware
+
+            name = context.describe()["device"]
+            self.peak_flops = hardware.peak_of(name, config.training.precision)
         self.config = config
         self.context = context
         self.stage_specs = stage_specs
@@ -99,9 +102,6 @@ class Log:
         self.trackers: dict[str, Tracker] = {}
         self.text: IO[str] | None = None  # log.txt
         self.live: log_lines.LiveLine | None = None
-        # For each stage, the bytes of a rank by part. The summary prints them, but they are
-        # computed now so that an error in them stops the run before step 1.
-        self.predicted_memory = memory.of_run(config) if self.is_writer else []
         if self.is_writer:
             self._open_files(kernels, checkpoint_bytes)
             self.live = log_lines.LiveLine(context.launch.launcher)
@@ -416,7 +416,7 @@ class Log:
             "",
             self._layout_line(),
             partition.stage_table(self.stage_specs, config.model),
-            memory_report.table(config, device, self.before, self.latest, self.predicted_memory),
+            memory_report.table(config, device, self.before, self.latest),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
             f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"

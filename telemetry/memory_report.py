@@ -1,18 +1,13 @@
-"""Peak memory of a run's ranks, for each pipeline stage: measured and predicted.
+"""Peak memory of a run's ranks, for each pipeline stage.
 
-The measured value is the peak of the rank of the stage that needs most: allocated bytes on a GPU,
-resident bytes on a CPU. The prediction is the sum of the parts that `planner.memory.of_run`
-returns, without the allocator's overhead and the communication buffers:
-
-    GPU    weights + gradients + optimizer + activations + working
-    CPU    the same, and the bytes that were resident before the model was built
-
-The Log prints the table in the run's summary (telemetry/log.py).
+It is the peak of the rank of the stage that needs most: allocated bytes on a GPU, resident bytes on
+a CPU, where the bytes before the model was built stand beside it. The Log prints the table in the
+run's summary (telemetry/log.py). `plan.py stages --config RUN` predicts the same bytes by part.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -37,35 +32,22 @@ def per_stage(everyone: list[StepStats], layout: Layout) -> tuple[list[int], lis
     return peaks, [int(max(rank.reserved for rank in stage)) for stage in stages]
 
 
-def table(
-    config: Config,
-    device: str,
-    before: list[StepStats],
-    after: list[StepStats],
-    predicted: list[dict[str, float]],
-) -> str:
-    """Return the table of every stage's measured and predicted peak, in MB, as text.
+def table(config: Config, device: str, before: list[StepStats], after: list[StepStats]) -> str:
+    """Return the table of every stage's peak, in MB, as text.
 
     device: "cuda" or "cpu". before, after: every rank's statistics before the model was built, and
-    now. predicted: for each stage, the bytes of a rank by part (`planner.memory.of_run`).
+    now.
     """
     peaks, reserved = per_stage(after, config.layout)
-    gpu = device == "cuda"
-    columns: dict[str, Sequence[float]] = {"measured": peaks}
-    parts: dict[str, Sequence[float]] = {}
-    for part in predicted[0]:
-        parts[part] = [stage[part] for stage in predicted]
-    if gpu:
-        columns["reserved"] = reserved
-    else:
-        parts["before"] = per_stage(before, config.layout)[1]
-    columns["predicted"] = [sum(values) for values in zip(*parts.values(), strict=True)]
-    columns |= parts
-    head = f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'})"
-    head += f"; predicted by memory.py: {' + '.join(parts)}"
-    lines = [head, "stage" + "".join(f"{name:>12}" for name in columns)]
-    for stage, values in enumerate(zip(*columns.values(), strict=True)):
-        lines.append(f"{stage:5}" + "".join(f"{value / MEGABYTE:12.1f}" for value in values))
+    kind, second, beside = "allocated", "reserved", reserved
+    if device == "cpu":
+        kind, second, beside = "resident", "before", per_stage(before, config.layout)[1]
+    lines = [
+        f"peak memory of a rank, MB ({kind}); by part: plan.py stages --config {config.run.out}"
+    ]
+    lines.append(f"stage{'measured':>12}{second:>12}")
+    for stage, (peak, other) in enumerate(zip(peaks, beside, strict=True)):
+        lines.append(f"{stage:5}{peak / MEGABYTE:12.1f}{other / MEGABYTE:12.1f}")
     return "\n".join(lines)
 
 

@@ -142,7 +142,7 @@ def test_a_memory_snapshot_and_the_table_of_stages(cuda_device, tmp_path):
     assert outcome.status == 0, outcome.err
     with open(tmp_path / "memory_00000.pickle", "rb") as file:
         assert pickle.load(file)["device_traces"]
-    assert "peak memory of a rank, MB (allocated); predicted by memory.py" in outcome.out
+    assert "peak memory of a rank, MB (allocated); by part: plan.py stages" in outcome.out
 
 
 def test_waits_of_a_stream_are_timed_and_seen(cuda_device, monkeypatch):

@@ -101,7 +101,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     assert "micro-batch 2 x 2 to 4," in four.out
     assert "bubble" in four.out
     assert "stage 1" in four.out
-    assert "peak memory of a rank, MB (resident); predicted by memory.py: weights +" in four.out
+    assert "peak memory of a rank, MB (resident); by part: plan.py stages --config" in four.out
     for row in rows(tmp_path / "four"):
         if "loss" in row:
             assert len(row["reserved_memory_bytes_per_stage"]) == 2
