@@ -44,8 +44,7 @@ if __name__ == "__main__":  # before the imports, some of which start threads
 
 with messages.installed():
     from checkpointing import folders
-    from checkpointing.index import GROUPS, Index
-    from checkpointing.verification import check_files
+    from checkpointing.index import GROUPS, Index, check_files
     from config.families import FAMILIES
     from config.messages import Parser, UserError
 

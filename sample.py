@@ -24,8 +24,7 @@ from config import messages  # first: it ends a Python that is too old
 
 with messages.installed():
     from checkpointing import folders
-    from checkpointing.index import Index
-    from checkpointing.verification import check_files, make_model
+    from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
     from config.messages import Parser, UserError, exit_with, printable
     from config.schema import Config, ModelShape

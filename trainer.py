@@ -34,9 +34,8 @@ from optim.precision import DTYPES
 from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Ends, Pipeline
-from schedules.costs import part_costs
-from schedules.partition import StageSpec, stage_specs
-from telemetry import memory_report, replica_check, step_stats
+from schedules.partition import StageSpec, part_costs, stage_specs
+from telemetry import replica_check, step_stats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor, give_up
 from telemetry.step_stats import StepStats
@@ -190,7 +189,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
     signals = signals or Signals()
     context = start(launch, config.run)
     signals.have_met(context.end_all_ranks)
-    with context.failing_loudly(), memory_report.snapshot(config.run, context), ExitStack() as end:
+    with context.failing_loudly(), step_stats.snapshot(config.run, context), ExitStack() as end:
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.length_divisor, on_gpu)

@@ -21,8 +21,8 @@ from config import messages  # first: it ends a Python that is too old
 with messages.installed():
     from config.messages import Parser, UserError, exit_with
     from planner import hardware
+    from tuner.search_space import SWEEPS
     from tuner.session import Session, StoppedBySignal, raise_on_signals
-    from tuner.sweeps import SWEEPS
 
 
 def main(arguments: list[str]) -> None:

@@ -3,15 +3,12 @@
 file_format   the HDF5 files: shards and index, and writing them
 index         reads index.h5, and any part of a tensor from the shards
 folders       the folder of a checkpoint: manifest, names, publishing, retention
-verification  whether a checkpoint is whole and sound
 writer        writes one save, mostly in the background
 save          `Checkpointer`: saves and loads a run while training continues
-host_buffers  host memory into which a save copies the state
 load          reads a checkpoint under any layout
 state         what a rank saves of a run: `Progress`, the parts of tensors that it has, sizes
 checkpoints   `Checkpoints`: what the training loop uses, which loads the others if they are needed
 hf_export     Hugging Face weights, out and in
-hf_mappings   which tensors of the families of Hugging Face transformers make which of ours
 
-A run uses `Checkpoints` and `Progress`; checkpoint.py all but writer, save, host_buffers and load.
+A run uses `Checkpoints` and `Progress`; checkpoint.py all but writer, save and load.
 """

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing import folders
-from checkpointing.index import Index
+from checkpointing.index import Index, check_files
 from checkpointing.state import (
     Progress,
     checkpoints_folder,
     fingerprint,
     unpadded_shards,
 )
-from checkpointing.verification import check_files
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
 from config.messages import UserError

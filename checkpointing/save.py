@@ -27,7 +27,6 @@ import torch
 
 from checkpointing import folders
 from checkpointing.file_format import Attributes
-from checkpointing.host_buffers import HostBuffers
 from checkpointing.state import (
     Progress,
     bytes_of_a_save,
@@ -39,7 +38,7 @@ from checkpointing.state import (
     seconds_of_first_save,
     shards_to_write,
 )
-from checkpointing.writer import PendingSave, Writer
+from checkpointing.writer import HostBuffers, PendingSave, Writer
 from config.messages import NO_ROOM, SaveError, UserError
 from config.schema import Config
 from data import Samples

@@ -4,9 +4,8 @@ schema          the dataclasses of all options, and the axes of the mesh of rank
 run_options     of these the options of data and run
 data_options    evaluation sets, weights that change, samples that become longer
 command_line    flags and TOML to a `Config`, with what was given
-model_names     models by name (presets.toml), and what --model means
 families        config.json of transformers in and out (families.toml), shapes of runs
-spelling        names of Megatron-LM's options (other_names.toml), and what others may mean
+spelling        models by name (presets.toml), names of Megatron-LM's options (other_names.toml)
 validation      every check across options; an error shows both sides with their numbers
 needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped

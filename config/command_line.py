@@ -4,7 +4,7 @@
 
 Types, choices and limits are checked here; config/validation.py checks what depends on several
 options. Modules that few command lines need are imported where they are used: models by name
-(model_names.py, families.py) and Megatron-LM's names of options (spelling.py).
+(spelling.py, families.py) and Megatron-LM's names of options (spelling.py).
 Read schema.py before this file.
 """
 
@@ -45,10 +45,10 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str]]:
     """Return the shape of a preset or file, and sentences on what the engine cannot train of it."""
-    from config import families, model_names
+    from config import families, spelling
 
-    if model_names.means_preset(name):
-        return model_names.preset(name), []
+    if spelling.means_preset(name):
+        return spelling.preset(name), []
     options, lacks = families.read(name, seq_length)
     return make_model(options, name), lacks
 
@@ -148,7 +148,7 @@ def _note_on_model(name: str) -> list[str]:
     """Return a note if --model is the name of a repository that stands for a preset."""
     if "/" not in name:
         return []
-    from config.model_names import means_preset, preset_name
+    from config.spelling import means_preset, preset_name
 
     return [f"--model {name} is the preset {preset_name(name)}"] if means_preset(name) else []
 
@@ -297,9 +297,9 @@ def _parser(
 
 
 def _list_of_models() -> str:
-    from config import model_names
+    from config import spelling
 
-    return model_names.listed()
+    return spelling.listed()
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:

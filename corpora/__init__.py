@@ -5,7 +5,6 @@
     sample_order  which tokens of a corpus each sample holds, and the order of the samples
     blends        samples of several corpora, mixed by weight
     usage         counts the tokens that a run has read from each corpus
-    compiled      loops of sample_order and blends that numba compiles where it is installed
     mapped_files  the cache of orders: one process of a node builds it, all processes map it
     objectives    which tokens a token sees and which labels count: masks, prefixes, fill-in
     attention_masks  the mask of attention, from the first and last token that each token sees

@@ -11,9 +11,8 @@ import numpy as np
 
 from config.data_options import parse_data_schedule
 from config.messages import UserError
-from corpora.compiled import compiled
 from corpora.mapped_files import ArrayCache, Found
-from corpora.sample_order import GPTSamples, TextSpan
+from corpora.sample_order import GPTSamples, TextSpan, compiled
 
 RULE = 1  # version of `blend_order`: cached orders of another version are not used
 

@@ -7,8 +7,7 @@ answer.data            # the same for programs
 
 from typing import Any, NamedTuple
 
-from emulator.matching import mismatches
-from emulator.nccl_rules import deadlock
+from emulator.matching import deadlock, mismatches
 from emulator.recording import COPY
 from emulator.rehearsal import STEADY, RankRecord, Rehearsal
 from planner import memory

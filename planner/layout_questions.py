@@ -9,7 +9,7 @@ from dataclasses import asdict
 from config.messages import write_file
 from planner import hardware, memory, step_time
 from planner.questions import BILLION, Answer, Question, Questions
-from schedules import drawing, partition, simulation
+from schedules import partition, simulation
 from schedules.choice import decide_layout, note
 from schedules.layout_orders import of_layout
 
@@ -49,12 +49,12 @@ def timeline(question: Question) -> Answer:
     seconds |= step_time.vocabulary_seconds(job) if order.vocabulary else {}
     slots = simulation.simulate(order, seconds)
     events = [
-        drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
+        simulation.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
         for stage, row in enumerate(slots)
         for slot in row
     ]
-    trace, bubble = drawing.trace(events), simulation.bubble(slots)
-    lines = [drawing.draw(simulation.simulate(order))]
+    trace, bubble = simulation.trace(events), simulation.bubble(slots)
+    lines = [simulation.draw(simulation.simulate(order))]
     lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
     lines += [note(layout, choice)] if choice else []
     if path:

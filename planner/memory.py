@@ -20,7 +20,7 @@ from config.schema import Config
 from planner import hardware, memory_terms
 from planner.job import Job, term
 from planner.memory_terms import Parts
-from schedules.layout_orders import long_layout
+from schedules.long_schedule import long_layout
 from schedules.partition import StageSpec, stage_specs
 
 ORDER_BYTES = 12  # of a sample in a split's order: where it starts (8 or 16), its place (4 or 8)

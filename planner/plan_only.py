@@ -16,8 +16,8 @@ from typing import Any
 
 from config import families
 from config.messages import UserError
-from config.model_names import MIXTURES, means_preset, preset_name
 from config.schema import ModelShape
+from config.spelling import MIXTURES, means_preset, preset_name
 from planner.hardware import Machine
 
 FLAGS = ("experts", "experts_per_token", "ep", "fp8")

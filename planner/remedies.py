@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from config.command_line import to_words
 from config.schema import Config, Layout
-from schedules.costs import part_costs
 from schedules.orders import build
-from schedules.partition import balanced, placement, stage_specs
+from schedules.partition import balanced, part_costs, placement, stage_specs
 from schedules.schedule import Schedule
 from schedules.simulation import makespan
 

@@ -22,10 +22,9 @@ from planner import hardware, memory, memory_terms, risk, time_terms
 from planner.hardware import Machine
 from planner.job import Column, Job, term
 from planner.op_costs import Pass
-from schedules.costs import StageCosts
-from schedules.layout_orders import long_layout, stage_costs
-from schedules.long_schedule import long_schedule
-from schedules.partition import executed_flops, stage_specs
+from schedules.layout_orders import stage_costs
+from schedules.long_schedule import long_layout, long_schedule
+from schedules.partition import StageCosts, executed_flops, stage_specs
 
 # Of a datasheet's rate: reductions over many nodes were measured at a half to a quarter of it.
 NETWORK_SHARES = (1.0, 0.5, 0.25)

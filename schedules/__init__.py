@@ -1,14 +1,12 @@
 """Pipeline schedules as data: built, checked, simulated, drawn. No torch.
 
     schedule         actions, and what makes a schedule valid
-    simulation       when each action runs, how much time is idle
+    simulation       when each action runs, how much time is idle; grids and Chrome traces
     orders           makes every schedule: `build`, with list_scheduling and vocabulary
     long_schedule    what a schedule of many micro-batches takes and holds
-    costs            what the passes of a model's parts cost
-    partition        which blocks each stage holds
+    partition        which blocks each stage holds, by the costs of the passes of a model's parts
     layout_orders    the schedule that a layout runs
     choice           what --schedule auto chooses
-    drawing          grids of characters, events of a Chrome trace
 
 The pipeline executes the object that the planner prices.
 """

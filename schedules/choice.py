@@ -7,8 +7,8 @@
 2. In the fastest one, blocks are moved from stage to stage as long as that is faster.
 3. The fastest in simulation wins, so it is never slower than a named schedule that fits.
 
-Every rank decides the same: it does the same arithmetic on the same numbers. Read layout_orders.py
-first.
+Every rank decides the same: it does the same arithmetic on the same numbers. Read
+list_scheduling.py first.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from itertools import permutations
 
 from config.messages import UserError
 from config.schema import Config, Layout, ModelShape
-from schedules.costs import StageCosts
-from schedules.layout_orders import Task, task_of
+from schedules.list_scheduling import Task, task_of
 from schedules.long_schedule import long_schedule
-from schedules.orders import SEARCHED, rank_of_stages
+from schedules.orders import SEARCHED
+from schedules.partition import StageCosts, rank_of_stages
 from schedules.schedule import ScheduleError
 
 SCREENED = 4  # micro-batches per rank that steps 1 and 2 simulate, at most

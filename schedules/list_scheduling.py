@@ -7,15 +7,124 @@ a stage's input), else an F for which there is memory, else a W (gradients of we
 
 The order cannot deadlock: a forward pass starts only if memory remains for the same micro-batch in
 the later stages of the rank, so the earliest micro-batch can always go on.
+
+    task_of(model, layout, "cuda")              the input of the search for --schedule auto
+
+A rank's limit on activations is then what the fullest rank of 1F1B with the same layout holds.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 
+from config.schema import Layout, ModelShape
+from config.validation import explicit_costs
+from schedules.partition import (
+    PartCosts,
+    PassCosts,
+    StageCosts,
+    attention_scores,
+    balanced,
+    blocks_per_stage,
+    part_costs,
+    pass_costs,
+)
 from schedules.schedule import Action, ScheduleError
 from schedules.simulation import Seconds
+
+# The FLOPs that take as long as sending one byte between stages: about an A100's 312 TFLOP/s over a
+# link of 25 GB/s, and a CPU core's 80 GFLOP/s over 2 GB/s through gloo.
+FLOPS_PER_SENT_BYTE = {"cuda": 12500.0, "cpu": 40.0}
+NOTHING = PassCosts(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The input of the search for --schedule auto: a model's costs and its pipeline.
+
+    parts: costs of embedding, one block, and head. layers: the number of blocks. limit: the bytes
+    of activations that a rank may hold. transfer: seconds of a message between ranks. Seconds and
+    bytes are per token, seconds in FLOPs. blocks: the blocks of each stage if --partition gives
+    them, with one stage on each rank. tied: the head uses the embedding's matrix; if one rank holds
+    both, the head's weight gradients are computed in B, not in W.
+    """
+
+    parts: tuple[PassCosts, PassCosts, PassCosts]
+    layers: int
+    ranks: int
+    micro_batches: int
+    limit: float
+    transfer: float = 0.0
+    blocks: tuple[int, ...] | None = None
+    tied: bool = False
+
+    def costs(self, name: str, blocks: Sequence[int]) -> StageCosts:
+        """Return the costs of the stages if stage s has `blocks[s]` blocks; name: the schedule."""
+        embedding, block, head = self.parts
+        if self.tied and name.endswith("-v"):
+            head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
+        stages = []
+        for stage, count in enumerate(blocks):
+            first = embedding if stage == 0 else NOTHING
+            last = head if stage == len(blocks) - 1 else NOTHING
+            columns = zip(first, block, last, strict=True)
+            stages.append(PassCosts(*(a + count * b + c for a, b, c in columns)))
+        return StageCosts(tuple(stages), self.limit, self.transfer)
+
+    def balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
+        """Return the balanced partition, blocks per stage; rank_of: the rank of each stage."""
+        return balanced(self.layers, tuple(rank_of), PartCosts(*(p.seconds for p in self.parts)))
+
+
+@lru_cache(maxsize=256)
+def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
+    """Return the task of a layout with `--schedule auto`, for one micro-batch."""
+    parts = parts_of(model, layout, device)
+    plain = replace(layout, schedule="1f1b", vocab_pp=False)
+    given = tuple(blocks_per_stage(model, plain, part_costs(model, device)))
+    fixed = None if layout.partition == "balanced" else given
+    sent = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
+    task = Task(parts, model.layers, layout.pp, 1, 0.0, sent, fixed, model.tied)
+    most = 0.0
+    for blocks in (given, given if fixed else task.balanced(range(layout.pp))):
+        for stage, costs in enumerate(task.costs("1f1b", blocks).stages):
+            most = max(most, (layout.pp - stage) * costs.held)
+    return replace(task, limit=most)
+
+
+def sent_bytes(model: ModelShape) -> float:
+    """Return the bytes of one token in a message between stages: h values of 4 bytes."""
+    return 4.0 * model.hidden
+
+
+def parts_of(
+    model: ModelShape, layout: Layout, device: str
+) -> tuple[PassCosts, PassCosts, PassCosts]:
+    """Return the costs of embedding, block and head on one tensor rank, for one token; seconds are
+    FLOPs. A block's backward pass includes recomputation only if all blocks are recomputed.
+    """
+    t, h = layout.tp, model.hidden
+    counted = [PassCosts(*(each / t for each in part)) for part in pass_costs(model, device)]
+    embedding, block, head = counted
+    if layout.recompute_layers is None and layout.recompute_blocks is None:
+        again = {
+            "none": 0.0,
+            "selective": attention_scores(model) / t,
+            "full": block.forward,
+        }
+        block = block._replace(inputs=block.inputs + again[layout.recompute])
+    widths = model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
+    kept = 2.0 * (8 * h / (t if layout.sequence_parallel else 1) + 2 * widths / t)
+    held = sent_bytes(model) if layout.recompute == "full" else kept
+    logits = 4.0 * model.vocab_size / t
+    if given := explicit_costs(layout):  # scaled such that a block costs its counted FLOPs
+        unit = block.seconds / sum(given[:3])
+        scaled = [unit * each for each in given]
+        block, head = PassCosts(*scaled[:3]), PassCosts(*scaled[3:])
+    return embedding, block._replace(held=held), head._replace(held=logits)
 
 
 def list_rows(

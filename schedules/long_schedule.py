@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from schedules.costs import StageCosts
+from config.schema import Layout, ModelShape
+from schedules.layout_orders import backward_length, stage_costs
 from schedules.orders import SEARCHED, unchecked
+from schedules.partition import StageCosts
 from schedules.schedule import Schedule
 from schedules.simulation import Seconds, ends, makespan
 
@@ -112,3 +114,10 @@ def long_schedule(
         few = number * ranks + rest
         shorter.append(unchecked(name, ranks, few, virtual, None, vocabulary))
     return LongSchedule(whole, tuple(shorter), rounds - counts[-1])
+
+
+def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:
+    """Return the training schedule of a layout for the planner, which asks for time and memory."""
+    costs = stage_costs(model, layout)
+    shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
+    return long_schedule(*shape, costs, backward_length(layout))

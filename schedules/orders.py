@@ -15,24 +15,13 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import pairwise, product
 
-from schedules.costs import StageCosts
+from schedules.partition import StageCosts, rank_of_stages
 from schedules.schedule import Action, Schedule, check
-from schedules.vocabulary import more_ahead, with_vocabulary
 
 Rows = list[list[Action]]
 # Orders that list scheduling makes for given costs of the stages: one stage on each rank, or two
 # that are placed in a V (rank 0 holds the first and the last stage).
 SEARCHED = ("searched", "searched-v")
-
-
-def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
-    """Return the rank of each stage: 0 1 2 0 1 2, or in a V, 0 1 2 2 1 0, if the name ends in -v.
-
-    virtual: stages of each rank; a V has always two.
-    """
-    if name.endswith("-v"):
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(range(ranks)) * virtual
 
 
 def build(
@@ -69,6 +58,8 @@ def unchecked(
     Called for schedules that are only simulated. Raise ValueError if a searched order has no costs.
     """
     if vocabulary:
+        from schedules.vocabulary import more_ahead, with_vocabulary  # only --vocab-pp needs them
+
         more = more_ahead(ranks) if name == "1f1b" else 1
         longer = unchecked(name, ranks + more, micro_batches)
         return with_vocabulary(longer, ranks, vocabulary)
@@ -94,6 +85,8 @@ def forward_only(
         rows.append(tuple(sorted(row, key=lambda a: (a.micro_batch + a.stage, -a.stage))))
     schedule = Schedule("forward", tuple(rows), rank_of)
     if vocabulary:
+        from schedules.vocabulary import with_vocabulary
+
         schedule = with_vocabulary(schedule, len(rows), backward=2)
     check(schedule, micro_batches, backward=False)
     return schedule

@@ -31,9 +31,8 @@ from config.command_line import parse
 from config.messages import UserError
 from scripts import stages
 from supervisor.command import run_options
-from supervisor.decisions import Action
+from supervisor.decisions import Action, read_entries
 from supervisor.evidence import LOST
-from supervisor.journal import read_entries
 
 STOPPED_EARLY = 75
 MOST_LOST = 3

@@ -4,7 +4,5 @@ command       what `supervise.py` is given: the launcher, the run's --out, its p
 evidence      why the ranks ended, from the files of the run
 decisions     what to do about it: pure functions of the evidence and of earlier decisions
 fewer         the layout for fewer nodes: asks plan.py and rehearse.py
-processes     starts the launcher, passes signals on, leaves no process behind
-journal       OUT/supervisor.jsonl: every decision with its evidence
 session       start, wait, decide, start again
 """

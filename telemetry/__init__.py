@@ -1,11 +1,10 @@
 """What a run reports about itself, and what it checks while it trains.
 
 log             log line, metrics.jsonl, run.json, summary
-log_lines       log lines, and the live line on a terminal
+log_lines       the text of log lines
 row_file        rows that wait in memory while the disk is full
 pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
-memory_report   peak memory by stage
 loss_monitor    loss spikes and losses that are not finite
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard, Weights & Biases and MLflow

@@ -1,11 +1,10 @@
 """The record of a run: start-up lines, log line, metrics.jsonl, run.json, TensorBoard, summary.
 
 The log line is for people; programs read metrics.jsonl. The trainer calls Log on every rank; only
-rank 0 writes. While a terminal shows the live line (log_lines.py), log lines go to log.txt alone.
-The files of a run, in the folder --out:
+rank 0 writes. The files of a run, in the folder --out:
 
     run.json        the whole configuration, the nodes and devices, and the versions in use
-    log.txt         all that this class prints, and the log lines
+    log.txt         all that this class prints
     metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
@@ -34,9 +33,9 @@ from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config, batch_schedule
 from distributed.context import Context
-from schedules import drawing, partition, simulation
+from schedules import partition, simulation
 from schedules.layout_orders import of_layout
-from telemetry import log_lines, memory_report
+from telemetry import log_lines, step_stats
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
 from zero import StepResult
@@ -101,10 +100,8 @@ class Log:
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
         self.trackers: dict[str, Tracker] = {}
         self.text: IO[str] | None = None  # log.txt
-        self.live: log_lines.LiveLine | None = None
         if self.is_writer:
             self._open_files(kernels, checkpoint_bytes)
-            self.live = log_lines.LiveLine(context.launch.launcher)
             self._print_start(kernels)
 
     # -- during the run ---------------------------------------------------------------------
@@ -130,7 +127,7 @@ class Log:
         recompute = self.config.layout.recompute
         flops = model_stats.model_flops(model, 1, FORMULA) * share
         executed = model_stats.hardware_flops(model, 1, recompute, FORMULA, self.recomputed) * share
-        peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
+        peaks, reserved = step_stats.per_stage(everyone, self.config.layout)
         row: dict[str, Any] = {
             "iteration": iteration,
             "consumed_samples": done.consumed_samples,
@@ -160,11 +157,8 @@ class Log:
             row |= self._of_corpora(done)
         self._write(row)
         self.steps_since_line += 1
-        facts = self._facts(row)
         if self._line_is_due(iteration):
-            self._print_step(facts)
-        if self.live:
-            self.live.show(log_lines.of_step(facts))
+            self._print_step(self._facts(row))
 
     def _line_is_due(self, iteration: int) -> bool:
         """Return whether the step gets a log line: first, last, and by --log-every or by time."""
@@ -180,7 +174,7 @@ class Log:
         is_last = facts.row["iteration"] == self.total
         if self.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
             line += log_lines.of_corpora(facts.row)
-        self.note(line, printed=not (self.live and self.live.replaces_lines))
+        self.note(line)
         self.lines += 1
         self.steps_since_line = 0
         self.last_line = time.monotonic()
@@ -198,8 +192,8 @@ class Log:
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
         self.note(log_lines.of_evaluation(name, done.iteration, self.total, loss))
 
-    def note(self, line: str, printed: bool = True) -> None:
-        """Append a line to log.txt on rank 0; print the line too, if `printed`."""
+    def note(self, line: str) -> None:
+        """Print a line on rank 0, and append it to log.txt."""
         if not self.is_writer:
             return
         # If writing fails, self.text stays None, and nothing more is written to log.txt.
@@ -209,10 +203,6 @@ class Log:
                 text.write(line + "\n")
                 text.flush()
             self.text = text
-        if not printed:
-            return
-        if self.live:
-            self.live.clear()
         try:
             print(line, flush=True)
         except OSError as error:  # Python keeps the unwritten text for the next print
@@ -221,15 +211,11 @@ class Log:
 
     def summarize(self) -> None:
         """Print the summary on rank 0."""
-        if self.live:
-            self.live.close()
         if self.is_writer and self.steps:  # a resumed run that was complete has no steps
             self.note(self._summary())
 
     def close(self) -> None:
         """Close the files and trackers; print how many rows could not be written, if any."""
-        if self.live:
-            self.live.close()
         self.metrics.finish()
         for name, tracker in self.trackers.items():
             with self.without(f"{name}'s last rows"):
@@ -350,7 +336,7 @@ class Log:
             order = of_layout(self.config.model, layout, count, device)
             slots = simulation.simulate(order)
             lines.append(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
-            lines.append(drawing.draw(slots, columns=24))
+            lines.append(simulation.draw(slots, columns=24))
         for line in lines:
             self.note(line)
 
@@ -416,7 +402,7 @@ class Log:
             "",
             self._layout_line(),
             partition.stage_table(self.stage_specs, config.model),
-            memory_report.table(config, device, self.before, self.latest),
+            step_stats.table(config, device, self.before, self.latest),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
             f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"

@@ -1,25 +1,13 @@
-"""Text that people read while a run trains: log lines, and a live line on the terminal.
+"""Text that people read while a run trains.
 
-    LiveLine(launcher)     rewrites one line on the terminal, if there is a terminal
     of_step(facts)         step 120/500 | loss 3.2104 | grad norm 0.812 | ... | 1:02:03 left
 
-Under an MPI launcher a rank's standard output is a pipe, or a terminal that the launcher made. The
-live line then goes to the launcher's terminal, which rank 0 can open if both run on the same node;
-otherwise there is no live line. telemetry/log.py calls these functions.
+telemetry/log.py calls these functions.
 """
 
 import math
-import os
-import stat
-import time
 from dataclasses import dataclass
 from typing import Any
-
-import psutil
-
-LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"}
-SECONDS_BETWEEN = 0.2  # least time from one rewriting of the live line to the next
-CLEAR = "\r\x1b[K"  # moves the cursor to the line's start and erases the line
 
 
 @dataclass(frozen=True)
@@ -107,98 +95,3 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return (f"{days}d " if days else "") + f"{hours}:{minutes:02}:{rest:02}"
-
-
-class LiveLine:
-    """One line on the terminal, rewritten at most five times a second.
-
-    replaces_lines: whether standard output goes to the same terminal. Log lines are then written
-    to log.txt only, since the live line shows the same.
-    """
-
-    def __init__(self, launcher: str = "python"):
-        """launcher: what started the ranks, as distributed/launch.py names it."""
-        outputs = _outputs(launcher)
-        terminals = [path for path in outputs if _is_terminal(path)]
-        self._file = -1
-        self._latest = 0.0
-        self._shown = False
-        self.replaces_lines = bool(terminals) and terminals[0] == outputs[0]
-        if terminals:
-            try:  # O_NONBLOCK: a terminal that is stopped (Ctrl-S) must not stop the run
-                self._file = os.open(terminals[0], os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-            except OSError:
-                self.replaces_lines = False
-
-    def show(self, text: str) -> None:
-        """Rewrite the line, unless the line was rewritten less than SECONDS_BETWEEN ago."""
-        now = time.monotonic()
-        if self._file < 0 or now - self._latest < SECONDS_BETWEEN:
-            return
-        self._latest = now
-        try:
-            columns = os.get_terminal_size(self._file).columns or 80
-            self._write(CLEAR + text[: columns - 1])
-            self._shown = True
-        except OSError:
-            self.close()
-
-    def clear(self) -> None:
-        """Erase the line; called before other text is printed."""
-        if self._shown:
-            self._write(CLEAR)
-        self._shown = False
-        self._latest = 0.0
-
-    def close(self) -> None:
-        """Erase the line and close the terminal; `show` does nothing from now on."""
-        self.clear()
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-        self.replaces_lines = False
-
-    def _write(self, text: str) -> None:
-        try:
-            os.write(self._file, text.encode())
-        except BlockingIOError:  # the terminal is stopped: the next `show` tries again
-            return
-        except OSError:  # the terminal is gone
-            self._shown = False
-            self.close()
-
-
-def _outputs(launcher: str) -> list[str]:
-    """Return the paths of the files that standard output and standard error go to; "" if unknown.
-
-    Under mpirun the outputs are the launcher's, else this process's.
-    """
-    pid = os.getpid()
-    if launcher.startswith("mpirun"):
-        try:
-            parents = psutil.Process().parents()
-            pid = next((p.pid for p in parents if p.name() in LAUNCHERS), -1)
-        except psutil.Error:
-            pid = -1
-    found = []
-    for number in (1, 2):
-        try:
-            found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
-        except OSError:
-            found.append("")
-    return found
-
-
-def _is_terminal(path: str) -> bool:
-    if not path.startswith("/dev/"):
-        return False
-    try:
-        if not stat.S_ISCHR(os.stat(path).st_mode):
-            return False
-        file = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return os.isatty(file)
-    finally:
-        os.close(file)

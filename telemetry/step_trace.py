@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from distributed.store import StoreExchange
-from schedules.drawing import trace, trace_event, trace_label
+from schedules.simulation import trace, trace_event, trace_label
 from telemetry.log import Log
 
 ACTIONS, WAITS = 0, 1  # the threads of a rank

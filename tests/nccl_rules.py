@@ -1,4 +1,4 @@
-"""A mesh whose groups write down what emulator/nccl_rules.py takes, the simulation of NCCL's rules.
+"""A mesh whose groups write down what emulator/matching.py takes, the simulation of NCCL's rules.
 
 pipeline.mesh = StreamMesh(rank, ranks, recorder, channels=False)
 stuck_streams(meshes)       which ranks wait for one another for ever, or None
@@ -7,8 +7,7 @@ stuck_streams(meshes)       which ranks wait for one another for ever, or None
 import torch
 
 from distributed.mesh import CHANNELS, Mesh
-from emulator.matching import World
-from emulator.nccl_rules import deadlock
+from emulator.matching import World, deadlock
 from emulator.recording import LOAD, Event
 from watchdog.flight_recorder import FlightRecorder
 

@@ -12,7 +12,7 @@ from test_data import VOCAB, config_of, samples_of, three, write_corpus
 import data
 from benchmarks.megatron_data import Megatron
 from config.messages import UserError
-from corpora import blends, compiled, corpus_splits
+from corpora import blends, corpus_splits, sample_order
 from corpora.blends import blend_order
 from corpora.mapped_files import ArrayCache
 
@@ -50,7 +50,7 @@ def test_a_long_blend_is_compiled_where_numba_is_installed(monkeypatch):
     shares, made = blends.normalise([1.0, 2.0, 1e-3]), []
     expected = blends.by_chunks(shares, 1000)
     stand_in = SimpleNamespace(njit=lambda function, **_: made.append(function) or function)
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 3000)
+    monkeypatch.setattr(sample_order, "WORTH_COMPILING", 3000)
     for numba, uses in ((stand_in, [blends._fill]), (None, [])):
         made.clear()
         monkeypatch.setitem(sys.modules, "numba", numba)
@@ -62,7 +62,7 @@ def test_a_long_blend_is_compiled_where_numba_is_installed(monkeypatch):
 
 def test_a_compiled_blend_is_the_same(monkeypatch):
     pytest.importorskip("numba")
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(sample_order, "WORTH_COMPILING", 1)
     for shares in ([1.0, 2.0, 1e-3, 0.3], [1.0] * 7, [1.0, *[1e-4] * 40]):  # with ties, too
         shares = blends.normalise(shares)
         own, expected = blend_order(shares, 30_000), blends.by_chunks(shares, 30_000)
@@ -74,14 +74,14 @@ def test_a_compiled_shuffle_is_that_of_numpy(monkeypatch, with_numba):
     """The state of the generator afterwards, too: samples are shuffled after documents."""
     if with_numba:
         pytest.importorskip("numba")
-        monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+        monkeypatch.setattr(sample_order, "WORTH_COMPILING", 0)
     else:
-        monkeypatch.setattr(compiled, "compiled", lambda function, steps: function)
+        monkeypatch.setattr(sample_order, "compiled", lambda function, steps: function)
     for size in (0, 1, 2, 3, 64, 65, 127, 128, 129, 1000):
         for kind in (np.int32, np.uint32, np.int64):
             own, wanted = np.random.RandomState(size), np.random.RandomState(size)
             ours, expected = np.arange(2 * size, dtype=kind), np.arange(2 * size, dtype=kind)
-            compiled.shuffle(ours[size:], own)
+            sample_order.shuffle(ours[size:], own)
             wanted.shuffle(expected[size:])
             assert np.array_equal(ours, expected)
             assert own.randint(2**31) == wanted.randint(2**31)

@@ -19,7 +19,7 @@ from compare import assert_close, assert_within
 from ranks import results_of
 
 import trainer
-from checkpointing import file_format, folders, save, verification
+from checkpointing import file_format, folders, index, save
 from checkpointing.index import Index
 from checkpointing.load import repeatability
 from checkpointing.state import Progress
@@ -368,7 +368,7 @@ def test_8_bit_state_loads_as_32_bit_and_back(before, after, tmp_path):
 def test_the_shapes_that_are_verified_are_those_of_the_model(name, tmp_path):
     state = trainer.build(make(tmp_path, **MODELS[name], embedding_norm=True))
     built = {spec.name: tuple(spec.shape) for spec in state.optimizer.specs}
-    assert verification.canonical_shapes(state.config.model) == built
+    assert index.canonical_shapes(state.config.model) == built
 
 
 def test_what_a_resumed_run_repeats_is_said_on_gpus():

@@ -19,10 +19,9 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape
 from schedules import orders, schedule
 from schedules.choice import Choice, decide, decide_layout, search
-from schedules.costs import PassCosts, StageCosts
-from schedules.layout_orders import Task, task_of
-from schedules.list_scheduling import list_rows
+from schedules.list_scheduling import Task, list_rows, task_of
 from schedules.orders import SEARCHED
+from schedules.partition import PassCosts, StageCosts
 from schedules.schedule import Action, Schedule, ScheduleError
 from schedules.simulation import makespan, simulate
 

@@ -12,9 +12,9 @@ from ranks import ROOT
 from config import messages, spelling
 from config.command_line import parse, parse_request
 from config.messages import VERSION, UserError, whole_number
-from config.model_names import PRESETS, preset
 from config.needs import NEEDS
 from config.schema import GROUPS, Config, ModelShape
+from config.spelling import PRESETS, preset
 from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"

@@ -18,7 +18,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 import published_rows
 
 from config.messages import UserError
-from config.model_names import preset
 from config.model_stats import (
     block_parameters,
     embedding_parameters,
@@ -28,11 +27,13 @@ from config.model_stats import (
     parameters,
 )
 from config.schema import Layout, ModelShape
+from config.spelling import preset
 from config.validation import check
-from schedules.costs import PartCosts, part_costs
 from schedules.partition import (
+    PartCosts,
     balanced,
     blocks_per_stage,
+    part_costs,
     stage_specs,
     stage_table,
 )

@@ -18,9 +18,18 @@ from config.messages import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence
 from supervisor.command import Command, run_options
-from supervisor.decisions import DAY, HOUR, SAME_STEP, Action, Choice, Decision, Earlier, decide
+from supervisor.decisions import (
+    DAY,
+    HOUR,
+    SAME_STEP,
+    Action,
+    Choice,
+    Decision,
+    Earlier,
+    Journal,
+    decide,
+)
 from supervisor.evidence import LEAST_ROOM, LOST, Evidence, Files, read_evidence
-from supervisor.journal import Journal
 from watchdog.hang_report import read_report
 
 ROOM = {"free": 10**9, "needed": LEAST_ROOM}
@@ -286,12 +295,12 @@ def test_a_decision_of_other_types_does_not_count(tmp_path, values):
 def test_decisions_of_the_future_do_not_count_for_ever(tmp_path, monkeypatch):
     """A clock was a day ahead when they were made, and was set back: no restart is refused."""
     journal, now = Journal(str(tmp_path), ""), time.time()
-    monkeypatch.setattr("supervisor.journal.time.time", lambda: now + DAY)
+    monkeypatch.setattr("supervisor.decisions.time.time", lambda: now + DAY)
     for step in range(6):
         journal.add(replace(DEAD, iteration=step), Decision(RESTART, ""))
-    monkeypatch.setattr("supervisor.journal.time.time", lambda: now + DAY - HOUR / 2)
+    monkeypatch.setattr("supervisor.decisions.time.time", lambda: now + DAY - HOUR / 2)
     assert decided(DEAD, journal.earlier()).action == STOP  # a small step of the clock
-    monkeypatch.setattr("supervisor.journal.time.time", lambda: now)
+    monkeypatch.setattr("supervisor.decisions.time.time", lambda: now)
     assert decided(DEAD, journal.earlier()).action == RESTART
 
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.schema import Layout, ModelShape, coordinates, rows_along
-from emulator import distinct_ranks
+from emulator import rehearsal
 from emulator.matching import World, mismatches
 from emulator.recording import Event
 
-AXES = distinct_ranks.AXES
+AXES = rehearsal.AXES
 NAMES = ("first", "between", "last")
 
 
@@ -37,7 +37,7 @@ worlds = st.builds(world_of, sizes, sizes, sizes, sizes, st.sampled_from((1, 2, 
 @given(worlds)
 @settings(max_examples=60, deadline=None)
 def test_every_stage_and_every_pair_of_places_is_run(config):
-    ran = distinct_ranks.chosen(config)
+    ran = rehearsal.chosen(config)
     axes = config.layout.axes
     size = axes["pp"] * axes["dp"] * axes["cp"] * axes["tp"]
     assert ran == sorted(set(ran))
@@ -52,8 +52,8 @@ def test_every_stage_and_every_pair_of_places_is_run(config):
 @given(worlds)
 @settings(max_examples=60, deadline=None)
 def test_a_rank_is_taken_as_one_of_its_stage_with_its_place(config):
-    ran = distinct_ranks.chosen(config)
-    taken = distinct_ranks.taken_as(config, ran)
+    ran = rehearsal.chosen(config)
+    taken = rehearsal.taken_as(config, ran)
     heads = config.layout.over_heads(config.model)
     assert set(taken) == set(ran)
     for rank, other in enumerate(taken):
@@ -69,10 +69,10 @@ def rehearsed(config, does: dict) -> World:
     axes = config.layout.axes
     rows = {axis: rows_along(axes, (axis,)) for axis in AXES}
     own = {}
-    for rank in distinct_ranks.chosen(config):
+    for rank in rehearsal.chosen(config):
         events = [Event("all_reduce", role, 1, 4, "float32", "SUM") for role in rows]
         own[rank] = events if does[rank] else []
-    return World(rows, [own[other] for other in distinct_ranks.taken_as(config, list(own))])
+    return World(rows, [own[other] for other in rehearsal.taken_as(config, list(own))])
 
 
 @pytest.mark.parametrize("axes", list(combinations_with_replacement(AXES, 2)))
@@ -89,6 +89,6 @@ def test_what_ranks_of_two_places_leave_out_is_found(axes):
 
 
 def test_how_many_ranks_of_a_large_world_are_run():
-    assert len(distinct_ranks.chosen(world_of(pp=12, dp=8, tp=4, heads=4))) == 21
-    assert distinct_ranks.chosen(world_of(tp=8)) == [0, 4, 7]
-    assert distinct_ranks.chosen(world_of(dp=2, tp=2, pp=2)) == [0, 3, 4, 5, 6, 7]
+    assert len(rehearsal.chosen(world_of(pp=12, dp=8, tp=4, heads=4))) == 21
+    assert rehearsal.chosen(world_of(tp=8)) == [0, 4, 7]
+    assert rehearsal.chosen(world_of(dp=2, tp=2, pp=2)) == [0, 3, 4, 5, 6, 7]

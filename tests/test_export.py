@@ -18,7 +18,7 @@ from ranks import ROOT
 
 import checkpoint
 import sample
-from checkpointing import hf_export, hf_mappings
+from checkpointing import hf_export
 from config.messages import UserError
 from config.schema import ModelShape
 
@@ -65,7 +65,7 @@ def test_out_and_in_again_is_the_same_checkpoint(name, tmp_path):
 def test_in_and_out_again_is_the_same_file(tmp_path):
     """From transformers' own writer, in bf16, with names as in the hub's GPT-2."""
     model = ModelShape(**SHAPE, **MODELS["gpt2"])
-    config = transformers.AutoConfig.for_model(**hf_mappings.hf_config(model, torch.bfloat16))
+    config = transformers.AutoConfig.for_model(**hf_export.hf_config(model, torch.bfloat16))
     theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     theirs.save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf/model.safetensors"
@@ -103,7 +103,7 @@ def test_a_tokenizer_is_exported(tmp_path):
 def test_a_model_of_no_family_is_refused_with_its_fields(tmp_path):
     shape = ModelShape(**SHAPE, embedding_norm=True)
     with pytest.raises(UserError, match="gpt2 needs embedding_norm False, not True"):
-        hf_mappings.rules(shape)
+        hf_export.rules(shape)
     folder, _ = save(tmp_path, {"embedding_norm": True})
     with pytest.raises(UserError, match="transformers has no such model"):
         command("export", "--to", "hf", folder, tmp_path / "hf")

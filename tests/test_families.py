@@ -12,11 +12,11 @@ from compare import assert_close, assert_within
 from ranks import ROOT
 from test_golden import FEW_STEPS, TOLERANCE, distance, reference, run_cases
 
-from checkpointing import hf_export, hf_mappings
+from checkpointing import hf_export
 from config import command_line, families, model_stats, schema, validation
 from config.command_line import parse, parse_request
 from config.messages import UserError
-from config.model_names import PRESETS, preset
+from config.spelling import PRESETS, preset
 from data import Batch
 from distributed.mesh import Mesh
 from model import Stage
@@ -67,7 +67,7 @@ def their_model(case: str, dtype: torch.dtype = torch.float32):
 
 
 def shape_of(theirs) -> schema.ModelShape:
-    return hf_mappings.model_shape(theirs.config.to_dict(), "config.json")
+    return hf_export.model_shape(theirs.config.to_dict(), "config.json")
 
 
 def tensors_of(tensors: dict) -> dict:
@@ -78,7 +78,7 @@ def tensors_of(tensors: dict) -> dict:
 def convert(theirs, tensors: dict) -> dict:
     """Tensors of their model as ours."""
     there = tensors_of(tensors)
-    rules = hf_mappings.rules(shape_of(theirs), theirs.config.model_type)
+    rules = hf_export.rules(shape_of(theirs), theirs.config.model_type)
     return {r.name: r.to_ours(*(there[name] for name in r.theirs)) for r in rules}
 
 

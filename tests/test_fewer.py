@@ -12,10 +12,9 @@ from config.schema import Layout
 from distributed.launch import SlurmJob
 from supervisor import fewer
 from supervisor.command import Command
-from supervisor.decisions import Action, Decision
+from supervisor.decisions import Action, Decision, Journal
 from supervisor.evidence import Evidence
 from supervisor.fewer import Fewer, Options
-from supervisor.journal import Journal
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 128 --global-batch-size 24"
 TRAINED = "--steps 9 --precision fp32 --lr 1e-3 --adam-beta2 0.9 --out OUT --resume auto"

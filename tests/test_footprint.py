@@ -15,7 +15,7 @@ from config import validation
 from config.command_line import parse
 from config.messages import UserError
 from planner import memory
-from telemetry import memory_report
+from telemetry import step_stats
 from telemetry.step_stats import StepStats
 
 WORDS = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --steps 2 "
@@ -33,7 +33,7 @@ def test_the_fullest_rank_of_every_stage():
     """rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
     layout = configure("--tp 2 --pp 2", 8).layout
     every = stats([1, 5, 2, 3, 40, 20, 30, 10])
-    assert memory_report.per_stage(every, layout) == ([5, 40], [2, 20])
+    assert step_stats.per_stage(every, layout) == ([5, 40], [2, 20])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adamw8bit"])
@@ -79,13 +79,13 @@ def size(tensors) -> int:
 def test_the_table_has_the_peak_and_the_bytes_beside_it():
     config = configure("--pp 2", 2)
     before, after = stats([80e6, 100e6]), stats([200e6, 300e6])
-    on_cpu = memory_report.table(config, "cpu", before, after).splitlines()
+    on_cpu = step_stats.table(config, "cpu", before, after).splitlines()
     assert [line.split() for line in on_cpu[1:]] == [
         ["stage", "measured", "before"],
         ["0", "200.0", "40.0"],
         ["1", "300.0", "50.0"],
     ]
-    on_gpu = memory_report.table(config, "cuda", before, after)
+    on_gpu = step_stats.table(config, "cuda", before, after)
     assert "allocated" in on_gpu
     assert on_gpu.splitlines()[1].split() == ["stage", "measured", "reserved"]
     assert on_gpu.splitlines()[2].split() == ["0", "200.0", "100.0"]
@@ -96,7 +96,7 @@ def test_a_snapshot_needs_a_gpu(tmp_path):
     context = SimpleNamespace(device=torch.device("cpu"), rank=0)
     with (
         pytest.raises(UserError, match=r"--memory-snapshot records .* of GPUs; this run is on CP"),
-        memory_report.snapshot(config.run, context),
+        step_stats.snapshot(config.run, context),
     ):
         pytest.fail("it began")
 

@@ -126,8 +126,8 @@ def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
 def test_a_crash_of_a_library_is_a_sentence(crash, status):
     code = f"""
 import os, runpy, signal, sys
-from checkpointing import verification
-verification.check_files = lambda *a, **k: os.kill(os.getpid(), signal.{crash})
+from checkpointing import index
+index.check_files = lambda *a, **k: os.kill(os.getpid(), signal.{crash})
 sys.argv = ["checkpoint.py", "verify", "tests/data/run_189cc1d"]
 runpy.run_path("checkpoint.py", run_name="__main__")
 """

@@ -3,8 +3,8 @@
 import pytest
 
 from config.messages import UserError
-from config.model_names import preset
 from config.schema import Layout, Training
+from config.spelling import preset
 from planner import hardware, step_time
 
 A100 = hardware.load("a100-80")

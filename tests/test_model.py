@@ -5,7 +5,7 @@ import torch
 from compare import assert_close
 
 from attention import attention_kernel
-from checkpointing.hf_mappings import hf_config
+from checkpointing.hf_export import hf_config
 from config import schema as configuration
 from config.messages import UserError
 from corpora.attention_masks import alibi_slopes
@@ -14,7 +14,7 @@ from distributed.mesh import Mesh
 from model import Stage
 from parallel import ParamFactory
 from schedules import partition
-from schedules.costs import part_costs
+from schedules.partition import part_costs
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ import tune
 from config import validation
 from config.command_line import parse_request
 from config.messages import UserError
-from config.model_names import MIXTURES, PRESETS, means_preset, preset
+from config.spelling import MIXTURES, PRESETS, means_preset, preset
 from planner import hardware
 from tuner.session import Session
 

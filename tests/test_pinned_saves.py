@@ -11,8 +11,8 @@ import torch
 from checkpoint_worker import build_run, make
 
 from checkpointing import save
-from checkpointing.host_buffers import HostBuffers
 from checkpointing.state import Progress
+from checkpointing.writer import HostBuffers
 
 
 @pytest.mark.parametrize("count", [1, 700, 2**20, 2**20 + 1, 3 * 2**19 - 5])

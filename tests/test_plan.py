@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 import plan
 from config.command_line import parse_request
 from config.messages import UserError
-from config.model_names import preset
 from config.schema import Training
+from config.spelling import preset
 from config.validation import check_any_length
 from planner import hardware, model_sizes, picture, questions, ranking
 from planner.job import Job

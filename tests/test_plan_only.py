@@ -8,8 +8,8 @@ import pytest
 import plan
 from config import model_stats
 from config.messages import UserError
-from config.model_names import preset
 from config.schema import Layout, ModelShape, Training
+from config.spelling import preset
 from planner import hardware, memory, op_costs, questions, step_time
 from planner.job import Job
 from planner.plan_only import PlanOnly

@@ -15,9 +15,9 @@ import row_engines
 
 from config.command_line import parse
 from config.messages import UserError
-from config.model_names import preset
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
+from config.spelling import preset
 from config.validation import check
 from planner import hardware, layouts, memory, memory_terms, ranking, step_time
 from planner.job import Job

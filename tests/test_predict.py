@@ -15,9 +15,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import engines
 import row_engines
 
-from config.model_names import preset
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
+from config.spelling import preset
 from planner import hardware, op_costs, risk, step_time, time_terms
 from planner.job import Job
 from schedules import orders, schedule, simulation

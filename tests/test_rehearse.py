@@ -17,8 +17,7 @@ from ranks import ROOT, start
 from rehearsal_cases import CASES, IN_SUITE
 
 import rehearse
-from emulator.matching import World, mismatches
-from emulator.nccl_rules import deadlock, kinds
+from emulator.matching import World, deadlock, kinds, mismatches
 from emulator.recording import LOAD, READ, Event
 from planner import memory
 from schedules.orders import ORDERS

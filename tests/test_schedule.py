@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import orders, schedule
-from schedules.drawing import draw, trace, trace_event
 from schedules.schedule import Action, Schedule, ScheduleError
-from schedules.simulation import bubble, makespan, simulate, unit_seconds
+from schedules.simulation import bubble, draw, makespan, simulate, trace, trace_event, unit_seconds
 
 RANKS = st.integers(1, 9)
 MICRO_BATCHES = st.integers(1, 24)

@@ -16,9 +16,8 @@ from supervised_runs import write_batch
 from config import validation
 from config.command_line import parse
 from scripts import requeue
-from supervisor.decisions import Action, Decision
+from supervisor.decisions import Action, Decision, Journal
 from supervisor.evidence import Evidence
-from supervisor.journal import Journal
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()

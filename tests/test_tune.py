@@ -17,7 +17,7 @@ import tune
 from config import command_line
 from config.messages import UserError
 from planner import hardware
-from tuner import search_space, session, sweeps, trials
+from tuner import search_space, session, trials
 from tuner.search import Point, Search, features
 from tuner.session import BudgetSpent
 
@@ -300,7 +300,7 @@ def test_a_search_says_what_it_does_before_it_predicts(tmp_path, monkeypatch, ca
 def test_sweeps_change_one_thing(name, values, tmp_path):
     config = command_line.parse([*SHAPE.split(), "--tp", "2", "--pp", "4"])
     given = {"tp": [2], "pp": [2]} if name != "topology" else {}
-    runs, rejected = sweeps.sweep(name, config, hardware.load("cpu"), 8, given, [])
+    runs, rejected = search_space.sweep(name, config, hardware.load("cpu"), 8, given, [])
     assert len(runs) + len(rejected) >= 1
     where = {
         "micro-batch": lambda c: c.layout.micro_batch_size,

@@ -26,19 +26,17 @@ from test_golden import (
     run_cases,
 )
 
-from config.model_names import preset
 from config.schema import Layout, ModelShape, Training
+from config.spelling import preset
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
 from parallel import ParamSpec
 from planner import hardware, step_time
 from schedules import orders, schedule
-from schedules.costs import pass_costs
-from schedules.drawing import draw
 from schedules.long_schedule import long_schedule
-from schedules.partition import stage_specs
+from schedules.partition import pass_costs, stage_specs
 from schedules.schedule import Action, Schedule, ScheduleError
-from schedules.simulation import bubble, makespan, simulate
+from schedules.simulation import bubble, draw, makespan, simulate
 
 # ------------------------------------------------------------------------------------------------
 # Schedules

@@ -26,7 +26,7 @@ from config.schema import Config
 from config.validation import check_folder
 from planner import hardware, risk
 from planner.layouts import Rejected
-from tuner import result_tables, search_space, sweeps, trials
+from tuner import result_tables, search_space, trials
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, point
 from tuner.search_space import Candidate
@@ -184,7 +184,7 @@ class Session:
         for note in [*filter(None, [self.machine.note]), *request.notes]:
             print(f"note: {note}", file=sys.stderr)
         self.config = request.config
-        self.tried = sweeps.tried_values(options.tried, options.sweep)
+        self.tried = search_space.tried_values(options.tried, options.sweep)
         # The values of each layout axis that is held; --try replaces what was given otherwise.
         axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in axes}
@@ -277,7 +277,7 @@ class Session:
         if options.sweep:
             values = self.tried.get(options.sweep.replace("-", "_"), [])
             self.subject = f"sweep of {options.sweep}"
-            runs, self.rejected = sweeps.sweep(options.sweep, *space, values)
+            runs, self.rejected = search_space.sweep(options.sweep, *space, values)
             self._measure_all(runs, "sweep")
         else:
             named = [self._request(name).config for name in options.models]
