@@ -92,9 +92,11 @@ def check_memory(config: Config) -> None:
     activations of a micro-batch, logits, and the order of the samples.
     """
     model = config.model
-    tokens = config.layout.micro_batch_size * model.seq_length
+    layout = config.layout
+    tokens = layout.micro_batch_size * model.seq_length
+    words = max(model.vocab_size, layout.pad_vocab_multiple)
     elements = model_stats.parameters(model) + config.total_samples + config.data.eval_samples
-    elements += tokens * (model.layers * model.hidden + model.vocab_size)
+    elements += tokens * model.layers * model.hidden + words * (tokens + model.hidden)
     if elements < SMALL_RUN:
         return
     from planner import memory
