@@ -88,16 +88,9 @@ def check_machine(config: Config, launch: Launch) -> None:
 def check_memory(config: Config) -> None:
     """Raise UserError if this node has less memory than its ranks certainly need.
 
-    The planner's formulas are not loaded for a run with fewer than SMALL_RUN elements: weights,
-    activations of a micro-batch, logits, and the order of the samples.
+    The planner's formulas are not loaded for a run with fewer than SMALL_RUN elements.
     """
-    model = config.model
-    layout = config.layout
-    tokens = layout.micro_batch_size * model.seq_length
-    words = max(model.vocab_size, layout.pad_vocab_multiple)
-    elements = model_stats.parameters(model) + config.total_samples + config.data.eval_samples
-    elements += tokens * model.layers * model.hidden + words * (tokens + model.hidden)
-    if elements < SMALL_RUN:
+    if model_stats.elements_of_run(config) < SMALL_RUN:
         return
     from planner import memory
 

@@ -8,7 +8,7 @@ g key/value heads, B samples.
 """
 
 from config.messages import UserError
-from config.schema import ModelShape
+from config.schema import Config, ModelShape
 
 # ---- Parameters ----------------------------------------------------------------------------------
 
@@ -126,3 +126,15 @@ def hardware_flops(
     blocks = model.layers if blocks is None else blocks
     repeated = samples * model.seq_length * blocks * again[recompute]
     return model_flops(model, samples, formula) + repeated
+
+
+def elements_of_run(config: Config) -> int:
+    """Return about how many numbers a run holds at once if nothing is split over ranks: weights,
+    inputs of the blocks and logits of a micro-batch, and the order of the samples.
+    """
+    model = config.model
+    words = max(model.vocab_size, config.layout.pad_vocab_multiple)
+    tokens = config.layout.micro_batch_size * model.seq_length
+    activations = tokens * (words + model.hidden * model.layers)
+    samples = config.total_samples + config.data.eval_samples
+    return parameters(model) + words * model.hidden + activations + samples

@@ -7,6 +7,7 @@ rendezvous       devices and cores, the store, process groups: how ranks meet
 job_store        torch's key-value store, to which only the ranks are connected
 context          this process among all ranks; how a job ends
 placement        node, cores and GPU of each rank
+gpus             the GPU that a rank takes
 mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
 context_parallel attention of ranks that share the tokens of a sample

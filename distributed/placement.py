@@ -1,14 +1,12 @@
 """The place of every rank (node, cores, GPU), and warnings about how the ranks were placed.
 
     share = share_of_cores(physical_cores(allowed), ranks=4, index=1)
-    gpu = choose_gpu(local_rank=1, local_size=4, visible=4, node="n1", sharing=False)
     for sentence in placement_warnings(places, layout, job_nodes=2): ...
 
 All facts about the cluster are arguments, so that tests can describe clusters they do not have.
 """
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -97,40 +95,8 @@ def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tupl
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 
-def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharing: bool) -> int:
-    """Return the index of a rank's GPU among the GPUs that the rank sees.
-
-    visible: the number of GPUs that this rank sees; 1 if the launcher gives each rank one GPU
-    (--gpus-per-task). sharing: whether several ranks may use one GPU; if not, raise UserError if
-    the node has fewer GPUs than ranks.
-    """
-    if visible == 1:
-        return 0  # `check_gpus` later finds ranks that see the same GPU
-    if local_size > visible and not sharing:
-        raise UserError(
-            f"{local_size} ranks on node {node} have {visible} GPUs; start at most {visible} "
-            f"a node, or share GPUs with --backend gloo"
-        )
-    return local_rank % visible
-
-
 # An environment variable for tests: if it is set, ranks share a GPU over NCCL (tests/test_nccl.py).
 SHARE_FOR_TESTS = "TRINE_TEST_SHARE_GPU"
-
-
-def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
-    """Let ranks share GPUs over NCCL if SHARE_FOR_TESTS is set and ranks do share GPUs.
-
-    Return whether that is so. NCCL refuses two ranks on one GPU of one host, and knows hosts by
-    NCCL_HOSTID: each rank gets another value. Messages then go over the loopback network and take
-    milliseconds each. Called before the first process group is made.
-    """
-    if not os.environ.get(SHARE_FOR_TESTS) or not _shared_gpus(places):
-        return False
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_IB_DISABLE", "1")
-    return True
 
 
 def check_devices(places: list[Place]) -> None:
@@ -146,83 +112,7 @@ def check_devices(places: list[Place]) -> None:
     )
 
 
-def check_kernels(name: str, capability: tuple[int, int], built: list[str], version: str) -> None:
-    """Raise UserError if the installed torch has no kernels for this GPU.
-
-    name: the GPU's name. capability: its compute capability (major, minor). built: the result of
-    torch.cuda.get_arch_list(). version: torch's. Kernels for sm_XY run on GPUs with the same X and
-    a minor number of at least Y, sm_XYa only on that GPU, and compute_XY is compiled for any newer
-    GPU when it is loaded.
-    """
-    for each in built:
-        kind, _, number = each.partition("_")
-        of = divmod(int(number.rstrip("af")), 10)
-        same = of == capability or (of[0] == capability[0] and not number.endswith("a"))
-        if of <= capability and (same or kind == "compute"):
-            return
-    advice = "install a build of torch for it"
-    if capability < (7, 5):
-        advice = "install torch's build for CUDA 12.6 (+cu126)"
-    wanted = f"{capability[0]}.{capability[1]} (sm_{capability[0]}{capability[1]})"
-    raise UserError(
-        f"{name} has compute capability {wanted}, but torch {version} has kernels for "
-        f"{', '.join(built) or 'no GPU'}: {advice} (docs/install.md)"
-    )
-
-
-def unusable_driver(
-    version: str, cuda: str | None, path: str = "/proc/driver/nvidia/version"
-) -> str:
-    """Return the reason why torch sees no GPU, as the end of an error message.
-
-    Empty if no NVIDIA driver is loaded on this node. version: torch's. cuda: the CUDA version for
-    which torch is built, None for a build for CPUs.
-    """
-    try:
-        with open(path) as file:
-            words = file.read().split()
-    except OSError:
-        return ""
-    driver = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
-    if cuda is None:
-        return f", because torch {version} is built for CPUs; the driver here is {driver}"
-    return (
-        f"; the driver here is {driver}, and torch {version} is built for CUDA {cuda}: if that "
-        f"needs a newer driver, install torch's build for CUDA 12.6 (docs/install.md)"
-    )
-
-
-def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
-    """Raise UserError if `--device auto` would use the CPU though the node has a GPU.
-
-    cuda: the CUDA version for which torch is built; None, for a build for CPUs, raises nothing.
-    why: the result of `unusable_driver`. If CUDA_VISIBLE_DEVICES is set and names no GPU, the job
-    was given no GPU, and nothing is raised.
-    """
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if cuda is None or (shown is not None and not re.match(r"\s*(\d|GPU-|MIG-)", shown)):
-        return
-    found = sorted(path.name for path in Path(devices).glob("nvidia[0-9]*"))
-    if found:
-        raise UserError(
-            f"--device auto: this node has {devices}/{found[0]}, but torch can use no GPU{why}; "
-            f"to run on the CPU all the same, give --device cpu"
-        )
-
-
-def check_gpus(places: list[Place]) -> None:
-    """Raise UserError if two ranks have the same GPU."""
-    for gpu, several in _shared_gpus(places).items():
-        place = places[several[0]]
-        on_node = sum(other.node == place.node for other in places)
-        raise UserError(
-            f"ranks {', '.join(map(str, several))} on node {place.node} have the same GPU "
-            f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
-            f"--gpus-per-task=1), or share GPUs with --backend gloo"
-        )
-
-
-def _shared_gpus(places: list[Place]) -> dict[str, list[int]]:
+def shared_gpus(places: list[Place]) -> dict[str, list[int]]:
     """Return the ranks of each GPU that several ranks have, by the GPU's identifier."""
     ranks = ranks_by(place.gpu for place in places)
     return {gpu: several for gpu, several in ranks.items() if gpu and len(several) > 1}
@@ -288,7 +178,7 @@ def _sharing(places: list[Place]) -> list[str]:
     return [
         f"ranks {number_ranges(ranks)} share one GPU ({gpu}) and each takes its turn: for tests "
         f"(over nccl only {SHARE_FOR_TESTS} allows it), not for training"
-        for gpu, ranks in _shared_gpus(places).items()
+        for gpu, ranks in shared_gpus(places).items()
     ]
 
 

@@ -75,8 +75,11 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         faulthandler.cancel_dump_traceback_later()
         try:
             placement.check_devices(places)
-            if backend == "nccl" and not placement.share_gpu_for_tests(places, launch.rank):
-                placement.check_gpus(places)
+            if backend == "nccl":
+                from distributed import gpus
+
+                if not gpus.share_gpu_for_tests(places, launch.rank):
+                    gpus.check_gpus(places)
         except UserError:
             exchange.leave()
             raise
@@ -103,29 +106,22 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     """
     import torch
 
-    available = torch.cuda.is_available()
-    if run.device != "cpu" and not available:
-        why = placement.unusable_driver(torch.__version__, torch.version.cuda)
-        if run.device == "cuda":
-            raise UserError(f"--device cuda: torch sees no CUDA device on this node{why}")
-        placement.check_unused_gpu(torch.version.cuda, why)
-    on_gpu = available and run.device != "cpu"
-    backend = run.backend if run.backend != "auto" else "nccl" if on_gpu else "gloo"
+    on_gpu = False
+    if run.device != "cpu":
+        from distributed import gpus
+
+        on_gpu = gpus.are_usable(required=run.device == "cuda")
+    backend = run.backend
+    if backend == "auto":
+        backend = "nccl" if on_gpu else "gloo"
     if backend == "nccl" and not on_gpu:
         raise UserError("--backend nccl needs --device cuda; CPUs use gloo")
     if launch.size == 1:
         backend = "none"
     if not on_gpu:
         return torch.device("cpu"), None, backend
-    visible = torch.cuda.device_count()
-    sharing = backend != "nccl"
-    gpu = placement.choose_gpu(local.rank, local.size, visible, node, sharing)
-    device = torch.device("cuda", gpu)
-    torch.cuda.set_device(device)
-    name = torch.cuda.get_device_name(gpu)
-    capability = torch.cuda.get_device_capability(gpu)
-    placement.check_kernels(name, capability, torch.cuda.get_arch_list(), torch.__version__)
-    return device, f"GPU-{torch.cuda.get_device_properties(device).uuid}", backend
+    device, identifier = gpus.take(local, node, sharing=backend != "nccl")
+    return device, identifier, backend
 
 
 def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:

@@ -1,7 +1,8 @@
 """The parts of zero.py: update rules, gradient buckets, loss scale, full sharding.
 
 buckets       flat buffers of weights and gradients, and who owns which part
-update_rules  learning rate; AdamW, 8-bit AdamW, Adafactor, Muon, SGD on master tensors
+update_rules  learning rate; AdamW, Adafactor, Muon, SGD on master tensors
+adam8bit      AdamW with moments of 8 bits
 precision     the number format of a run: what --precision auto is
 loss_scale    the factor that keeps fp16 gradients above zero
 fsdp          --zero 3, by torch's fully_shard

@@ -20,6 +20,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+# Number of weights that share a scale in 8-bit AdamW; bitsandbytes' kernels are built for it.
+BLOCK = 256
 
 
 def settled(config: Config, context: Context | None) -> tuple[Config, str]:

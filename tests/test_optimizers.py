@@ -6,6 +6,7 @@ and depend on the rounding: fp32; 8-bit moments, where some codes flip; Muon, wh
 in bf16; 16-bit activations, which every layout rounds at other places.
 """
 
+import importlib.util
 import itertools
 import json
 import sys
@@ -271,7 +272,7 @@ def test_a_layout_that_cuts_blocks_is_refused():
 def test_a_package_that_is_missing_is_named(module, monkeypatch):
     name = {"bitsandbytes": "adamw8bit"}.get(module, module)
     found = importlib_find_spec_without(module)
-    monkeypatch.setattr(update_rules.importlib.util, "find_spec", found)
+    monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setitem(sys.modules, "apex", None)
     apex = r"apex.*\. Here: No module named .apex"
     sentence = {"apex": apex, "bitsandbytes": "bitsandbytes"}[module]
@@ -280,7 +281,7 @@ def test_a_package_that_is_missing_is_named(module, monkeypatch):
 
 
 def importlib_find_spec_without(module: str):
-    real = update_rules.importlib.util.find_spec
+    real = importlib.util.find_spec
     return lambda name: None if name.split(".")[0] == module else real(name)
 
 

@@ -11,7 +11,7 @@ from ranks import start_ranks
 from config.messages import UserError, number_ranges
 from config.run_options import Run
 from config.schema import Layout
-from distributed import placement, rendezvous
+from distributed import gpus, placement, rendezvous
 from distributed.placement import Place
 
 
@@ -48,19 +48,19 @@ def test_cores_are_those_of_this_machine():
     [(3, 4, 4, False, 3), (1, 2, 8, False, 1), (3, 4, 1, False, 0), (3, 4, 2, True, 1)],
 )
 def test_gpu_by_local_rank(local_rank, local_size, visible, sharing, gpu):
-    assert placement.choose_gpu(local_rank, local_size, visible, "n1", sharing) == gpu
+    assert gpus.choose_gpu(local_rank, local_size, visible, "n1", sharing) == gpu
 
 
 def test_fewer_gpus_than_ranks():
     with pytest.raises(UserError, match="8 ranks on node n1 have 4 GPUs; start at most 4 a node"):
-        placement.choose_gpu(0, 8, 4, "n1", sharing=False)
+        gpus.choose_gpu(0, 8, 4, "n1", sharing=False)
 
 
 def test_two_ranks_on_one_gpu():
     """Each sees one GPU; only the identifiers of all ranks show that it is the same."""
-    placement.check_gpus(places("aabb", gpus="wxyz"))
+    gpus.check_gpus(places("aabb", gpus="wxyz"))
     with pytest.raises(UserError, match=r"ranks 2, 3 on node b have the same GPU \(y\), of 2"):
-        placement.check_gpus(places("aabb", gpus="wxyy"))
+        gpus.check_gpus(places("aabb", gpus="wxyy"))
 
 
 def test_the_switch_of_the_nccl_tests(monkeypatch):
@@ -70,11 +70,11 @@ def test_the_switch_of_the_nccl_tests(monkeypatch):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone
         monkeypatch.delenv(name)
     shared, apart = places("aabb", gpus="wxyy"), places("aabb", gpus="wxyz")
-    assert not placement.share_gpu_for_tests(shared, 3)
+    assert not gpus.share_gpu_for_tests(shared, 3)
     monkeypatch.setenv(placement.SHARE_FOR_TESTS, "1")
-    assert not placement.share_gpu_for_tests(apart, 3)
+    assert not gpus.share_gpu_for_tests(apart, 3)
     assert not any(name in os.environ for name in names)
-    assert placement.share_gpu_for_tests(shared, 3)
+    assert gpus.share_gpu_for_tests(shared, 3)
     assert [os.environ[name] for name in names] == ["rank3", "lo", "1"]
 
 
@@ -197,21 +197,21 @@ def test_ranks_of_which_one_has_no_gpu_do_not_meet():
 def test_auto_does_not_train_on_the_cpu_beside_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     folder = str(tmp_path)
-    placement.check_unused_gpu("13.0", "; the driver here is 470.82.01", folder)  # no GPU
+    gpus.check_unused_gpu("13.0", "; the driver here is 470.82.01", folder)  # no GPU
     (tmp_path / "nvidiactl").touch()
-    placement.check_unused_gpu("13.0", "", folder)
+    gpus.check_unused_gpu("13.0", "", folder)
     (tmp_path / "nvidia0").touch()
-    placement.check_unused_gpu(None, "", folder)  # a torch for CPUs
+    gpus.check_unused_gpu(None, "", folder)  # a torch for CPUs
     for shown in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-        placement.check_unused_gpu("13.0", "", folder)
+        gpus.check_unused_gpu("13.0", "", folder)
     for shown in ("0", "GPU-8f", " 1,0", None):
         if shown is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         with pytest.raises(UserError) as refused:
-            placement.check_unused_gpu("13.0", "; the driver here is 470.82.01", folder)
+            gpus.check_unused_gpu("13.0", "; the driver here is 470.82.01", folder)
         said = str(refused.value)
         assert said.startswith(
             f"--device auto: this node has {tmp_path}/nvidia0, but torch can use"
@@ -223,7 +223,7 @@ def test_only_a_given_cpu_is_silent_beside_such_a_gpu(monkeypatch):
     """`--device auto` asks, `--device cpu` does not."""
     asked = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(placement, "check_unused_gpu", lambda *facts: asked.append(facts))
+    monkeypatch.setattr(gpus, "check_unused_gpu", lambda *facts: asked.append(facts))
     launch = SimpleNamespace(size=1)
     for device in ("auto", "cpu"):
         chosen = rendezvous._choose_device(Run(device=device), launch, None, "n1")
@@ -234,12 +234,12 @@ def test_only_a_given_cpu_is_silent_beside_such_a_gpu(monkeypatch):
 def test_a_driver_that_torch_cannot_use_is_explained(tmp_path):
     path = tmp_path / "version"
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\n")
-    why = placement.unusable_driver("2.13.0", "13.0", str(path))
+    why = gpus.unusable_driver("2.13.0", "13.0", str(path))
     assert "the driver here is 470.82.01, and torch 2.13.0 is built for CUDA 13.0" in why
     assert "install torch's build for CUDA 12.6" in why
-    assert "is built for CPUs" in placement.unusable_driver("2.13.0+cpu", None, str(path))
-    assert placement.unusable_driver("2.13.0", "13.0", str(tmp_path / "none")) == ""
+    assert "is built for CPUs" in gpus.unusable_driver("2.13.0+cpu", None, str(path))
+    assert gpus.unusable_driver("2.13.0", "13.0", str(tmp_path / "none")) == ""
     with pytest.raises(UserError, match=r"V100.*sm_70.*build for CUDA 12.6 \(\+cu126\)"):
-        placement.check_kernels("Tesla V100", (7, 0), ["sm_75", "sm_80"], "2.13.0")
+        gpus.check_kernels("Tesla V100", (7, 0), ["sm_75", "sm_80"], "2.13.0")
     with pytest.raises(UserError, match="install a build of torch for it"):
-        placement.check_kernels("Next", (13, 0), ["sm_80"], "2.13.0")
+        gpus.check_kernels("Next", (13, 0), ["sm_80"], "2.13.0")
