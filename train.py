@@ -45,7 +45,8 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     answered, and errors in the options are reported, before torch is imported.
     """
     share_heap()
-    signals, launch = Signals(), Launch("python")
+    signals = Signals()
+    launch = Launch("python")
     try:
         launch = replace(discover(), watch=watch)
         signals.follow(launch)

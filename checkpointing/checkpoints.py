@@ -43,7 +43,9 @@ class Checkpoints:
         self.enabled = config.run.saves
         self.optimizer = optimizer
         self.recorder = mesh.recorder
-        store, rank, size = context.store, context.rank, context.size
+        store = context.store
+        rank = context.rank
+        size = context.size
         self.exchange = StoreExchange(store, rank, size, "run", mesh.recorder)
         self._check_replicas = check_replicas
         self._arguments = (config, mesh, optimizer, context, samples, print_line, check_replicas)

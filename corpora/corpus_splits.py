@@ -48,7 +48,8 @@ class Corpora:
     """
 
     def __init__(self, config: Config):
-        self.config, self.cache = config, ArrayCache(config.data.cache_folder)
+        self.config = config
+        self.cache = ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
         schedule = config.data.data_schedule or ()
         self.changes = shares_by_phase(schedule, len(prefixes), self.weights is not None)

@@ -311,7 +311,8 @@ class IndexedDatasetWriter:
         self.vocab_size = vocab_size
         self.tokens = 0
         self.token_type = token_type_of(vocab_size)
-        self._lengths, self._documents = array.array("i"), array.array("q", [0])
+        self._lengths = array.array("i")
+        self._documents = array.array("q", [0])
         self._partial = f"{prefix}.{os.getpid()}.partial"  # no other process writes it
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)

@@ -254,7 +254,8 @@ class Group:
         halves: (2, n); row i is summed on rank i. On a CPU the only new memory is the n received
         elements.
         """
-        other, sent = self.ranks[1 - self.rank], halves[1 - self.rank].cpu()
+        other = self.ranks[1 - self.rank]
+        sent = halves[1 - self.rank].cpu()
         received = torch.empty_like(sent)
         sending = dist.isend(sent, other, group=self.handle)
         works = [sending, dist.irecv(received, other, group=self.handle)]

@@ -230,7 +230,8 @@ def check_groups(config: Config, peers: Peers) -> None:
     """
     names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
     answer: dict[str, Any] = {"at": 0, "error": None}
-    context, done = peers.context, threading.Event()
+    context = peers.context
+    done = threading.Event()
 
     def reduce() -> None:
         """Make the groups and sum ones in each; put progress and a failure into `answer`.

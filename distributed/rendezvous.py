@@ -56,7 +56,8 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
     prints the error. The job then ends with status 2.
     """
     # Several ranks see the same mistake: only the rank whose index is 0 prints it at once.
-    node, index = node_name(), launch.rank
+    node = node_name()
+    index = launch.rank
     # The time limit is kept by a thread that needs no Python lock, because MPI_Init holds the lock.
     faulthandler.dump_traceback_later(within.total_seconds(), exit=True, file=2)
     try:

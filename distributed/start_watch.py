@@ -23,7 +23,8 @@ import time
 from distributed.early_end import SECONDS_TO_MEET, abort_by_pmi, node_name, place_of_rank
 
 # Seconds between two looks at the rank's state, and seconds that a rank may be stopped.
-SECONDS_BETWEEN_LOOKS, SECONDS_STOPPED = 1.0, 5.0
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_STOPPED = 5.0
 # Seconds until the job is ended after `outlive`: longer than Launch.exit_delay, for which ranks
 # wait that have found the same mistake as another rank.
 SECONDS_TO_OUTLIVE = 12.0
@@ -36,7 +37,9 @@ class Watched:
     """
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.began, self.stopped = pid, time.monotonic(), 0
+        self.pid = pid
+        self.began = time.monotonic()
+        self.stopped = 0
         self.out = ""  # the folder of the run, once the rank has read its options
         self.met = False  # all ranks have met
         self.outlives = False  # the rank ends on purpose, and the launcher may not end the others

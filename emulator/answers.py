@@ -37,12 +37,14 @@ def of(run: Rehearsal, machine: Machine, verbose: bool = False) -> Answers:
         meeting = [stuck]
     stages = [_stage(run, stage, machine) for stage in range(run.config.layout.pp)]
     fullest = max(stages, key=lambda stage: stage["needed"])
-    fits, room = fullest["needed"] <= machine.memory, _room(fullest, machine)
+    fits = fullest["needed"] <= machine.memory
+    room = _room(fullest, machine)
     finding = "; ".join(meeting[:1] or [room] * (not fits))
     data = {"good": not finding, "finding": finding, **_about(run)}
     data |= {"mismatches": meeting, "fits": fits, "stages": stages}
     data |= {"stops": _stops(run.records), "launches": _launches(run)}
-    about, meet = _header(data), _meeting_text(run, meeting)
+    about = _header(data)
+    meet = _meeting_text(run, meeting)
     texts = [about, meet, _memory_text(data, room)]
     if verbose:
         texts.append(_stops_text(data))
@@ -177,7 +179,8 @@ def _launches(run: Rehearsal) -> dict[str, float]:
     """Kernels of the rank that launches most of them."""
     busiest = max(run.records, key=lambda record: sum(record.kernels.values()))
     passes = busiest.kernels.get("forward", 0) + busiest.kernels.get("backward", 0)
-    each, once = passes / run.micro_batches, busiest.kernels.get("optimizer", 0)
+    each = passes / run.micro_batches
+    once = busiest.kernels.get("optimizer", 0)
     return {"rank": busiest.rank, "per_micro_batch": each, "per_step_beside": once}
 
 

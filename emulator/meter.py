@@ -56,7 +56,8 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.trace = trace
         self.recorder = trace.recorder
-        self.now, self.peaks = 0, defaultdict[str, Peak](Peak)
+        self.now = 0
+        self.peaks = defaultdict[str, Peak](Peak)
         self.kernels = Counter[str]()
         self.pinned = weakref.WeakSet[Any]()  # storages
         self._live: dict[int, tuple[Any, int, str]] = {}  # reference, bytes, kind
@@ -135,7 +136,8 @@ class Meter(TorchDispatchMode):
             self.trace.stop(str(kernel[0]), calling_line(4), LOAD)
 
     def _allocate(self, storage: Any, function: Any) -> None:
-        key, size = storage._cdata, -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO
+        key = storage._cdata
+        size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO
         phase, _, action, micro_batch = self.recorder.place
         kind = phase if phase != "train" else f"{action} {micro_batch}"
         self._live[key] = (weakref.ref(storage, lambda _: self._free(key)), size, kind)

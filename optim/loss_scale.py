@@ -65,7 +65,8 @@ class LossScale:
 
     def load(self, state: dict[str, float]) -> None:
         """Continue from a checkpoint's `state`; a scale that the options fix is not changed."""
-        self.good, self.stuck = int(state.get("good_steps", 0)), int(state.get("stuck", 0))
+        self.good = int(state.get("good_steps", 0))
+        self.stuck = int(state.get("stuck", 0))
         if self.dynamic and "hysteresis" in state:
             self.hysteresis = int(state["hysteresis"])
             self.value = max(float(state["loss_scale"]), self.training.min_loss_scale)

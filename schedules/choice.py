@@ -176,5 +176,6 @@ def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
             blocks[to] += 1
             other = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches)
             if other and other.seconds < best.seconds * (1 - 1e-9):
-                best, improved = other, True
+                best = other
+                improved = True
     return best

@@ -106,7 +106,8 @@ def parts_of(
     """Return the costs of embedding, block and head on one tensor rank, for one token; seconds are
     FLOPs. A block's backward pass includes recomputation only if all blocks are recomputed.
     """
-    t, h = layout.tp, model.hidden
+    t = layout.tp
+    h = model.hidden
     counted = [PassCosts(*(each / t for each in part)) for part in pass_costs(model, device)]
     embedding, block, head = counted
     if layout.recompute_layers is None and layout.recompute_blocks is None:
@@ -123,7 +124,8 @@ def parts_of(
     if given := explicit_costs(layout):  # scaled such that a block costs its counted FLOPs
         unit = block.seconds / sum(given[:3])
         scaled = [unit * each for each in given]
-        block, head = PassCosts(*scaled[:3]), PassCosts(*scaled[3:])
+        block = PassCosts(*scaled[:3])
+        head = PassCosts(*scaled[3:])
     return embedding, block._replace(held=held), head._replace(held=logits)
 
 

@@ -49,7 +49,8 @@ class LongSchedule:
         """Return for each rank the most that it holds at once (`Schedule.most_held`)."""
         if not self.shorter:
             return self.whole().most_held(sizes)
-        before, last = self.shorter[0].most_held(sizes), self.shorter[-1].most_held(sizes)
+        before = self.shorter[0].most_held(sizes)
+        last = self.shorter[-1].most_held(sizes)
         pairs = zip(before, last, strict=True)
         return tuple(then + self.rounds * (then - less) for less, then in pairs)
 

@@ -128,7 +128,9 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     rounds = max(1, micro_batches // ranks)
     ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
     groups = [range(*pair) for pair in pairwise(ends)]
-    forwards, backwards, ahead = [], [], []
+    forwards = []
+    backwards = []
+    ahead = []
     for rank in range(ranks):
         own = range(rank, len(rank_of), ranks)
         there = [(s, m) for group in groups for s, m in product(own, group)]

@@ -305,7 +305,8 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     Raise ValueError if the sums are not the model's numbers of blocks and parameters.
     """
     lines = ["stage   holds                        blocks       parameters   share of time"]
-    several, spread = any(s.rank != s.index for s in rows), any(s.vocabulary for s in rows)
+    several = any(s.rank != s.index for s in rows)
+    spread = any(s.vocabulary for s in rows)
     for s in rows:
         parts = ["embedding"] * (s.embedding and not spread)
         parts += [f"blocks {s.first}-{s.last - 1}"] * (s.blocks > 0)
@@ -314,7 +315,8 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
         holds = f"rank {s.rank}: {holds}" if several else holds
         lines.append(f"{s.index:5}   {holds:28} {s.blocks:6} {s.parameters:16,} {s.share:14.1%}")
     copies = model.vocab_size * model.hidden if rows[-1].tied else 0
-    blocks, total = sum(s.blocks for s in rows), sum(s.parameters for s in rows)
+    blocks = sum(s.blocks for s in rows)
+    total = sum(s.parameters for s in rows)
     if blocks != model.layers or total != model_stats.parameters(model) + copies:
         raise ValueError(
             f"stages hold {blocks} blocks and {total} parameters, the model has "

@@ -104,7 +104,9 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
     action that has not run ends at infinity. Raise ScheduleError if no rank can go on.
     """
     numbered = schedule.numbered
-    awaited, stages, size = numbered.awaited, schedule.stages, len(numbered.awaited)
+    awaited = numbered.awaited
+    stages = schedule.stages
+    size = len(numbered.awaited)
     lasts: list[float] = []
     for kind in schedule.kinds:
         lasts += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches

@@ -165,7 +165,8 @@ class Journal:
     """The decisions of a run, those of earlier supervisors too."""
 
     def __init__(self, out: str, job: str):
-        self.job, path = job, Path(out, "supervisor.jsonl")
+        self.job = job
+        path = Path(out, "supervisor.jsonl")
         self.entries = read_entries(path)
         self.file = RowFile(str(path), say)  # what a full disk does not take is written later
 

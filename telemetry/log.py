@@ -116,14 +116,16 @@ class Log:
         """
         if not self.is_writer:
             return
-        self.latest, seconds = everyone, everyone[0].seconds
+        self.latest = everyone
+        seconds = everyone[0].seconds
         length = self.config.length(done.consumed_samples - batch)
         self.steps.append((batch, seconds, result.loss))
         self.rates.append(batch * length / seconds)
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
         iteration = done.iteration
-        model, share = replace(self.config.model, seq_length=length), batch / self.context.size
+        model = replace(self.config.model, seq_length=length)
+        share = batch / self.context.size
         recompute = self.config.layout.recompute
         flops = model_stats.model_flops(model, 1, FORMULA) * share
         executed = model_stats.hardware_flops(model, 1, recompute, FORMULA, self.recomputed) * share
@@ -197,7 +199,8 @@ class Log:
         if not self.is_writer:
             return
         # If writing fails, self.text stays None, and nothing more is written to log.txt.
-        text, self.text = self.text, None
+        text = self.text
+        self.text = None
         with self.without("log.txt, from here on"):
             if text:
                 text.write(line + "\n")

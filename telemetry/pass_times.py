@@ -30,7 +30,8 @@ from schedules.partition import StageSpec, stage_specs
 from telemetry.row_file import read_object
 
 # Repetitions per block or head: first untimed, then timed ones, of which the fastest counts.
-WARM_UP, TIMED = 3, 7
+WARM_UP = 3
+TIMED = 7
 
 
 def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) -> Config:

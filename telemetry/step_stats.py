@@ -174,9 +174,13 @@ def table(config: Config, device: str, before: list[StepStats], after: list[Step
     now.
     """
     peaks, reserved = per_stage(after, config.layout)
-    kind, second, beside = "allocated", "reserved", reserved
+    kind = "allocated"
+    second = "reserved"
+    beside = reserved
     if device == "cpu":
-        kind, second, beside = "resident", "before", per_stage(before, config.layout)[1]
+        kind = "resident"
+        second = "before"
+        beside = per_stage(before, config.layout)[1]
     lines = [
         f"peak memory of a rank, MB ({kind}); by part: plan.py stages --config {config.run.out}"
     ]

@@ -24,7 +24,9 @@ from watchdog.wait_graph import Case, Ranks, WaitGraph
 _ranges = functools.partial(number_ranges, between=", ")
 _RULE = "=" * 80  # the first and the last line of a report
 # The most culprits, frames of a stack, and lines of a list that a report shows.
-SHOWN_CULPRITS, SHOWN_FRAMES, SHOWN_LINES = 8, 6, 24
+SHOWN_CULPRITS = 8
+SHOWN_FRAMES = 6
+SHOWN_LINES = 24
 
 
 def format_report(case: Case, ranks: Ranks, out: str) -> str:

@@ -105,9 +105,11 @@ class Watchdog:
         self._unanswered = 0  # heartbeats since the last message of the monitor
         self._received = b""  # the beginning of a message that has not arrived completely
         # The number of groups that were reported to the monitor; the memory of rank and node.
-        self._groups, self._memory = 0, MemoryReader()
+        self._groups = 0
+        self._memory = MemoryReader()
         # The seconds after which faulthandler writes the stacks, and when its timer was set.
-        self._dump_after, self._armed = 60.0, -3600.0
+        self._dump_after = 60.0
+        self._armed = -3600.0
         # Seconds to add to time.monotonic() for the monitor's clock, and their error. The heartbeat
         # with the fastest answer gives the best value.
         self.clock_offset = time.time() - time.monotonic()
@@ -205,7 +207,8 @@ class Watchdog:
     def _listen(self, seconds: float) -> None:
         """Handle the monitor's messages for so many seconds; raise OSError if it is gone."""
         # poll and not select, which only takes descriptors up to 1,023.
-        until, poll = time.monotonic() + seconds, select.poll()
+        until = time.monotonic() + seconds
+        poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while not self._closing:
             left = until - time.monotonic()
