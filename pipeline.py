@@ -28,7 +28,7 @@ from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from model import Stage
 from parallel import ParamFactory
-from schedules.layout_orders import evaluation_of_layout, of_layout
+from schedules.orders import evaluation_of_layout, of_layout
 from schedules.partition import placement
 from schedules.schedule import Action, Schedule
 from watchdog.flight_recorder import FlightRecorder

@@ -101,7 +101,7 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         raise UserError(f"--on does not emulate --schedule {name}: it takes gpipe, 1f1b or zb-h1")
     import torch
 
-    from emulator import emulation, stand_ins
+    from emulator import emulation, recording
 
     if options.on == "cuda" and not torch.cuda.is_available():
         raise UserError("--on cuda: torch sees no CUDA device here")
@@ -110,8 +110,8 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         every = [name for name in hardware.names() if hardware.load(name).has_device(here)]
         both = f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}"
         raise UserError(f"{both}: give --gpu {' or '.join(every) or 'FILE.toml'}")
-    link = stand_ins.MachineLinks(machine, config.layout)
-    price = stand_ins.MeasuredLinks(options.gpus, options.links) if options.links else link
+    link = recording.MachineLinks(machine, config.layout)
+    price = recording.MeasuredLinks(options.gpus, options.links) if options.links else link
     show = Progress("stages measured", config.layout.pp)
     try:
         stages = emulation.measured(config, options.gpus, machine.node, options.on, show)

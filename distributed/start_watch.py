@@ -93,8 +93,8 @@ class Watched:
     def _report(self) -> None:
         """Print that the rank has died, and write the report into the folder of the run."""
         # Imported here because they are rarely needed and would slow down every start.
+        from watchdog.hang_report import Case
         from watchdog.monitor import Rank, report
-        from watchdog.wait_graph import Case
 
         (number, size), now = self._rank(), time.monotonic()
         rank = Rank(number, now, now, node_name(), self.pid, state="gone", error=self.error)

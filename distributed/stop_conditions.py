@@ -83,8 +83,7 @@ class Signals:
         node that ends the ranks.
         """
         if launch.size > 1:
-            self._meeting = True
-            self.end = functools.partial(end_job, launch.watch)
+            self._meeting, self.end = True, functools.partial(end_job, launch.watch)
         self._end_meeting()  # a signal may have been received already
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()

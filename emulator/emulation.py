@@ -24,8 +24,8 @@ from config.model_stats import model_flops
 from config.schema import Config
 from distributed.placement import allowed_cores, physical_cores
 from emulator.answers import Answers
+from emulator.recording import EmulatedContext, Operation, emulated_context
 from emulator.rehearsal import shortened, stages_of
-from emulator.stand_ins import EmulatedContext, Operation, emulated_context
 from planner import memory, step_time
 from planner.hardware import Machine
 from planner.job import Job

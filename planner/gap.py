@@ -19,7 +19,7 @@ from planner.job import Job
 from planner.measured_steps import MeasuredSteps, Row
 from planner.questions import FULL_BATCH, Answer
 from planner.remedies import Remedy
-from schedules.layout_orders import of_layout
+from schedules.orders import of_layout
 from schedules.partition import part_costs, stage_specs
 from schedules.schedule import VOCABULARY, Schedule
 

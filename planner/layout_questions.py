@@ -11,7 +11,7 @@ from planner import hardware, memory, step_time
 from planner.questions import BILLION, Answer, Question, Questions
 from schedules import partition, simulation
 from schedules.choice import decide_layout, note
-from schedules.layout_orders import of_layout
+from schedules.orders import of_layout
 
 
 def stages(question: Question) -> Answer:

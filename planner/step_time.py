@@ -22,8 +22,8 @@ from planner import hardware, memory, memory_terms, risk, time_terms
 from planner.hardware import Machine
 from planner.job import Column, Job, term
 from planner.op_costs import Pass
-from schedules.layout_orders import stage_costs
 from schedules.long_schedule import long_layout, long_schedule
+from schedules.orders import stage_costs
 from schedules.partition import StageCosts, executed_flops, stage_specs
 
 # Of a datasheet's rate: reductions over many nodes were measured at a half to a quarter of it.

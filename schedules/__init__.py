@@ -2,10 +2,9 @@
 
     schedule         actions, and what makes a schedule valid
     simulation       when each action runs, how much time is idle; grids and Chrome traces
-    orders           makes every schedule: `build`, with list_scheduling and vocabulary
+    orders           makes every schedule: `build`, with list_scheduling and vocabulary; `of_layout`
     long_schedule    what a schedule of many micro-batches takes and holds
     partition        which blocks each stage holds, by the costs of the passes of a model's parts
-    layout_orders    the schedule that a layout runs
     choice           what --schedule auto chooses
 
 The pipeline executes the object that the planner prices.

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from config.schema import Layout, ModelShape
-from schedules.layout_orders import backward_length, stage_costs
-from schedules.orders import SEARCHED, unchecked
+from schedules.orders import SEARCHED, backward_length, stage_costs, unchecked
 from schedules.partition import StageCosts
 from schedules.schedule import Schedule
 from schedules.simulation import Seconds, ends, makespan

@@ -34,7 +34,7 @@ from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from schedules import partition, simulation
-from schedules.layout_orders import of_layout
+from schedules.orders import of_layout
 from telemetry import log_lines, step_stats
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats

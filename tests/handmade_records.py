@@ -4,7 +4,7 @@ import json
 
 from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder, Operation
-from watchdog.wait_graph import Case, WaitGraph, find_culprits
+from watchdog.hang_report import Case, WaitGraph, find_culprits
 
 
 class Ranks:

@@ -214,7 +214,7 @@ def test_large_pipelines_are_searched_with_all_their_micro_batches():
 PROGRAM = """
 from test_choice import SHAPE, LAYOUT
 from schedules.choice import decide_layout
-from schedules.layout_orders import of_layout
+from schedules.orders import of_layout
 layout, choice = decide_layout(SHAPE, LAYOUT, 12)
 order = of_layout(SHAPE, layout, 12)
 print(layout.schedule, layout.partition, [list(map(str, row)) for row in order.ranks])

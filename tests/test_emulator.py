@@ -13,7 +13,7 @@ from config.messages import UserError
 from config.schema import Layout
 from config.validation import check
 from emulator.emulation import AFTER, StageMeasured, StageSeconds, composed, priced
-from emulator.stand_ins import (
+from emulator.recording import (
     Ledger,
     MachineLinks,
     MeasuredLinks,

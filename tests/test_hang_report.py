@@ -13,7 +13,7 @@ from ranks import start
 
 from watchdog import flight_recorder, hang_report
 from watchdog.flight_recorder import FlightRecorder
-from watchdog.wait_graph import WaitGraph
+from watchdog.hang_report import WaitGraph
 
 PRINT_AGAIN = [sys.executable, "-m", "watchdog.hang_report"]
 

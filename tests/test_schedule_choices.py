@@ -24,8 +24,8 @@ from config import validation
 from config.schema import Layout, ModelShape
 from schedules import orders, schedule
 from schedules.choice import decide, decide_layout
-from schedules.layout_orders import of_layout, stage_costs
 from schedules.list_scheduling import parts_of, task_of
+from schedules.orders import of_layout, stage_costs
 from schedules.partition import blocks_per_stage
 from schedules.simulation import makespan
 

@@ -4,7 +4,6 @@ flight_recorder  what each rank does and did last; written by the groups of `dis
 handshake        how the monitor recognises the ranks, and what other connections may cost
 heartbeat        each rank's connection to the monitor; started by distributed.context
 monitor          the process that watches all ranks; started by heartbeat
-wait_graph       which rank waits for which, and where the chains of waits end
 hang_report      the report as text and as files (python -m watchdog.hang_report OUT)
 
 From outside: FlightRecorder, GroupLog, Watchdog, start_monitor.

@@ -25,8 +25,8 @@ from typing import Any
 
 from watchdog import hang_report
 from watchdog.handshake import Entrance, Process
+from watchdog.hang_report import Case, Ranks, WaitGraph, find_culprits
 from watchdog.heartbeat import encode, kill_process, process_state
-from watchdog.wait_graph import Case, Ranks, WaitGraph, find_culprits
 
 # --hang-timeout by default: MIN_HANG_TIMEOUT seconds or MEDIAN_STEPS median steps, the longer.
 MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0
