@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ranks import ROOT
+from ranks import ROOT, start_ranks
 
 from scripts import size
 
@@ -60,6 +60,9 @@ MOST_ROOT_FILES = 17
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 MOST_ROOMS_OF_TRAINER = 14
+# What a plain run loads of this project, by `size.measure`; these limits may only fall.
+MOST_NODES_OF_A_PLAIN_RUN = 88_000
+MOST_FILES_OF_A_PLAIN_RUN = 63
 
 
 def wings() -> list[str]:
@@ -280,6 +283,33 @@ def test_the_whole_stays_within_its_nodes_and_is_no_more_tightly_packed():
     assert listed.nodes <= size.MOST_NODES
     assert listed.per_line <= size.MOST_NODES_PER_LINE
     assert listed.per_statement <= size.MOST_NODES_PER_STATEMENT
+
+
+PLAIN_RUN = """
+import runpy, sys
+runpy.run_path("train.py", run_name="__main__")
+files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+print("\\n".join(f"loaded {file}" for file in files if file))
+"""
+
+
+def test_a_plain_run_loads_no_feature_that_it_does_not_use(tmp_path):
+    """1F1B on two stages, ZeRO-1, synthetic tokens: no saving, planner, trackers or GPUs."""
+    words = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --steps 3 --pp 2 "
+    words += f"--global-batch-size 8 --device cpu --out {tmp_path}"
+    outcome = start_ranks(2, "-c", PLAIN_RUN, *words.split(), PYTHONPATH=str(ROOT))
+    assert outcome.status == 0, outcome.err
+    loaded = {line.split()[1] for line in outcome.out.splitlines() if line.startswith("loaded ")}
+    own = [path for path in [*files().values(), *ROOT.glob("*/__init__.py")] if str(path) in loaded]
+    own.append(ROOT / "train.py")
+    sizes = {name_of(path): size.measure(path).nodes for path in own}
+    listed = "\n".join(f"{nodes:6,} {name}" for name, nodes in sorted(sizes.items()))
+    assert sum(sizes.values()) <= MOST_NODES_OF_A_PLAIN_RUN, listed
+    assert len(sizes) <= MOST_FILES_OF_A_PLAIN_RUN, listed
+    rooms = {room_of(name.removesuffix(".py").replace("/", ".")) for name in sizes}
+    assert not rooms & {"planner", "tuner", "emulator", "supervisor", "decoding", "vocabulary"}
+    for name in ("save", "writer", "load", "file_format"):
+        assert f"checkpointing/{name}.py" not in sizes
 
 
 def test_room_to_read_does_not_change_the_nodes(tmp_path):
