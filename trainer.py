@@ -72,32 +72,15 @@ class TrainState(ModelState):
     optimizer: Optimizer
 
 
-def decide_schedule(config: Config, context: Context | None) -> tuple[Config, list[str]]:
-    """Replace --schedule auto by a schedule; return the configuration and lines for the log.
-
-    Called before the model is built. Collective over all ranks with --schedule-costs measured.
-    context: None for a world of one rank on the CPU.
-    """
-    if config.layout.schedule != "auto":
-        return config, []
-    from schedules import choice  # imported here, since only --schedule auto needs the two modules
-    from telemetry.pass_times import with_measured_costs
-
-    if context:
-        dtype = DTYPES[config.training.precision]
-        config = with_measured_costs(config, context, dtype)
-    config, found = choice.decide(config, context.device.type if context else CPU.type)
-    return config, [choice.note(config.layout, found)] if found else []
-
-
 def build(config: Config, context: Context | None = None) -> TrainState:
     """Build this rank's stages, pipeline and optimizer; collective over all ranks.
 
-    `config` has passed validation.check, and `decide_schedule` has replaced --schedule auto.
+    `config` has passed validation.check, and --schedule auto is decided (telemetry/pass_times.py).
     context: None for a world of one rank on the CPU.
     """
     model = build_model(config, context)
-    config, factory = model.config, model.factory
+    config = model.config
+    factory = model.factory
     optimizer = Optimizer(model.stages, factory, config.training, config.layout)
     return TrainState(**vars(model), optimizer=optimizer)
 
@@ -106,11 +89,13 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     """Build this rank's stages, pipeline and batch reader, as `build`, but no optimizer."""
     device = context.device if context else CPU
     config, _ = precision.settled(config, context)
-    layout, training = config.layout, config.training
+    layout = config.layout
+    training = config.training
     heads = layout.over_heads(config.model)
     mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, bool(layout.vocab_pp), heads)
     dtype = DTYPES[training.precision]
-    seed, std = training.seed, training.init_std
+    seed = training.seed
+    std = training.init_std
     deferred = DeferredGradients() if layout.splits_backward else None
     factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel, deferred)
     factory = replace(factory, compile=config.run.compile)
@@ -158,8 +143,10 @@ def _passes(
 ) -> tuple[Tensor, int]:
     """Run a step's forward and backward passes; return loss sum and targets as Pipeline.train."""
     config = state.config
-    size, length = config.batches.batch(consumed), config.length(consumed)
-    micro_batches, targets = 1 if of_warm_up else config.micro_batches(size), size * length
+    size = config.batches.batch(consumed)
+    length = config.length(consumed)
+    micro_batches = 1 if of_warm_up else config.micro_batches(size)
+    targets = size * length
     state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
@@ -168,7 +155,9 @@ def _passes(
 
 def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     """Return the mean loss per target of the first `count` samples, 0 without any; collective."""
-    config, mesh, layout = state.config, state.factory.mesh, state.config.layout
+    config = state.config
+    mesh = state.factory.mesh
+    layout = state.config.layout
     mesh.recorder.enter("evaluate")
     state.pipeline.set_length(config.model.seq_length)
     micro_batches = -(-count // (layout.micro_batch_size * layout.dp))
@@ -194,7 +183,11 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.length_divisor, on_gpu)
         config, decided = precision.settled(replace(config, layout=layout), context)
-        config, notes = decide_schedule(config, context)
+        notes: list[str] = []
+        if config.layout.schedule == "auto":
+            from telemetry.pass_times import decide_schedule  # here: a given one needs no search
+
+            config, notes = decide_schedule(config, context)
         layout = config.layout
         start_checks.introduce(config, context, decided)
         splits = data.build(config)
@@ -202,7 +195,8 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         at_start = step_stats.measure(context.device, seconds=0.0)
         state = build(config, context)
         end.callback(state.reader.close)
-        mesh, samples = state.factory.mesh, splits.train
+        mesh = state.factory.mesh
+        samples = splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         kernels = _kernels(state, splits)
         start_checks.check_compiler(kernels, context.device.type, context.nodes[context.rank])
@@ -243,7 +237,8 @@ def warms_up(config: Config, device: torch.device) -> bool:
 
 def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
     """Return the names of the kernels and data readers that run, for the log and run.json."""
-    config, micro_batch = state.config, state.config.layout.micro_batch_size
+    config = state.config
+    micro_batch = state.config.layout.micro_batch_size
     masked = config.data.masks_attention
     kernels = {
         "optimizer": state.optimizer.kernel,
@@ -265,9 +260,14 @@ class Trainer:
         conditions: StopConditions,
     ):
         """Resume if --resume asks for it; collective over all ranks."""
-        config, mesh = state.config, state.factory.mesh
-        self.config, self.state, self.splits, self.log = config, state, splits, log
-        self.checkpoints, self.conditions = checkpoints, conditions
+        config = state.config
+        mesh = state.factory.mesh
+        self.config = config
+        self.state = state
+        self.splits = splits
+        self.log = log
+        self.checkpoints = checkpoints
+        self.conditions = conditions
         self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
         self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
         self.done = checkpoints.resume()

@@ -38,10 +38,9 @@ from bandwidth import (
 from timed_collectives import Plan, beside_plain_loop, check_sum, measure, pair_scan, rates
 from worlds import TorchWorld, group_rows, placed
 
-from config.messages import Parser, UserError, exit_with
+from config.messages import Parser, UserError, check_folder, exit_with
 from config.run_options import Run
 from config.schema import Layout
-from config.validation import check_folder
 from distributed.launch import Launch, discover
 from planner import hardware
 

@@ -14,8 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-from config.messages import Parser, UserError, exit_with
-from config.validation import check_folder
+from config.messages import Parser, UserError, check_folder, exit_with
 
 MODEL = "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --positions rotary"
 TRAINING = "--global-batch-size 4 --steps 200 --lr 3e-3 --min-lr 3e-4 --lr-warmup-samples 80"

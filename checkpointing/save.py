@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
 import os
 import platform
 import shutil
@@ -29,6 +28,7 @@ from checkpointing import folders
 from checkpointing.file_format import Attributes
 from checkpointing.state import (
     Progress,
+    best_interval,
     bytes_of_a_save,
     checkpoints_folder,
     count_elements,
@@ -51,7 +51,9 @@ from zero import Optimizer
 
 # If the last save of a finished run lacks room: how long `finish` waits, with the state in memory;
 # between two looks at the free bytes; and between two attempts (free bytes do not show a quota).
-SECONDS_FOR_ROOM, SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_ATTEMPTS = 1800.0, 1.0, 10.0
+SECONDS_FOR_ROOM = 1800.0
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
 class Checkpointer:
@@ -74,8 +76,13 @@ class Checkpointer:
         print_line: Callable[[str], None] = print,
         check_replicas: Callable[[int], None] | None = None,
     ):
-        self.config, self.run, self.mesh, self.optimizer = config, config.run, mesh, optimizer
-        self.samples, self.is_rank_0, self.recorder = samples, mesh.rank == 0, mesh.recorder
+        self.config = config
+        self.run = config.run
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.samples = samples
+        self.is_rank_0 = mesh.rank == 0
+        self.recorder = mesh.recorder
         self.print_line = print_line if self.is_rank_0 else lambda line: None
         self._check_replicas = check_replicas
         self._checked_step = -1  # the step whose state was compared last
@@ -188,7 +195,8 @@ class Checkpointer:
         self.check_replicas(progress.iteration)
         self.recorder.enter("save")
         self._wait()
-        self._last_step, self._last_time = progress.iteration, time.monotonic()
+        self._last_step = progress.iteration
+        self._last_time = time.monotonic()
         name = folders.folder_name(progress.iteration)
         hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
@@ -265,7 +273,8 @@ class Checkpointer:
         self._stopping = True
         # The step may have been resumed from another folder, or saved without optimizer state.
         if not self._is_visible(progress) or self.kinds != self._all_kinds:
-            self.kinds, self._last_step = self._all_kinds, -1
+            self.kinds = self._all_kinds
+            self._last_step = -1
         return self.save_now(progress)
 
     def _is_visible(self, progress: Progress) -> bool:
@@ -314,11 +323,13 @@ class Checkpointer:
         self._wait()
         if not self._broadcast(self._failed):
             return
-        self._stopping, self._last_step = True, -1
+        self._stopping = True
+        self._last_step = -1
         limit = time.monotonic() + SECONDS_FOR_ROOM
         while not self.save_now(progress):
             if not (self._broadcast(self._lacks_room) and self._await_room(limit, stop_requested)):
-                name, newest = folders.folder_name(progress.iteration), self._describe_newest()
+                name = folders.folder_name(progress.iteration)
+                newest = self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
             self._last_step = self._checked_step = -1  # check again: the wait may have been long
 
@@ -376,7 +387,8 @@ class Checkpointer:
         if save.error is not None:
             raise save.error
         self._seconds = save.seconds
-        self._newest, self._failed = save.progress.iteration, False
+        self._newest = save.progress.iteration
+        self._failed = False
         self.print_line(
             f"saved {self.writer.folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
             f"{save.seconds:.2f} s, pause {save.pause:.3f} s"
@@ -387,7 +399,8 @@ class Checkpointer:
 
     def _print_failure(self, step: int, problem: str) -> None:
         problem = " ".join(problem.split())  # HDF5's messages have line breaks
-        self._failed, self._lacks_room = True, any(text in problem for text in NO_ROOM)
+        self._failed = True
+        self._lacks_room = any(text in problem for text in NO_ROOM)
         then = "" if self._stopping else "training goes on, "
         name = folders.folder_name(step)
         self.print_line(
@@ -432,14 +445,3 @@ def origin(config: dict[str, Any]) -> dict[str, str]:
     versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
     saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {"config": json.dumps(config), "versions": json.dumps(versions), "saved": saved}
-
-
-def best_interval(pause: float, seconds: float, between_failures: float) -> float:
-    """Return the seconds between saves that lose the least time (Daly, FGCS 2006; the first term is
-    Young's). pause: seconds that training waits per save. seconds: duration of a save, the least
-    interval. between_failures: mean seconds between two failures of the job.
-    """
-    cost = min(pause, between_failures)
-    ratio = math.sqrt(cost / (2 * between_failures))
-    young = math.sqrt(2 * cost * between_failures)
-    return max(young * (1 + ratio / 3 + ratio**2 / 9) - cost, seconds)

@@ -165,6 +165,21 @@ def check_file(path: str | None) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
+def check_folder(flag: str, path: str) -> None:
+    """Raise UserError if the folder `path` cannot be made, or if no file can be made in it.
+
+    A nameless temporary file in the deepest folder of `path` that exists is the test.
+    """
+    found = os.path.abspath(path)
+    while not os.path.lexists(found):
+        found = os.path.dirname(found)
+    try:
+        with tempfile.TemporaryFile(dir=found), contextlib.suppress(FileNotFoundError):
+            os.stat(path)  # OSError if a name is too long
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot write in {found}: {error.strerror}") from None
+
+
 def write_file(path: str | None, text: str) -> None:
     """Write a file if a path was given for it; UserError if it cannot be written."""
     try:

@@ -10,10 +10,9 @@ import contextlib
 import dataclasses
 import math
 import os
-import tempfile
 
 from config.batch_schedule import between
-from config.messages import UserError
+from config.messages import UserError, check_folder
 from config.run_options import Data, Run
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
 
@@ -55,8 +54,12 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
 
     name: the word that messages use for the ranks, such as GPUs.
     """
-    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
-    replica, product = tp * pp * cp, f"tp({tp}) * pp({pp})" + f" * cp({cp})" * (cp > 1)
+    tp = layout.tp
+    pp = layout.pp
+    cp = layout.cp
+    dp = layout.dp
+    replica = tp * pp * cp
+    product = f"tp({tp}) * pp({pp})" + f" * cp({cp})" * (cp > 1)
     if ranks % replica:
         raise UserError(f"{product} * dp(?) does not divide {ranks} {name}")
     if dp is not None and replica * dp != ranks:
@@ -109,7 +112,8 @@ def rotary_scaling(text: str) -> tuple[str, list[float]]:
 
 def check_split(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
-    tp, pp = layout.tp, layout.pp
+    tp = layout.tp
+    pp = layout.pp
     parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
     for name, size in (parts | {"ffn-hidden": model.ffn_hidden}).items():
         if size % tp:
@@ -129,7 +133,8 @@ def check_split(model: ModelShape, layout: Layout) -> None:
 
 def _uncut(layout: Layout, length: int) -> str:
     """Return the product that must divide the tokens of a sample but does not, or an empty text."""
-    tp, cp = layout.tp, layout.cp
+    tp = layout.tp
+    cp = layout.cp
     if cp > 1 and length % (2 * cp):
         return f"2 * cp({cp})"
     if layout.sequence_parallel and length % (cp * tp):
@@ -140,7 +145,8 @@ def _uncut(layout: Layout, length: int) -> str:
 def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
     explicit_costs(layout)
-    name, virtual = layout.schedule, layout.virtual_stages
+    name = layout.schedule
+    virtual = layout.virtual_stages
     if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
         raise UserError(f"--schedule {name} needs a pipeline: pp is {layout.pp}")
     if virtual is not None and name != "interleaved":
@@ -192,7 +198,8 @@ def refusal_of_vocab_pp(
 
 def _check_search(layout: Layout) -> None:
     """Raise UserError if options of --schedule auto do not go with the schedule."""
-    name, costs = layout.schedule, layout.schedule_costs
+    name = layout.schedule
+    costs = layout.schedule_costs
     if name != "auto" and costs != "counted":
         raise UserError(f"--schedule-costs {costs} needs --schedule auto, not {name}")
     if name == "auto" and layout.recompute_blocks is not None:
@@ -204,7 +211,8 @@ def _check_search(layout: Layout) -> None:
 
 def _check_recomputed(layout: Layout) -> None:
     """Raise UserError if the number of blocks to recompute does not go with the layout."""
-    number, text = layout.recompute_layers, layout.recompute_blocks
+    number = layout.recompute_layers
+    text = layout.recompute_blocks
     given = f"--recompute-layers {number}" if text is None else f"--recompute-blocks {text}"
     if layout.recompute == "none" and (number is not None or text is not None):
         raise UserError(f"{given} needs --recompute selective or full")
@@ -223,7 +231,8 @@ def _check_recomputed(layout: Layout) -> None:
 
 def _check_recomputed_counts(layout: Layout, layers: int) -> None:
     """Raise UserError if more blocks are to be recomputed than the model or a stage has."""
-    number, counts = layout.recompute_layers, layout.recomputed_of_stage
+    number = layout.recompute_layers
+    counts = layout.recomputed_of_stage
     if number is not None and number > layers:
         raise UserError(f"--recompute-layers {number} is more than the model has: layers({layers})")
     if counts is None:
@@ -260,7 +269,8 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
 
 def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None:
     """Raise UserError, ending in `when`, unless micro-batch-size x dp divides `samples`."""
-    micro, dp = layout.micro_batch_size, layout.dp
+    micro = layout.micro_batch_size
+    dp = layout.dp
     if samples % (micro * dp):
         raise UserError(
             f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} does not divide "
@@ -270,8 +280,10 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
 
 def check_batches(config: Config) -> None:
     """Raise UserError for the first batch size of this start that the layout cannot divide."""
-    layout, rounds = config.layout, config.training.decrease_batch_size_if_needed
-    share, run = layout.micro_batch_size * layout.dp, config.run
+    layout = config.layout
+    rounds = config.training.decrease_batch_size_if_needed
+    share = layout.micro_batch_size * layout.dp
+    run = config.run
     levels = batch_schedule(config.training, config.model.seq_length).levels()
     for level in between(levels, run.begin_at_samples, run.stop_at_samples):
         name, when = "global-batch-size", ""
@@ -304,7 +316,8 @@ def _check_changing_data(config: Config) -> None:
 
 def _check_curriculum(config: Config) -> None:
     """Raise UserError if --curriculum does not go with the model, the layout or other options."""
-    found, length = config.curriculum, config.model.seq_length
+    found = config.curriculum
+    length = config.model.seq_length
     if found is None:
         return
     given = f"--curriculum {config.data.curriculum}"
@@ -433,18 +446,3 @@ def check_paths(config: Config) -> None:
         raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
     if run.resume not in (None, "auto") and not os.path.isdir(run.resume):
         raise UserError(f"--resume {run.resume}: there is no such folder")
-
-
-def check_folder(flag: str, path: str) -> None:
-    """Raise UserError if the folder `path` cannot be made, or if no file can be made in it.
-
-    A nameless temporary file in the deepest folder of `path` that exists is the test.
-    """
-    found = os.path.abspath(path)
-    while not os.path.lexists(found):
-        found = os.path.dirname(found)
-    try:
-        with tempfile.TemporaryFile(dir=found), contextlib.suppress(FileNotFoundError):
-            os.stat(path)  # OSError if a name is too long
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot write in {found}: {error.strerror}") from None

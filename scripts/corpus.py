@@ -23,8 +23,7 @@ from config import messages  # first: it ends a Python that is too old
 with messages.installed():
     import numpy as np
 
-    from config.messages import Parser, UserError, exit_with
-    from config.validation import check_folder
+    from config.messages import Parser, UserError, check_folder, exit_with
     from corpora.checksums import check_blocks, checksums_of
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter

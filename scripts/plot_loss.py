@@ -13,8 +13,7 @@ from config import messages  # first: it ends a Python that is too old
 with messages.installed():
     import numpy as np
 
-    from config.messages import Parser, UserError, exit_with
-    from config.validation import check_folder
+    from config.messages import Parser, UserError, check_folder, exit_with
 
 
 def read(folder: Path) -> tuple[list[dict], list[dict], dict]:

@@ -26,8 +26,7 @@ with messages.installed():
     import numpy as np
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from config.messages import Parser, UserError
-    from config.validation import check_folder
+    from config.messages import Parser, UserError, check_folder
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
     from scripts.corpus import run, write_checksums
     from scripts.encoders import TokenizersEncoder, load_encoder

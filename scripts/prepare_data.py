@@ -35,8 +35,7 @@ with messages.installed():
     import numpy as np
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from config.messages import Parser, UserError
-    from config.validation import check_folder
+    from config.messages import Parser, UserError, check_folder
     from scripts.corpus import run
     from scripts.documents import Documents, Found, Reader
     from scripts.encode_documents import Work, chunks, encode_all

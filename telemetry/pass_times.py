@@ -1,5 +1,6 @@
 """Seconds of the passes through a block and through the head: `--schedule-costs measured`.
 
+    config, notes = decide_schedule(config, context)         --schedule auto decided
     config = with_measured_costs(config, context, dtype)
     config.layout.schedule_costs                     six times in microseconds, as in run.json
 
@@ -25,13 +26,29 @@ from distributed.context import Context
 from distributed.mesh import Mesh
 from distributed.store import StoreExchange
 from model import Stage
-from parallel import DeferredGradients, ParamFactory
+from optim.precision import DTYPES
+from parallel import CPU, DeferredGradients, ParamFactory
+from schedules import choice
 from schedules.partition import StageSpec, stage_specs
 from telemetry.row_file import read_object
 
 # Repetitions per block or head: first untimed, then timed ones, of which the fastest counts.
 WARM_UP = 3
 TIMED = 7
+
+
+def decide_schedule(config: Config, context: Context | None) -> tuple[Config, list[str]]:
+    """Replace --schedule auto by a schedule; return the configuration and lines for the log.
+
+    Called before the model is built. Collective over all ranks with --schedule-costs measured.
+    context: None for a world of one rank on the CPU. Other schedules are returned as they are.
+    """
+    if config.layout.schedule != "auto":
+        return config, []
+    if context:
+        config = with_measured_costs(config, context, DTYPES[config.training.precision])
+    config, found = choice.decide(config, context.device.type if context else CPU.type)
+    return config, [choice.note(config.layout, found)] if found else []
 
 
 def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) -> Config:

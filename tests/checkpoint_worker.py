@@ -21,6 +21,7 @@ from config import schema as configuration
 from config import validation
 from config.command_line import build
 from distributed.context import Context
+from telemetry import pass_times
 from telemetry.replica_check import unequal_replicas
 
 BATCH = 4
@@ -91,7 +92,7 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
 def run(config: configuration.Config, before: int, after: int, context=None) -> dict:
     """One job: load if it resumes, train and save if `before`, then the steps that are compared."""
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
-    config, _ = trainer.decide_schedule(config, context)
+    config, _ = pass_times.decide_schedule(config, context)
     state = trainer.build(config, context)
     lines = []
     mesh = state.factory.mesh

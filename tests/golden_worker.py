@@ -21,6 +21,7 @@ from config import validation
 from config.command_line import build
 from distributed.context import Context, start
 from distributed.launch import discover
+from telemetry import pass_times
 from telemetry.replica_check import unequal_replicas
 
 STEPS = 10
@@ -43,7 +44,7 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
     losses of evaluation sets. prepare: is called before the first step.
     """
     training, splits = config.training, data.build(config)
-    config, _ = trainer.decide_schedule(config, context)
+    config, _ = pass_times.decide_schedule(config, context)
     state = trainer.build(config, context)
     prepare(state, splits.train)
     losses, norms = [], []

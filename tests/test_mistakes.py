@@ -12,7 +12,7 @@ import ranks
 from mistake_cases import CASES
 from ranks import ROOT
 
-from config import command_line, validation
+from config import command_line, messages, validation
 from config.messages import UserError, check_file
 from distributed.launch import check_launch, discover
 from distributed.placement import threads_asked_for
@@ -123,14 +123,14 @@ def test_what_launchers_set_is_accepted():
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
-    validation.check_folder("--out", str(tmp_path))
-    validation.check_folder("--out", str(tmp_path / "a" / "b"))
+    messages.check_folder("--out", str(tmp_path))
+    messages.check_folder("--out", str(tmp_path / "a" / "b"))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match=r"cannot write in .*: File name too long"):
-        validation.check_folder("--out", str(tmp_path / ("x" * 300)))
+        messages.check_folder("--out", str(tmp_path / ("x" * 300)))
     (tmp_path / "link").symlink_to(tmp_path / "link")
     with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
-        validation.check_folder("--out", str(tmp_path / "link" / "run"))
+        messages.check_folder("--out", str(tmp_path / "link" / "run"))
 
 
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):

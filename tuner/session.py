@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from config import command_line
-from config.messages import UserError
+from config.messages import UserError, check_folder
 from config.schema import Config
-from config.validation import check_folder
 from planner import hardware, risk
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, trials

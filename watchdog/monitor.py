@@ -29,7 +29,8 @@ from watchdog.hang_report import Case, Ranks, WaitGraph, find_culprits
 from watchdog.heartbeat import encode, kill_process, process_state
 
 # --hang-timeout by default: MIN_HANG_TIMEOUT seconds or MEDIAN_STEPS median steps, the longer.
-MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0
+MIN_HANG_TIMEOUT = 300.0
+MEDIAN_STEPS = 10.0
 # During the first STARTUP_STEPS steps data and checkpoints are read and kernels are built: the
 # limit is STARTUP_FACTOR times longer then, and at least STARTUP_SECONDS.
 STARTUP_STEPS = 2
