@@ -23,8 +23,10 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.
 
 
 def continue_in_child() -> None:
-    """Return in a child, whose status its parent ends with; UserError in the parent if it crashed:
-    HDF5 does, on some files that were made to have right checksums.
+    """Fork, and return only in the child; the parent waits and exits with the child's status.
+
+    Raise UserError in the parent if the child crashed: HDF5 crashes on some damaged files whose
+    checksums were made to match.
     """
     child = os.fork()
     if child == 0:
@@ -50,7 +52,7 @@ with messages.installed():
 
 
 def _checks(manifest: dict[str, Any]) -> str:
-    """The checks that the state of a checkpoint has passed, as its manifest lists them."""
+    """Return the names of the checks that a checkpoint's state has passed, by its manifest."""
     checked = manifest.get("checked")
     if isinstance(checked, list) and all(isinstance(name, str) for name in checked):
         return ", ".join(checked) or "none"
@@ -58,7 +60,7 @@ def _checks(manifest: dict[str, Any]) -> str:
 
 
 def show(folder: str) -> str:
-    """What is in a checkpoint, for people to read."""
+    """Return a description of a checkpoint's contents, for people to read."""
     manifest = check_files(folder, contents=False)
     files = manifest["files"].values()
     lines = [
@@ -79,7 +81,7 @@ def show(folder: str) -> str:
 
 
 def run_command(arguments: list[str]) -> None:
-    """Run show, verify, export or import with these arguments; raises UserError."""
+    """Run show, verify, export or import with these arguments; raise UserError for wrong ones."""
     given = _parser().parse_args(arguments)
     if given.command == "import":
         from checkpointing.hf_export import import_weights

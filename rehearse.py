@@ -36,13 +36,13 @@ from planner import hardware
 from schedules.choice import decide
 from schedules.choice import note as note_of
 
-MOST_RANKS = 1_000_000  # of --gpus
+MOST_RANKS = 1_000_000  # largest --gpus
 CLEAR = "\r\x1b[K"
-LINES = 4  # that show the progress where standard error is no terminal
+LINES = 4  # lines of progress if standard error is not a terminal
 
 
 def main(arguments: list[str]) -> int:
-    """Rehearse what the arguments say and print the answers; the exit status."""
+    """Rehearse the run of these arguments, print the answers, and return the exit status."""
     try:
         return _rehearse(arguments)
     except UserError as mistake:
@@ -89,7 +89,7 @@ def _rehearse(arguments: list[str]) -> int:
 
 
 def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:
-    """Measure each stage on the device, and print the step of the world."""
+    """Measure each stage on the device, print the whole run's step, and return the exit status."""
     if options.all_ranks:
         raise UserError("--all-ranks is about operations: --on runs one rank of each stage")
     if config.layout.zero == 3 and options.gpus > 1:
@@ -124,9 +124,9 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
 
 
 class Progress:
-    """Shows on standard error how many of `total` pieces of work are done; `what` names them.
+    """Shows on standard error how many of `total` ranks or stages are done; `what` names them.
 
-    It rewrites one line on a terminal; elsewhere it prints a line for each quarter.
+    On a terminal one line is rewritten; elsewhere a line is printed for each quarter.
     """
 
     def __init__(self, what: str, total: int):
@@ -138,7 +138,7 @@ class Progress:
         self(0)
 
     def __call__(self, done: int) -> None:
-        """Show that so many are done."""
+        """Show that `done` of the ranks or stages are done."""
         text = f"{self.what}: {done} of {self.total}, {time.monotonic() - self.began:.0f} s"
         quarter = done * LINES // self.total
         if self._on_terminal:
@@ -166,7 +166,7 @@ def _parser() -> Parser:
 
 
 def _nodes(options: Namespace, per_node: int) -> int:
-    """The number of nodes; UserError if it does not divide the ranks."""
+    """Return the number of nodes; UserError if it does not divide the number of ranks."""
     if not 1 <= options.gpus <= MOST_RANKS:
         raise UserError(f"--gpus must be from 1 to {MOST_RANKS}, not {options.gpus}")
     if options.nodes is None:

@@ -35,25 +35,25 @@ with messages.installed():
     from distributed.launch import Launch, discover
 
 MAX_TOKENS = 100
-# The options that go with --prompt only, and their defaults.
+# Options that only --prompt uses, and their defaults.
 OF_PROMPT = {"max_tokens": None, "temperature": 0.8, "top_p": 0.95, "seed": 1234, "tokenizer": None}
-EVAL_BATCH = 4  # samples of a micro-batch with --eval-data
+EVAL_BATCH = 4  # samples in a micro-batch with --eval-data
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is asked for: a checkpoint, the options, and for --prompt the texts and their ids."""
+    """A checked command line: the checkpoint, the options, and token ids of the prompts, if any."""
 
     folder: str
     given: argparse.Namespace
     config: Config
     text: Text | None = None
     prompts: tuple[list[int], ...] = ()
-    count: int = 0  # the most new tokens for each prompt
+    count: int = 0  # most new tokens for each prompt
 
 
 def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
-    """Everything that can be wrong is found here, in the same way on every rank; UserError."""
+    """Check all input, in the same way on every rank, and return the task; UserError if wrong."""
     if (given.prompt is None) == (given.eval_data is None):
         both = "neither was" if given.prompt is None else "both were"
         raise UserError(f"give one of --prompt and --eval-data; {both} given")
@@ -100,14 +100,14 @@ def _check_numbers(given: argparse.Namespace) -> None:
 
 
 def _corpora(origin: dict[str, Any]) -> list[str]:
-    """The prefixes of --data of the run that wrote a checkpoint; weights may be among them."""
+    """Return the --data of the run that wrote a checkpoint: prefixes, and weights as texts."""
     data = origin.get("data")
     words = data.get("data") if isinstance(data, dict) else None
     return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
 
 
 def _config(given: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
-    """The configuration of the layout that is asked for; UserError if it does not fit."""
+    """Return the configuration with the requested layout; UserError if it does not fit."""
     micro = EVAL_BATCH if given.eval_data else 1
     batch = micro * max(1, ranks // (max(1, given.tp) * max(1, given.pp)))
     values = dataclasses.asdict(model) | {"tp": given.tp, "pp": given.pp, "steps": 1}
@@ -121,7 +121,7 @@ def _config(given: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
 
 
 def run(task: Task, context: Context) -> Iterator[str]:
-    """Load the weights; the samples or losses, as lines; collective over all ranks."""
+    """Load the weights and yield samples or losses as lines. Collective over all ranks."""
     import data
     import trainer
     from checkpointing.load import load_weights
@@ -155,7 +155,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; UserError."""
+    """Return the options of the command line; UserError if they are malformed."""
     parser = Parser.described(__doc__)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
@@ -177,9 +177,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str], watch: StartWatch) -> None:
-    """Check what is asked, before torch is imported, then do it; exits with 2 after a mistake.
+    """Check the command line before torch is imported, then run it; exit with 2 on a UserError.
 
-    watch: of this rank's start.
+    watch: the monitor of this rank's start.
     """
     launch = Launch("python")
     try:

@@ -33,7 +33,7 @@ with messages.installed():
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise the command after `--`; the exit status. Raises UserError."""
+    """Supervise the command after `--` and return the exit status; UserError for wrong options."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = Parser("supervise.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--spare-nodes", type=int, default=0, help="of the job, left free")
@@ -53,7 +53,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _fewer(command: Command, given: Namespace) -> Fewer | None:
-    """What finds layouts on fewer nodes, if --gpu is given. Raises UserError."""
+    """Return the object that finds layouts for fewer nodes, or None without --gpu.
+
+    Raise UserError if the options do not go together.
+    """
     keep = frozenset(name for name in KEPT if getattr(given, f"keep_{name}"))
     if given.gpu is None:
         if given.calibration or given.max_slowdown is not None or keep:
@@ -69,7 +72,7 @@ def _fewer(command: Command, given: Namespace) -> Fewer | None:
         )
     try:
         config = parse(command.options)
-    except UserError:  # the ranks say so, and end
+    except UserError:  # the ranks print this error, and end
         return None
     return Fewer(command, config, Options(given.gpu, given.calibration, slowdown, keep))
 

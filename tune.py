@@ -26,10 +26,10 @@ with messages.installed():
 
 
 def main(arguments: list[str]) -> None:
-    """Run the search of a command line; a user's mistake is one sentence and exit status 2.
+    """Run the search of a command line; a UserError is printed as one line, with exit status 2.
 
-    Exit status 1 if trials were run, and none of them trained. SIGINT (Ctrl-C), SIGTERM and SIGHUP
-    end the trial under way; exit status 128 + signal number.
+    The exit status is 1 if no trial trained, though trials were run or the budget was spent. SIGINT
+    (Ctrl-C), SIGTERM and SIGHUP end the running trial; the exit status is 128 + signal number.
     """
     raise_on_signals()
     try:
@@ -41,13 +41,13 @@ def main(arguments: list[str]) -> None:
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
     trials = session.result().trials
-    began = trials or session.ending == session.budget.ending  # which may end the first one
+    began = trials or session.ending == session.budget.ending  # the budget may end the first trial
     if began and not any(trial.status == "ok" for trial in trials):
         sys.exit(1)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The tuner's own flags; all others are train.py's."""
+    """Return the parser of the tuner's flags; train.py parses all other flags."""
     found = Parser(
         prog="tune.py",
         description=__doc__,

@@ -1,12 +1,12 @@
-"""How many samples each step takes, and which steps are skipped. Pure arithmetic.
+"""The number of samples in each step, and the samples to skip (--skip-samples). Pure arithmetic.
 
     schedule = ramp(192, 16, 9_765_625, 2048)
     schedule.batch(consumed)        size of the step that begins after `consumed` samples
     schedule.levels()               each size: when it begins, and for how many steps
-    parse_ranges(("96:128",))       the samples whose steps are skipped
+    parse_ranges(("96:128",))       [(96, 128)]: steps with any of these samples are skipped
 
-Both depend on the number of consumed samples only, so a resumed run, under any layout, continues
-as if it had not been interrupted.
+Batch sizes and skipped steps depend on the number of consumed samples alone, so a resumed run,
+under any layout, continues as if it had not been interrupted.
 """
 
 import bisect
@@ -16,18 +16,21 @@ from itertools import pairwise
 
 from config.messages import UserError
 
-LARGEST = 2**20  # samples of a step: a schedule lists the actions of every micro-batch
+LARGEST = 2**20  # most samples in a step: pipeline schedules list actions for every micro-batch
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Level:
-    """Consecutive steps of one batch size: the steps and samples before them, and their number."""
+    """Consecutive steps of one batch size.
+
+    first_step, consumed: the numbers of steps and of samples before this level.
+    """
 
     batch: int
     first_step: int
     consumed: int
-    steps: int | None  # None: until training ends
+    steps: int | None  # number of steps of this level; None: until training ends
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,15 @@ class BatchSchedule:
     starts: tuple[tuple[int, int], ...]
 
     def batch(self, consumed: int) -> int:
-        """Samples in the step that begins after `consumed` samples."""
+        """Return the samples in the step that begins after `consumed` samples."""
         place = bisect.bisect_right(self.starts, consumed, key=lambda start: start[0])
         return self.starts[place - 1][1]
 
     def levels(self, consumed: int = 0) -> list[Level]:
-        """The sizes in use from `consumed` samples on; a new size begins with a whole step."""
+        """Return the batch sizes from `consumed` samples on; a size changes only between two steps.
+
+        The last level has no end.
+        """
         levels = []
         step = 0
         for (_, batch), (end, _) in pairwise(self.starts):
@@ -57,27 +63,28 @@ class BatchSchedule:
         return [*levels, Level(self.starts[-1][1], step, consumed, None)]
 
     def consumed(self, steps: int) -> int:
-        """Samples consumed after so many steps."""
+        """Return the samples that are consumed after `steps` steps."""
         level = [level for level in self.levels() if level.first_step <= steps][-1]
         return level.consumed + (steps - level.first_step) * level.batch
 
     def steps(self, samples: int, consumed: int = 0) -> int:
-        """Whole batches between `consumed` samples and `samples` samples."""
+        """Return the number of whole batches from `consumed` samples to `samples` samples."""
         if samples < consumed:
             return 0
         level = [level for level in self.levels(consumed) if level.consumed <= samples][-1]
         return level.first_step + (samples - level.consumed) // level.batch
 
     def rounded(self, divisor: int) -> "BatchSchedule":
-        """Every size rounded down to a multiple of `divisor`, which no size may be below."""
+        """Round every size down to a multiple of `divisor`; no size may be smaller than it."""
         return _joined([(start, batch - batch % divisor) for start, batch in self.starts])
 
 
 def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule:
-    """Megatron's linear ramp-up START INCREMENT SAMPLES to `target` (megatron/core 0.16).
+    """Return Megatron's linear ramp-up START INCREMENT SAMPLES to `target` (megatron/core 0.16).
 
     At `consumed` samples the size is START + int(consumed / (SAMPLES / n)) * INCREMENT, where n is
-    the number of increments, and the target after SAMPLES. UserError if the increments miss it.
+    the number of increments; after SAMPLES it is `target`. Raise UserError if the increments do not
+    end at `target`.
     """
     if min(start, increment, samples) < 1 or target <= start or (target - start) % increment:
         raise UserError(
@@ -96,16 +103,17 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
 
 
 def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
-    """The schedule of `0:192 5B:1024 ...`: TOKENS:SIZE, the size after so many consumed tokens.
+    """Return the schedule of words TOKENS:SIZE, such as 0:192 5B:1024: SIZE from TOKENS tokens on.
 
-    Tokens are rounded down to whole samples. UserError if the words are not such a schedule.
+    Tokens are rounded down to whole samples of `seq_length`. Raise UserError for malformed words.
     """
     return _joined([(tokens // seq_length, size) for tokens, size in parse_steps(words)])
 
 
 def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
-    """Of a schedule's levels those with a step that begins after `begin` consumed samples or more
-    and, unless `stop` is 0, after less than `stop`.
+    """Return the levels that a start of the run uses, from `begin` to `stop` consumed samples.
+
+    A level is used if it ends after `begin` and begins before `stop`. stop: 0 if there is no end.
     """
     return [
         level
@@ -116,7 +124,10 @@ def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
 
 
 def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Tokens and sizes of `0:192 5B:1024 ...`; K, M, B and T are powers of a thousand."""
+    """Return (tokens, size) for each word of `0:192 5B:1024 ...`; UserError if one is malformed.
+
+    K, M, B and T are powers of a thousand.
+    """
     text = " ".join(map(str, words))
     steps = []
     for word in words:
@@ -135,7 +146,7 @@ def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
 
 
 def _tokens(text: str) -> int | None:
-    """5B as 5000000000; None if the text is not a number of tokens."""
+    """Return a number of tokens, such as 5000000000 for 5B; None if the text is not a number."""
     factor = SUFFIXES.get(text[-1:].upper(), 1)
     digits = text if factor == 1 else text[:-1]
     try:
@@ -146,7 +157,7 @@ def _tokens(text: str) -> int | None:
 
 
 def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
-    """A schedule without sizes that begin where the next one does or repeat the one before."""
+    """Return a schedule without starts of zero samples and without starts that keep the size."""
     kept: list[tuple[int, int]] = []
     for start, batch in starts:
         if kept and kept[-1][0] == start:
@@ -157,7 +168,7 @@ def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
 
 
 def parse_ranges(words: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Ascending ranges [A, B) of samples, of `A:B ...`; UserError if empty or overlapping."""
+    """Return ascending ranges [A, B) of samples by words A:B; UserError if they overlap."""
     ranges = []
     for word in words:
         first, _, end = str(word).partition(":")

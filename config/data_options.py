@@ -1,8 +1,8 @@
-"""What --eval-data, --data-schedule and --curriculum say. Pure arithmetic.
+"""Parsers of --eval-data, --data-schedule and --curriculum. Pure arithmetic.
 
-parse_eval_sets(("books=data/books", "news=data/news:512"))     the last: 512 samples of it
+parse_eval_sets(("books=data/books", "news=data/news:512"))     all of books, 512 samples of news
 parse_data_schedule(("100000:0.5,0.3,0.2",))                    weights from sample 100,000 on
-Curriculum.parse("64:2048:1000", batches.consumed).length(512)  tokens of the 513th sample
+Curriculum.parse("64:2048:1000", batches.consumed).length(512)  tokens a sample after 512 samples
 """
 
 import math
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from config.messages import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-SPLIT_NAMES = ("validation", "test")  # of --data: their losses have these names
-MULTIPLE = 8  # of lengths, unless a curriculum gives another: what fast matrix products take
+SPLIT_NAMES = ("validation", "test")  # splits of --data, which name the losses on them
+MULTIPLE = 8  # lengths are multiples of 8, unless --curriculum says otherwise, for fast GEMMs
 
 
 class EvalSet(NamedTuple):
-    """An evaluation set: all samples of a corpus (None), or so many."""
+    """An evaluation set. samples: how many samples of the corpus; None: all of them."""
 
     name: str
     prefix: str
@@ -28,7 +28,7 @@ class EvalSet(NamedTuple):
 
 
 def parse_eval_sets(words: tuple) -> list[EvalSet]:
-    """The sets of `NAME=PREFIX[:SAMPLES] ...`; UserError for another word or a name twice."""
+    """Return the sets of words NAME=PREFIX[:SAMPLES]; UserError if malformed or a name repeats."""
     sets: list[EvalSet] = []
     for word in map(str, words):
         name, _, prefix = word.partition("=")
@@ -47,7 +47,7 @@ def parse_eval_sets(words: tuple) -> list[EvalSet]:
 
 
 def parse_data_schedule(words: tuple) -> list[tuple[int, list[float]]]:
-    """Samples and weights of `SAMPLES:W,W,... ...`; UserError if they are malformed or descend."""
+    """Return (first sample, weights) by words SAMPLES:W,W,...; UserError if they do not ascend."""
     changes: list[tuple[int, list[float]]] = []
     for word in map(str, words):
         start, _, text = word.partition(":")
@@ -71,9 +71,10 @@ def parse_data_schedule(words: tuple) -> list[tuple[int, list[float]]]:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Lengths of samples, in tokens: from `start` to `end` within so many steps.
+    """Growing lengths of samples, in tokens, from `start` to `end`.
 
-    Every length is a multiple of `multiple`. samples: consumed by these steps.
+    samples: consumed samples after which the length is `end`. Every length is a multiple of
+    `multiple`.
     """
 
     start: int
@@ -83,9 +84,9 @@ class Curriculum:
 
     @classmethod
     def parse(cls, text: str, consumed: Callable[[int], int]) -> "Curriculum":
-        """That of START:END:STEPS[:MULTIPLE]; UserError if it is malformed.
+        """Return the curriculum START:END:STEPS[:MULTIPLE]; UserError if the text is malformed.
 
-        consumed: samples of so many steps.
+        consumed: a function from a number of steps to the samples that they consume.
         """
         numbers = [_whole(word) or 0 for word in text.split(":")]
         if len(numbers) not in (3, 4) or min(numbers) == 0:
@@ -103,9 +104,9 @@ class Curriculum:
         return found
 
     def length(self, consumed: int) -> int:
-        """Tokens of a sample in the step that begins after `consumed` samples.
+        """Return the tokens of a sample in the step that begins after `consumed` samples.
 
-        It grows linearly, rounded down to a multiple, and is `end` from `samples` on.
+        The length grows linearly, rounded down to a multiple, and is `end` from `samples` on.
         """
         grown = (self.end - self.start) * min(consumed, self.samples) // self.samples
         length = self.start + grown
@@ -113,5 +114,5 @@ class Curriculum:
 
 
 def _whole(text: str) -> int | None:
-    """A whole number below 10^18; None if the text is none."""
+    """Return the text as a whole number below 10^18, or None if it is not one."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None

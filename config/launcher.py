@@ -1,8 +1,8 @@
 """The commands of an installed Trine: `trine-train` is `python train.py` of the installed folder.
 
-`pip install .` puts the whole tree into one package, `trine`, and programs find their parts beside
-them: nothing called `data` or `model` is importable from elsewhere. Each command becomes its
-program (exec), so launchers, signals and exit status are those of the program itself.
+`pip install .` puts the whole tree into one package, `trine`, and programs import modules from
+their folder: no module called `data` or `model` can be imported from elsewhere. Each command
+becomes its program (exec), so launchers and signals reach that program, and its status is returned.
 """
 
 import os
@@ -15,7 +15,7 @@ PREFIX = "trine-"
 
 
 def main() -> NoReturn:
-    """Become the program that this command is named for; its arguments are passed on."""
+    """Replace this process by the program NAME.py of the command trine-NAME, with its arguments."""
     name = Path(sys.argv[0]).stem.removeprefix(PREFIX).replace("-", "_") + ".py"
     folders = (ROOT, ROOT / "scripts")
     program = next(folder / name for folder in folders if (folder / name).exists())

@@ -1,10 +1,10 @@
-"""Errors in what the user gave: one sentence, exit status 2, never a traceback.
+"""Errors in the user's input: one printed line, exit status 2, never a traceback; and `Parser`.
 
 Everything that reads input of the user (flags, files, data) raises `UserError`; the entry points
 print it with `exit_with`. Every program reads its command line with `Parser`, which has --version.
 
-Programs import this module first: it ends a Python that is too old for the others. Until there it
-uses nothing that Python 3.6 lacks.
+Programs import this module first: it exits under a Python that is too old for other modules. The
+code before that exit runs under Python 3.6 too.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-VERSION = "0.3.0"  # as in pyproject.toml
-# Of an output that is a file on a full disk, or a pipe that nobody reads any more.
+VERSION = "0.3.0"  # the same as in pyproject.toml
+# Errors of writing to a file on a full disk, or to a pipe that no process reads any more.
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
-# Texts of errors for lack of room on a disk: no space left, disk quota exceeded.
+# Texts of the errors of a full disk: no space left, disk quota exceeded.
 NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS.update({"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30})
@@ -42,19 +42,19 @@ for stream in ("stdin", "stdout", "stderr"):
 
 
 class UserError(Exception):
-    """An error that the user can correct; its message is one sentence. status: of the program."""
+    """An error that the user can correct, with one sentence. status: the program's exit status."""
 
     status = 2
 
 
 class SaveError(UserError):
-    """The result of a finished run cannot be saved. The options are right: the status is 1."""
+    """The result of a finished run cannot be saved; status 1, since the options are right."""
 
     status = 1
 
 
 class NodeError(UserError):
-    """An error of some nodes, without which a run may start."""
+    """An error of the named nodes; a run may start if they are left out."""
 
     def __init__(self, sentence: str, nodes: Iterable[str]):
         super().__init__(sentence)
@@ -62,9 +62,9 @@ class NodeError(UserError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UserError and, unless it is part of another, has --version.
+    """A parser that raises UserError and, unless add_help is False, has --version.
 
-    Its numbers may have a unit, as 350B or 2k.
+    Numbers on the command line may have a unit, such as 350B or 2k.
     """
 
     def __init__(self, prog: str | None = None, *, add_help: bool = True, **options: Any) -> None:
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
     @classmethod
     def described(cls, text: str) -> "Parser":
-        """That of a program whose docstring this is: its first line above, the rest below."""
+        """Return a parser whose help has the first paragraph of `text` above, the rest below."""
         head, _, rest = text.partition("\n\n")
         form = argparse.RawDescriptionHelpFormatter
         return cls(description=head, epilog=rest, formatter_class=form, allow_abbrev=False)
@@ -95,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message + "; see --help" * ("are required" in message))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but an empty text, such as --resume "$UNSET", is a UserError."""
+        """Parse like argparse, but raise UserError for an empty text: --resume "$UNSET"."""
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words):
             if not word or (word.startswith("--") and word.find("=") == len(word) - 1):
@@ -105,8 +105,8 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def installed(how: str = SET_UP) -> Iterator[None]:
-    """Around imports: a package that is not installed is one sentence, which ends with how to
-    install it, and exit status 2.
+    """Context around imports: if a package is not installed, print one error line, which ends with
+    how to install it, and exit with status 2.
     """
     try:
         yield
@@ -116,8 +116,9 @@ def installed(how: str = SET_UP) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sentences() -> Iterator[None]:
-    """Around a program: a UserError, or an output that cannot be written, is one sentence and exit
-    status 2; of an output that nobody reads any more (`| head`), only the status.
+    """Context around a program: for a UserError, or an output that cannot be written, print one
+    error line and exit with the error's status; if no process reads the output any more (`| head`),
+    print nothing.
     """
     try:
         yield
@@ -127,15 +128,15 @@ def sentences() -> Iterator[None]:
     except OSError as error:
         if error.errno not in NOT_WRITTEN or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the text left in the buffer
         read = error.errno != errno.EPIPE
         exit_with(UserError(f"cannot write the output: {error.strerror}"), read, delay=0.0)
 
 
 def check_decoded(flag: str, text: str) -> None:
-    """Raise UserError if Python could not decode a text of the command line by the locale.
+    """Raise UserError if a text of the command line has bytes that the locale could not decode.
 
-    Python then keeps each byte as a surrogate (PEP 383), which no tokenizer or UTF-8 file takes.
+    Python keeps such bytes as surrogates (PEP 383), which no tokenizer or UTF-8 file accepts.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         encoding = sys.getfilesystemencoding()
@@ -148,11 +149,11 @@ def check_decoded(flag: str, text: str) -> None:
 def check_file(path: str | None) -> None:
     """Raise UserError if a file that a program writes at its end cannot be written; None: no file.
 
-    The file stays as it is: one that is not there is not made, and a pipe is not opened.
+    The check changes no file: it does not make a missing file, and it does not open a pipe.
     """
     if path is None:
         return
-    target = os.path.realpath(path)  # a link may lead to a file that is not there yet
+    target = os.path.realpath(path)  # a link may lead to a file that does not exist yet
     try:
         if os.path.isfile(target) or os.path.isdir(target):
             with open(target, "ab"):
@@ -160,7 +161,7 @@ def check_file(path: str | None) -> None:
         elif not os.path.exists(target):
             tempfile.TemporaryFile(dir=os.path.dirname(target)).close()
             with contextlib.suppress(FileNotFoundError):
-                os.stat(target)  # an error for a name that is too long
+                os.stat(target)  # OSError if a name is too long
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
@@ -190,7 +191,7 @@ def write_file(path: str | None, text: str) -> None:
 
 
 def number(text: str) -> float:
-    """A number such as 3e-4, 350B or 2Ki; ValueError if it is none. k is 1000, and Ki is 1024."""
+    """Return a number such as 3e-4, 350B or 2Ki (k: 1000, Ki: 1024); ValueError for other texts."""
     figures = text.rstrip("kKMGBTi")
     unit = text[len(figures) :]
     if unit and unit not in UNITS:
@@ -199,26 +200,26 @@ def number(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """A whole number, as `number`; ValueError if it is not whole."""
+    """Return a whole number in any form that `number` reads; ValueError if it is not whole."""
     if text.lstrip("+-").isdecimal():
         return int(text)
     found = number(text)
-    if not found.is_integer():  # nor is inf, nor nan
+    if not found.is_integer():  # inf and nan are not integers either
         raise ValueError(text)
     return int(found)
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    r"""The text with control characters as escapes, such as \x1b, but for those in `keep`.
+    r"""Return the text with control characters, except those in `keep`, as escapes such as \x1b.
 
-    Text from elsewhere could otherwise move a terminal's cursor, change its title, or turn the
-    direction of what follows.
+    Text from files or models could otherwise move a terminal's cursor, change its title, or change
+    the direction of the text that follows.
     """
     if text.isprintable():
         return text
     shown = []
     for character in text:
-        controls = unicodedata.category(character) in ("Cc", "Cs")  # control, half of a character
+        controls = unicodedata.category(character) in ("Cc", "Cs")  # control characters, surrogates
         if (controls or character in TURNS_TEXT) and character not in keep:
             character = character.encode("unicode_escape").decode("ascii")
         shown.append(character)
@@ -226,8 +227,8 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def nearest(name: str, known: Iterable[str], at_least: float = 0.6, most: int = 1) -> str:
-    """`; did you mean ...?` with at most three known names that have `name` between dashes, or
-    the `most` similar ones; or an empty string.
+    """Return `; did you mean ...?` with up to three known names that have `name` between dashes,
+    else with up to `most` similar names; an empty string if there are none.
     """
     names = sorted((each for each in known if f"-{name}-" in f"-{each}-"), key=len)
     names = names[:3] or difflib.get_close_matches(name, [*known], most, at_least)
@@ -235,7 +236,7 @@ def nearest(name: str, known: Iterable[str], at_least: float = 0.6, most: int = 
 
 
 def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
-    """Whole numbers as 0-3,8, as Slurm and taskset write them; `between` separates the ranges."""
+    """Return whole numbers as 0-3,8, the form of Slurm and taskset; `between` separates ranges."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -248,8 +249,8 @@ def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
 def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoReturn:
     """Exit with the error's status; one rank prints the message.
 
-    A launcher ends the whole job when one rank exits with an error, so the other ranks first wait
-    `delay` seconds for the one that prints.
+    A launcher ends the whole job when a rank exits with an error, so ranks that do not print first
+    wait `delay` seconds for the rank that prints.
     """
     if prints:
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)

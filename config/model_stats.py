@@ -19,17 +19,17 @@ def norm_parameters(model: ModelShape) -> int:
 
 
 def head_norm_parameters(model: ModelShape) -> int:
-    """Of --qk-norm head in a block: scales of the queries' and of the keys' head size."""
+    """Parameters of --qk-norm head in a block: scales of shape (d,) for queries and for keys."""
     return 2 * model.head_size if model.qk_norm == "head" else 0
 
 
 def normed_width(model: ModelShape) -> int:
-    """Columns of queries and keys together that --qk-norm normalises."""
+    """Columns of queries and keys together that --qk-norm normalises, (a + g) d or 0."""
     return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
 
 
 def block_parameters(model: ModelShape) -> int:
-    """Parameters of one block; L(12 h^2 + 13 h) over L for a plain GPT."""
+    """Parameters of one block; 12 h^2 + 13 h for a plain GPT."""
     h = model.hidden
     qkv = model.qkv_width
     mlps = model.mlps[0]
@@ -104,7 +104,7 @@ def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[fl
 
 
 def model_flops(model: ModelShape, samples: int, formula: str = "megatron-2025") -> float:
-    """FLOPs that a step on `samples` samples needs: a forward, and a backward of twice as many."""
+    """FLOPs that a step on `samples` samples needs: a backward pass has twice the forward's."""
     block, head = forward_flops(model, formula)
     return 3.0 * samples * model.seq_length * (model.layers * block + head)
 
@@ -116,10 +116,11 @@ def hardware_flops(
     formula: str = "megatron-2025",
     blocks: int | None = None,
 ) -> float:
-    """FLOPs that a step executes: model_flops and what recomputation repeats.
+    """FLOPs that a step executes: model_flops, and the FLOPs that recomputation repeats.
 
-    `full` repeats a block's forward, `selective` only its q k^T and p v; never the head.
-    blocks: how many of the model's blocks are recomputed, default: all.
+    `full` repeats a block's forward pass, `selective` only its q k^T and p v; the head is never
+    recomputed.
+    blocks: the number of recomputed blocks of the model, default: all.
     """
     again = {"none": 0.0, "full": forward_flops(model, formula)[0]}
     again["selective"] = 2.0 * model.seq_length * model.attention_width

@@ -1,9 +1,9 @@
-"""Options that change nothing unless the run has something else: given without it, a mistake.
+"""Options that have no effect without another option; to give them without it is an error.
 
     check_used(config, {"sgd_momentum"})     UserError unless --optimizer is sgd
 
-Only what a flag or a --config file gives is looked at: what a preset, or the run.json of an earlier
-run, has beside it does no harm. An option at its default is none that was asked for.
+Only options that a flag or a --config file gives are checked. Options of a preset, or of the
+run.json of an earlier run, may have no effect, and so may options that are given at their defaults.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ def _reads(config: Config) -> bool:
     return config.data.data != ("synthetic",)
 
 
-# Options, what they need as the end of a sentence, and whether a run has that.
+# Names of options; what they need, as the end of "--OPTION needs ..."; and a function that returns
+# whether a run has what they need.
 NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (("max_positions",), "--positions learned", lambda c: c.model.positions == "learned"),
     (ROTARY, "--positions rotary", lambda c: c.model.positions == "rotary"),
@@ -64,7 +65,7 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
 
 
 def check_used(config: Config, given: Collection[str]) -> None:
-    """Raise UserError if one of the options that were given, by name, changes nothing."""
+    """Raise UserError if an option has no effect in this run. given: names of the given options."""
     for names, needed, has_it in NEEDS:
         useless = _as_typed(config, [name for name in names if name in given])
         if useless and not has_it(config):
@@ -72,12 +73,12 @@ def check_used(config: Config, given: Collection[str]) -> None:
 
 
 def unused_rotary(config: Config) -> list[str]:
-    """The rotary options, as flags, that a model without rotary positions has all the same."""
+    """Return the rotary options, as flags, of a model whose positions are not rotary."""
     return [] if config.model.positions == "rotary" else _as_typed(config, ROTARY)
 
 
 def _as_typed(config: Config, names: Collection[str]) -> list[str]:
-    """Those of the options that are not at their defaults, as flags with their values."""
+    """Return the named options that are not at their defaults, as flags with their values."""
     found = []
     for group in (config.model, config.training, config.data, config.run):
         for field in dataclasses.fields(group):

@@ -1,6 +1,6 @@
-"""Options that change neither model nor layout: data, where a run executes, what it writes.
+"""The options `Data` (samples) and `Run` (where a run executes, what it checks and writes).
 
-`option` makes a field of one of the dataclasses of options, here and in schema.py.
+schema.py has the options of model, layout and training. `option` makes the fields of both files.
 """
 
 import os
@@ -21,11 +21,11 @@ def option(
     nargs: int | str | None = None,
     item: type = str,
 ) -> Any:
-    """A dataclass field that is also a command-line flag and a TOML key of the same name.
+    """Return a dataclass field that is also a command-line flag and a TOML key of the same name.
 
-    Its annotation is its type. A number is finite, and a whole one is below 2^63. minimum and
-    maximum are allowed, `above` and `below` are not. nargs: number of a tuple's values, as in
-    argparse; item: the type of these values.
+    The field's annotation is the type of the option. Numbers must be finite, whole numbers below
+    2^63. minimum, maximum: limits that are allowed themselves; above, below: limits that are not.
+    nargs: number of values of a tuple, as in argparse; item: the type of these values.
     """
     facts = {"help": help, "choices": choices, "nargs": nargs, "item": item}
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
@@ -94,19 +94,19 @@ class Data:
 
     @property
     def masks_attention(self) -> bool:
-        """Whether a token may see others than all those before it."""
+        """Whether the attention of a sample is other than causal over the whole sample."""
         return self.reset_attention or self.objective == "prefix"
 
     @property
     def masks_loss(self) -> bool:
-        """Whether some labels do not count: the number of targets is known when they are read."""
+        """Whether the loss leaves out some labels, so that only reading a sample tells how many."""
         return self.mask_eod_loss or self.answers_only or self.objective == "prefix"
 
     @property
     def cache_folder(self) -> str | None:
-        """The folder of this user in that of --cache; None for --cache none.
+        """This user's folder inside the folder of --cache; None for --cache none.
 
-        Several users may share --cache; none of them can give another one an order of samples.
+        Several users may share --cache, but a user never reads an order of samples of another user.
         """
         if self.cache == "none":
             return None
@@ -197,17 +197,17 @@ class Run:
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves at other times than when it is stopped."""
+        """Whether the run saves checkpoints regularly, not only when it is stopped."""
         return bool(self.save_every or self.save_every_minutes)
 
     @property
     def tracked_runs(self) -> str:
-        """The file of --out that names the runs in trackers, which a resumed run goes on in."""
+        """The file in --out with the run's ids in trackers, in which a resumed run continues."""
         return os.path.join(self.out, TRACKED_RUNS)
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """The trackers that the options ask for, by the names of these options."""
+        """The names of the options (tensorboard, wandb, mlflow) whose trackers the run uses."""
         asked = {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
         return tuple(name for name, value in asked.items() if value)
 

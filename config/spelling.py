@@ -1,8 +1,8 @@
-"""How people spell options: Megatron-LM's names, underscores, and what an unknown name may mean.
+"""Spellings of options: Megatron-LM's names, underscores, and suggestions for unknown names.
 
     found = translate(["--num_layers", "4", "--fp16"])
     found.words      ["--layers", "4", "--precision", "fp16"]
-    found.notes      what was understood, to be printed
+    found.notes      lines to print: how each name was understood
     found.finish(values)    fills in what depends on other options, such as --eval-iters
 
 The names are in other_names.toml.
@@ -34,21 +34,21 @@ class Translation:
     """A command line in the names of schema.py; see the module's example."""
 
     words: list[str] = field(default_factory=list)
-    ours: dict[str, str] = field(default_factory=dict)  # by Megatron's name as it was written
-    instead: list[str] = field(default_factory=list)  # a sentence for each that changes nothing
-    iterations: dict[str, float] = field(default_factory=dict)  # by an option of samples
+    ours: dict[str, str] = field(default_factory=dict)  # flag as written -> ours
+    instead: list[str] = field(default_factory=list)  # a sentence per option without effect here
+    iterations: dict[str, float] = field(default_factory=dict)  # by our option of samples
     warmup_fraction: float | None = None
 
     @property
     def notes(self) -> list[str]:
-        """What was understood: one line for all names, one for each that changes nothing."""
+        """Lines to print: one on all translated names, one for each option without effect here."""
         names = ", ".join(f"{name} is {ours}" for name, ours in self.ours.items())
         return ([f"Megatron's names: {names}"] if names else []) + self.instead
 
     def finish(self, values: dict[str, Any]) -> dict[str, Any]:
-        """`values` (option names, of flags and file) with the options that count samples here, and
-        iterations or a share of all in Megatron. As there, an iteration counts --global-batch-size
-        samples, whatever the ramp-up.
+        """Return `values` (options by name, of flags and file) with options that count samples in
+        Trine, and iterations or a share of all samples in Megatron-LM. An iteration counts
+        --global-batch-size samples, even during a ramp-up, as in Megatron-LM.
         """
         if not self.iterations and self.warmup_fraction is None:
             return values
@@ -65,8 +65,8 @@ class Translation:
 
 
 def translate(words: list[str]) -> Translation:
-    """A command line in our names; UserError if a name stands for what there is not here, or if two
-    names of one option have different values.
+    """Return a command line in our names; UserError if Trine does not have what an option asks for,
+    or if two names of one option have different values.
     """
     found = Translation()
     written = dict[str, tuple[str, list[str]]]()
@@ -85,7 +85,7 @@ def translate(words: list[str]) -> Translation:
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Every flag with the words after it, up to the next; the first ones may have no flag."""
+    """Yield each flag with the words before the next flag; words before the first have flag ''."""
     flag = ""
     values = list[str]()
     for word in words:
@@ -99,7 +99,7 @@ def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _own_words(flag: str, values: list[str], found: Translation) -> list[str] | None:
-    """Our words for a flag of Megatron's, whose meaning goes into `found`; None if it is none."""
+    """Return our words for a flag of Megatron-LM, and note it in `found`; None for other flags."""
     name = flag[2:]
     if name in NAMES["instead"]:
         _check_instead(name, values, found)
@@ -149,7 +149,7 @@ def _number(name: str, values: list[str]) -> float:
 
 
 def _resumed(found: Translation) -> Translation:
-    """With --load of the same folder as --save, the newest checkpoint there: --resume auto."""
+    """Turn --load into --resume auto if its folder is also that of --save, and return `found`."""
     words = found.words
     if "--load" not in found.ours or "--out" not in words:
         return found
@@ -162,10 +162,11 @@ def _resumed(found: Translation) -> Translation:
 
 
 def suggestion(name: str, options: Mapping[str, str]) -> str:
-    """`; did you mean ...?` for an unknown option, or an empty string.
+    """Return `; did you mean ...?` for an unknown option, or an empty string.
 
-    options: the help text of every option, by its name. A name that people use elsewhere counts
-    first, then one that is almost the same, then one whose name and text have all its words.
+    options: the help text of every option, by its name. The suggestion is, in this order: the
+    option for a name that other programs use, an option with almost the same name, or an option
+    whose name and help text have all words of `name`.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
     dashes = "--" if name.startswith("-") else ""
