@@ -283,15 +283,15 @@ class Trainer:
         self.cold = warms_up(config, self.device)
 
     def _add_observers(self) -> None:
-        """Add the observers that the options ask for: traces, step times, samples of text."""
+        """Add the observers that the options ask for: a profile, step times, samples of text."""
         state, log = self.state, self.log
         exchange = self.checkpoints.exchange
-        if self.config.run.profile_step or self.config.run.torch_profile:
-            from telemetry.step_trace import StepTrace
+        if self.config.run.torch_profile:
+            from telemetry.torch_profile import TorchProfile
 
-            trace = StepTrace(exchange, log, state.pipeline.finish_sending)
-            self.before_step.append(trace.before)
-            self.after_step.append(trace.after)
+            profile = TorchProfile(log, state.pipeline.finish_sending)
+            self.before_step.append(profile.before)
+            self.after_step.append(profile.after)
         self.after_step.append(StepTimes(exchange, log).after)
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples

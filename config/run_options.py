@@ -187,7 +187,6 @@ class Run:
         False, "fuse norms, rotary positions, SwiGLU and the loss by torch.compile, before step 1"
     )
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
-    profile_step: int = option(None, "Chrome trace of this step: OUT/step_N.trace.json", minimum=1)
     torch_profile: int = option(
         None, "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json", minimum=1
     )

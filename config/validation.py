@@ -420,9 +420,9 @@ def _check_run(run: Run, steps: int) -> None:
         raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
-    for flag, step in (("profile-step", run.profile_step), ("torch-profile", run.torch_profile)):
-        if step is not None and step > steps:
-            raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")
+    profiled = run.torch_profile
+    if profiled is not None and profiled > steps:
+        raise UserError(f"--torch-profile {profiled} is never reached: the run has {steps} steps")
 
 
 # ---- Files, as one rank sees them ----------------------------------------------------------------

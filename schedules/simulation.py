@@ -192,11 +192,6 @@ def trace_event(
     return {"name": name, "ph": "X", "pid": process, "tid": thread} | times | more
 
 
-def trace_label(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    """Return the event that names a process or a thread; kind: process_name or thread_name."""
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
 def trace(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the trace document, to be written as JSON, which a viewer opens."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -37,7 +37,6 @@ class StepTimes:
         self.log = log
         run = log.config.run
         self.recorder = log.context.recorder
-        self.traced = run.profile_step
         self.on_gpu = log.context.device.type == "cuda"
         self.measures = not self.on_gpu or log.context.backend != "gloo"
         self.interval = max(run.log_every or 1, LEAST_INTERVAL)
@@ -50,10 +49,10 @@ class StepTimes:
         """Write the row of a step that was measured; measure the next one if it is its turn."""
         self.steps += 1
         recorder = self.recorder
-        if recorder.spans is not None and step != self.traced:
+        if recorder.spans is not None:
             self._write(step)
         due = step + 1 in FIRST_STEPS or (step + 1) % self.interval == 0
-        if self.measures and due and self.traced not in (step, step + 1):
+        if self.measures and due:
             self.began = time.monotonic()
             recorder.keep_spans(self._event if self.on_gpu else None)
 

@@ -137,7 +137,6 @@ OF_RUNS = {
 --stop-at-samples -1 | --stop-at-samples must be at least 0, not -1
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
 --hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
---profile-step 50 | --profile-step 50 is never reached: the run has 2 steps
 --torch-profile -1 | --torch-profile must be at least 1, not -1
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
 --log-every 0 | --log-every must be at least 1, not 0

@@ -130,7 +130,7 @@ def step_times_of(out, device: str, backend: str, size: int = 1, rank: int = 0):
     """The StepTimes of a rank that is not there, and its recorder."""
     context = SimpleNamespace(device=torch.device(device), backend=backend, size=size, node="a")
     context.recorder, context.clock = FlightRecorder(), lambda: (0.0, 0.0)
-    run = SimpleNamespace(profile_step=0, log_every=1, out=str(out))
+    run = SimpleNamespace(log_every=1, out=str(out))
     log = SimpleNamespace(context=context, config=SimpleNamespace(run=run), is_writer=rank == 0)
     log.note = print
     return step_times.StepTimes(StoreExchange(None, rank, size, "times"), log), context.recorder

@@ -287,7 +287,7 @@ def whole_rows(path) -> list[int]:
 
 
 def test_a_full_disk_ends_no_run_and_status_0_needs_the_last_save(tmp_path):
-    words = SMALL + "--steps 30 --save-every 10 --log-every 1000 --tensorboard --profile-step 2 "
+    words = SMALL + "--steps 30 --save-every 10 --log-every 1000 --tensorboard "
     command = limited(*words.split(), "--device", "cpu", "--out", str(tmp_path))
     outcome = start(command, PYTHONDONTWRITEBYTECODE="1")
     assert outcome.status == 1, outcome.err  # no mistake of the user

@@ -75,8 +75,8 @@ def test_steps_whose_waits_were_not_timed_are_not_compared():
 def test_what_cannot_be_watched_or_drawn_is_refused():
     from config.command_line import parse
 
-    words = ["--layers=1", "--hidden=8", "--heads=1", "--steps=4", "--profile-step=5"]
-    with pytest.raises(UserError, match="--profile-step 5 is never reached: the run has 4 steps"):
+    words = ["--layers=1", "--hidden=8", "--heads=1", "--steps=4", "--torch-profile=5"]
+    with pytest.raises(UserError, match="--torch-profile 5 is never reached: the run has 4 steps"):
         validation.check(parse(words), 1)
     words = [*words[:-1], "--no-watchdog", "--hang-timeout=9"]
     with pytest.raises(UserError, match="--hang-timeout 9 needs the watchdog; now it is off"):

@@ -149,14 +149,12 @@ class FlightRecorder:
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
         self.steps: deque[float] = deque(maxlen=STEPS)  # seconds of the last steps
         self.steps_done = 0
-        # Spans while they are kept for step_trace.py or step_times.py: (action, micro-batch, start,
+        # Spans while step_times.py keeps them: (action, micro-batch, start,
         # end); the action "wait" is a wait, with the operation in place of the micro-batch.
         self.spans: list[tuple] | None = None
         self.stamp: Callable[[], Any] | None = None  # returns a span's time; None: monotonic clock
         self._mark: Any = None  # the time of a span at which the current action began
         self.spent: dict[str, float] = defaultdict(float)  # seconds by phase; `log`: between steps
-        # Called at the end of every action if it is set: waits for the device's stream.
-        self.settle: Callable[[], None] | None = None
         self.new_event = new_event
         # The last waits of the device's stream, each with an event that the stream passes after it.
         self._on_stream: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
@@ -192,8 +190,6 @@ class FlightRecorder:
 
     def _move(self, place: Place) -> None:
         """End the current action and begin the one at `place`."""
-        if self.settle is not None:
-            self.settle()
         now = time.monotonic()
         self.spent[self.place[0]] += now - self.since
         if self.spans is not None:
