@@ -35,20 +35,21 @@ from watchdog.flight_recorder import FlightRecorder
 
 @dataclass(frozen=True)
 class StepStats:
-    """One rank at the end of a step."""
+    """One rank's statistics at the end of a step; all floats, so that a tensor can hold them."""
 
     peak: float  # largest number of bytes so far: allocated on a GPU, resident on a CPU
-    reserved: float  # bytes now: reserved by the allocator on a GPU, resident on a CPU
+    reserved: float  # current bytes: reserved by the allocator on a GPU, resident on a CPU
     seconds: float  # the step's wall time
     waiting: float  # the part of `seconds` in which this rank waited for others; NaN: not timed
-    requested_action: float  # a RequestedAction
+    requested_action: float  # the value of a RequestedAction
 
 
 def seconds_since(began: float, device: torch.device, recorder: FlightRecorder) -> float:
-    """Seconds since `began` (time.perf_counter) until the device has done what it was given.
+    """Wait until the device has finished the step; return the seconds since `began`.
 
-    On a GPU the host launches a step's update and is far ahead of it. Only the current stream is
-    waited for: weights may still be gathered during the next step.
+    began: a value of time.perf_counter. On a GPU the host only launches the step's kernels and is
+    far ahead of the device, so this waits for the current stream. Other streams are not waited
+    for, because weights may still be all-gathered during the next step.
     """
     if device.type == "cuda":
         with recorder.waiting_for("device"):
@@ -62,7 +63,7 @@ def measure(
     waiting: float = 0.0,
     requested_action: RequestedAction = RequestedAction.GO_ON,
 ) -> StepStats:
-    """This rank's memory now, with the seconds and the action given."""
+    """Return this rank's statistics: its memory, read now, and the arguments."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         now = torch.cuda.memory_reserved(device)
@@ -73,10 +74,13 @@ def measure(
 
 
 def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepStats]:
-    """Every rank's stats, in rank order and equal on every rank; collective over the world."""
+    """Return every rank's statistics in rank order, the same list on every rank.
+
+    own: this rank's. An all-gather over the world, so all ranks must call it.
+    """
     if world.size == 1:
         return [own]
-    # From pinned memory the copy to a GPU does not make the host wait for the step's end.
+    # From pinned memory, the copy to a GPU does not make the host wait for the device.
     row = torch.tensor(astuple(own), dtype=torch.float64)
     if device.type == "cuda":
         row = row.pin_memory().to(device, non_blocking=True)
@@ -87,26 +91,30 @@ def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepSta
 
 
 class StragglerCheck:
-    """Names ranks that compute much longer than the other ranks of their pipeline stage.
+    """Finds ranks that compute much longer than the other ranks of their pipeline stage.
 
-    Computing is a step's wall time without waiting. On gloo the host times the waits of each step.
-    On nccl events on the stream time them in the steps that step_times.py measures, and a
-    collective's own duration counts as waiting: only these steps are compared. The rank of a stage
-    of one has nothing to be compared with.
+    The compared time is a step's wall time minus the time that the rank waited for other ranks.
+    With gloo the host times the waits of every step. With nccl, CUDA events time the waits in the
+    steps that step_times.py measures, where a collective's whole duration counts as waiting; only
+    these steps are compared. A rank that is alone in its stage is never reported.
     """
 
     def __init__(self, config: Config, nodes: list[str]):
+        """nodes: the node of every rank, in rank order."""
         self.every = config.run.check_speed_every
         self.percent = config.run.slow_rank_percent
         self.layout = config.layout
         self.nodes = nodes
-        self.computing = [0.0] * len(nodes)  # seconds of the steps whose waits were timed
-        self.steps = self.timed = 0  # since the last check; those of them whose waits were timed
+        # By rank, the seconds of computing in the steps whose waits were timed.
+        self.computing = [0.0] * len(nodes)
+        # Steps since the last check, and the number of these steps whose waits were timed.
+        self.steps = self.timed = 0
 
     def add(self, everyone: list[StepStats]) -> list[str]:
-        """Count a step; every --check-speed-every steps, a sentence for each slow rank.
+        """Count a step; every --check-speed-every steps, return a line for each slow rank.
 
-        If the waits of none of these steps were timed, the check is made after the next timed one.
+        The trainer prints the lines. In other steps the list is empty. If the waits of none of the
+        steps were timed, the check is made after the next step whose waits are timed.
         """
         if not self.every:
             return []
@@ -145,7 +153,7 @@ class StragglerCheck:
 
 
 def ranks_of_stages(layout: Layout) -> list[tuple[int, ...]]:
-    """The ranks that hold each pipeline stage, in the order of the stages."""
+    """Return the ranks of each position in the pipeline (0 to pp - 1), in this order."""
     return rows_along(layout.axes, [axis for axis in layout.axes if axis != "pp"])
 
 

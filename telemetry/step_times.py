@@ -1,9 +1,11 @@
-"""Where the time of some steps goes, on every rank: OUT/times.jsonl, which `plan.py gap` reads.
+"""Measures the passes and waits of some steps on every rank: OUT/times.jsonl for `plan.py gap`.
 
-Measured are eight of the first steps, then one in ten or more. A row of the file has a step's
-passes and waits on every rank, between the end of the step before and its own end, and rank 0's
-seconds by phase since the row before. On a GPU, CUDA events on the stream give the times; they are
-read when the step has ended. A row is gathered through the store, in a step that is not measured.
+Eight of the first steps are measured, then one step in ten or more. A row of the file covers the
+time from the end of the step before to the end of the measured step: the passes and waits of every
+rank, and rank 0's seconds by phase since the row before. On a GPU, CUDA events on the stream give
+the times; they are read when the step has ended. Then the rows of the ranks are gathered through
+the store; the next step is not measured, so no row has this time. Read watchdog/flight_recorder.py
+first: its spans (kind, subject, start, end) are the measurements.
 """
 
 import os
@@ -19,19 +21,25 @@ from schedules.schedule import STEPS
 from telemetry.log import Log
 from telemetry.row_file import RowFile
 
-FIRST_STEPS = range(4, 20, 2)  # measured, whatever the interval
-LEAST_INTERVAL, PASSES_PER_STEP = 10, 500  # so that the store is busy for less than 1 % of a run
-WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # what is waited for, as a row counts it
+FIRST_STEPS = range(4, 20, 2)  # these steps are measured whatever the interval is
+# Steps from one measured step to the next, at least; and passes of all ranks per step of the
+# interval, so that gathering rows takes less than 1 % of a run.
+LEAST_INTERVAL, PASSES_PER_STEP = 10, 500
+WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # kinds of waits, in the order of a row
+# The kind of wait by the role of the group that is waited for; groups with other roles send between
+# pipeline stages and count as "p2p".
 ROLE_WAITS = {"tp": "tp", "cp": "cp", "dp": "dp", "replicas": "dp", "tied": "tied"}
-ROLE_WAITS |= {"heads": "cp", "kv": "cp", "world": "world"}  # others send between stages
+ROLE_WAITS |= {"heads": "cp", "kv": "cp", "world": "world"}
 
 
 class StepTimes:
     """Writes times.jsonl; every rank calls `after` at the end of every step."""
 
     def __init__(self, exchange: StoreExchange, log: Log):
-        """exchange: between all ranks, through the store. Where ranks share a GPU over gloo, the
-        host's times would not be the device's, and nothing is measured.
+        """exchange: passes values between all ranks through the store.
+
+        On GPUs with gloo (ranks that share a GPU) nothing is measured, because the host's times
+        would not be the device's.
         """
         self.exchange = exchange
         self.log = log
@@ -41,12 +49,16 @@ class StepTimes:
         self.measures = not self.on_gpu or log.context.backend != "gloo"
         self.interval = max(run.log_every or 1, LEAST_INTERVAL)
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
-        self.steps, self.began = 0, 0.0  # steps since the last row; when the measured one began
+        # Steps since the last row, and the time.monotonic() at which the measured step began.
+        self.steps, self.began = 0, 0.0
         self.spent = dict(self.recorder.spent)
         self.since = time.monotonic()
 
     def after(self, step: int) -> None:
-        """Write the row of a step that was measured; measure the next one if it is its turn."""
+        """Write the row of `step` if it was measured; start measuring if the next step is due.
+
+        Called after every step. The step of --profile-step and the next one are not measured.
+        """
         self.steps += 1
         recorder = self.recorder
         if recorder.spans is not None:
@@ -71,7 +83,8 @@ class StepTimes:
         offset, error = context.clock()
         own |= {"node": context.node, "began": self.began, "offset": offset, "error": error}
         self.exchange.tell("times", own)
-        # Each rank has as many passes, and all must measure the same steps.
+        # All ranks must measure the same steps, so the interval must be equal on all ranks. It is,
+        # since each rank has the same number of passes.
         passes = len(own["passes"]) * context.size
         self.interval = max(self.interval, passes // PASSES_PER_STEP)
         if not self.log.is_writer:
@@ -87,7 +100,10 @@ class StepTimes:
         self.since = now
 
     def _seconds_of(self, spans: list[tuple]) -> Callable[[Any], float]:
-        """What turns a mark of the spans into seconds since the measured step began."""
+        """Return the function from a mark of a span to seconds since the measured step began.
+
+        A mark is a time.monotonic() on a CPU and a CUDA event on a GPU.
+        """
         if not self.on_gpu:
             return lambda mark: mark - self.began
         spans[-1][3].synchronize()
@@ -95,11 +111,13 @@ class StepTimes:
 
 
 def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str, Any]:
-    """A rank's part of a row, in microseconds since it began.
+    """Return a rank's part of a row, in microseconds; times count from the start of the row.
 
-    passes: of each pass in order start (of its data), end, data, end of the last receive (0: none),
-    and WAITS. around: of `log` (between steps), `begin`, `reduce`, `optimizer`, `statistics` what
-    it took without waits, and WAITS. apart: of evaluations and saves in between.
+    passes: a list per pass, in order: start (with its data loading), end, duration of data loading,
+    end of the last receive from another stage (0: none), then the waits in the order of WAITS.
+    around: for the phases `log` (between steps), `begin`, `reduce`, `optimizer` and `statistics`:
+    duration without waits, then the waits. apart: duration of evaluations and saves before the
+    step. total: the end of the last span that is not a wait.
     """
     passes: list[list[int]] = []
     around: dict[str, list[int]] = {}

@@ -1,13 +1,14 @@
-"""Where a run's rows also go: TensorBoard, Weights & Biases, MLflow.
+"""Writes a run's numbers to TensorBoard, Weights & Biases and MLflow too.
 
     check(config)                          before the ranks meet: packages, stores, credentials
     for name, tracker in open_trackers(config).items():
         tracker.write(120, {"loss": 3.21})     # step, a row of metrics.jsonl
         tracker.close()
 
-OUT/trackers.json has the identifiers of the runs in Weights & Biases and MLflow: a resumed run goes
-on in them. Weights & Biases reads its own variables, as WANDB_MODE=offline. Each package is
-imported only if it is asked for; what keeps a tracker from starting is a UserError.
+OUT/trackers.json has the identifiers of the runs in Weights & Biases and MLflow, so that a resumed
+run continues these runs. Weights & Biases also reads its environment variables, for example
+WANDB_MODE=offline. A package is imported only if the run's options ask for its tracker. Raise
+UserError if a tracker cannot start. telemetry/log.py opens the trackers on rank 0.
 """
 
 import contextlib
@@ -26,26 +27,27 @@ from config.messages import UserError, write_file
 from config.schema import Config
 
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-NOT_IN_NAMES = re.compile(r"[^\w./ :-]")  # of MLflow's metrics
+NOT_IN_NAMES = re.compile(r"[^\w./ :-]")  # characters that names of MLflow's metrics cannot have
 
 
 class Tracker(Protocol):
-    """What takes a run's numbers; its methods may raise OSError.
+    """The interface of a tracker, which stores a run's numbers; its methods may raise OSError.
 
-    run_id: the run in the tracker, which a resumed run goes on in; empty: the tracker has none.
+    run_id: the identifier of the run in the tracker, for a resumed run; "" for TensorBoard, which
+    has no identifiers.
     """
 
     run_id: str
 
     def write(self, step: int, row: dict[str, Any]) -> None:
-        """Take a row of metrics.jsonl, for a step."""
+        """Store the numbers of a step's row of metrics.jsonl."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rows that are still buffered."""
 
 
 class TensorBoard:
-    """Event files in OUT/tensorboard; those of a resumed run lie beside the earlier ones."""
+    """Writes event files to OUT/tensorboard; a resumed run adds files beside the earlier files."""
 
     run_id = ""
 
@@ -56,22 +58,25 @@ class TensorBoard:
 
     @staticmethod
     def check(config: Config) -> None:
-        """Raise UserError without the package; torch, which uses it, is not imported yet."""
+        """Raise UserError if the package is missing.
+
+        The package is not imported, because torch.utils.tensorboard would import torch.
+        """
         if importlib.util.find_spec("tensorboard") is None:
             raise UserError("--tensorboard needs the package tensorboard")
 
     def write(self, step: int, row: dict[str, Any]) -> None:
-        """As scalars."""
+        """Write the row's numbers as scalars."""
         for name, value in numbers(row).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the scalars that are still buffered."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run of the project --wandb; its files are in OUT/wandb."""
+    """Writes to a run of the W&B project --wandb; its files are in OUT/wandb."""
 
     def __init__(self, config: Config, earlier: str | None):
         module = _package("wandb", "wandb")
@@ -85,7 +90,7 @@ class WeightsAndBiases:
 
     @staticmethod
     def check(config: Config) -> None:
-        """Raise UserError without the package, or if there is nobody to log in as."""
+        """Raise UserError if the package or, unless W&B works offline, the API key is missing."""
         module = _package("wandb", "wandb")
         option = f"--wandb {config.run.wandb}"
         with _sentences(option, module.errors.Error):
@@ -97,19 +102,19 @@ class WeightsAndBiases:
                 )
 
     def write(self, step: int, row: dict[str, Any]) -> None:
-        """As one row of history."""
+        """Write the row's numbers as one row of the W&B history."""
         try:
             self._run.log(numbers(row), step=step)
         except self._failure as error:
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rows that are still buffered, and end the run."""
         self._run.finish()
 
 
 class MLflow:
-    """A run in the store --mlflow: an address, or a folder, which then has mlflow.db (SQLite)."""
+    """Writes to a run in the store --mlflow: an address, or a folder with mlflow.db (SQLite)."""
 
     def __init__(self, config: Config, earlier: str | None):
         self._module, self._client, experiment = _mlflow_store(config)
@@ -126,11 +131,11 @@ class MLflow:
 
     @staticmethod
     def check(config: Config) -> None:
-        """Raise UserError without the package, or if the store does not open."""
+        """Raise UserError if the package is missing or the store cannot be opened."""
         _mlflow_store(config)
 
     def write(self, step: int, row: dict[str, Any]) -> None:
-        """As metrics, in one transaction."""
+        """Write the row's numbers as metrics, in one transaction."""
         metric = self._module.entities.Metric
         now = int(time.time() * 1000)
         rows = [
@@ -147,7 +152,10 @@ class MLflow:
 
 
 def _mlflow_store(config: Config) -> tuple[Any, Any, str]:
-    """MLflow, its client of the store --mlflow, and the experiment `trine` there, which is made."""
+    """Return the module mlflow, a client of the store --mlflow, and the experiment's identifier.
+
+    The experiment is named `trine`; it is created if the store has none.
+    """
     module = _package("mlflow", "mlflow")
     store = config.run.mlflow
     artifacts = None
@@ -165,7 +173,10 @@ def _mlflow_store(config: Config) -> tuple[Any, Any, str]:
 
 
 def _check_mlflow_folder(option: str, folder: str) -> None:
-    """Make the folder; UserError if that fails, or if it has files of MLflow's former store."""
+    """Make the folder; raise UserError if that fails or if it has an MLflow store of plain files.
+
+    option: the value of --mlflow, for the error. folder: the same as an absolute path.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         parts = os.listdir(folder)
@@ -179,7 +190,7 @@ def _check_mlflow_folder(option: str, folder: str) -> None:
 
 
 def _metric_name(name: str) -> str:
-    """A name that MLflow takes: one of a corpus has its path in it."""
+    """Return the name without characters that MLflow rejects, which the path of a corpus has."""
     return re.sub("/+", "/", NOT_IN_NAMES.sub("_", name))
 
 
@@ -193,7 +204,10 @@ def check(config: Config) -> None:
 
 
 def open_trackers(config: Config) -> dict[str, Tracker]:
-    """Those that the options ask for, by the option's name; UserError if one cannot start."""
+    """Start the trackers that the options ask for; return them by the name of the option.
+
+    Raise UserError if a tracker cannot start; the trackers started before it are closed.
+    """
     earlier = _earlier_runs(config)
     opened = dict[str, Tracker]()
     with contextlib.ExitStack() as on_error:
@@ -212,7 +226,10 @@ def open_trackers(config: Config) -> dict[str, Tracker]:
 
 
 def _earlier_runs(config: Config) -> dict[str, str]:
-    """By tracker, the run of OUT that --resume continues, if it is in the same store."""
+    """Return the identifiers, by tracker, of the runs that a resumed run continues.
+
+    A tracker is left out if its option names another store than before.
+    """
     path = config.run.tracked_runs
     if not config.run.resume or config.run.load_weights_only or not os.path.isfile(path):
         return {}
@@ -226,8 +243,9 @@ def _earlier_runs(config: Config) -> dict[str, str]:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl; those of a list by stage, as NAME/0, NAME/1, and
-    those of a table by name.
+    """Return the numbers of a row of metrics.jsonl by name.
+
+    A list NAME by stage becomes NAME/0, NAME/1, ...; a dict becomes NAME/KEY. None is left out.
     """
     found: dict[str, float] = {}
     for name, value in row.items():
@@ -248,7 +266,7 @@ def _package(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def _sentences(option: str, failure: type[Exception]) -> Iterator[None]:
-    """Turn a tracker's own exception, and that of a package it lacks, into a UserError."""
+    """Turn an exception of type `failure`, or of a missing package, into a UserError."""
     try:
         yield
     except failure as error:
@@ -258,7 +276,10 @@ def _sentences(option: str, failure: type[Exception]) -> Iterator[None]:
 
 
 def _silence_threads(of_modules: str) -> None:
-    """Print no traceback of a package's threads: its next call raises the exception again."""
+    """Print no tracebacks of threads whose class is in modules that begin with `of_modules`.
+
+    Tracebacks are not needed, since the package's next call raises the exception again.
+    """
     usual = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
