@@ -64,7 +64,6 @@ def parser() -> argparse.ArgumentParser:
         help="machine: a family such as a100, or one of " + ", ".join(hardware.names()),
     )
     add("--calibration", metavar="FILE", help="measured rates, as benchmarks/allreduce.py writes")
-    add("--models", nargs="+", metavar="PRESET", help="several shapes to choose from")
     add("--tokens", type=float, help="tokens to train on, to report how many days that takes")
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
         help="values of tp, pp, an axis of the layout, or of what is swept")  # fmt: skip

@@ -28,7 +28,6 @@ from checkpointing import folders
 from checkpointing.file_format import Attributes
 from checkpointing.state import (
     Progress,
-    best_interval,
     bytes_of_a_save,
     checkpoints_folder,
     count_elements,
@@ -86,7 +85,6 @@ class Checkpointer:
         self.print_line = print_line if self.is_rank_0 else lambda line: None
         self._check_replicas = check_replicas
         self._checked_step = -1  # the step whose state was compared last
-        self.nodes = len(set(context.nodes)) if context else 1
         self.parent = checkpoints_folder(config)
         store, rank, size = (context.store, context.rank, context.size) if context else (None, 0, 1)
         self.exchange = StoreExchange(store, rank, size, "checkpoints", self.recorder)
@@ -103,7 +101,7 @@ class Checkpointer:
         self._newest: int | None = None  # rank 0: newest saved step that led to the current state
         # On rank 0: whether the last save failed, and whether it did for lack of room.
         self._failed = self._lacks_room = False
-        self._interval_printed = self._room_line_printed = self._stopping = False
+        self._room_line_printed = self._stopping = False
         if self.enabled and self.is_rank_0:
             self._prepare_folder()
 
@@ -393,9 +391,6 @@ class Checkpointer:
             f"saved {self.writer.folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
             f"{save.seconds:.2f} s, pause {save.pause:.3f} s"
         )
-        if not self._interval_printed:
-            self._interval_printed = True
-            self._print_best_interval(save)
 
     def _print_failure(self, step: int, problem: str) -> None:
         problem = " ".join(problem.split())  # HDF5's messages have line breaks
@@ -412,16 +407,6 @@ class Checkpointer:
         if self._newest is None:
             return "there is none yet"
         return f"the newest is {folders.folder_name(self._newest)}"
-
-    def _print_best_interval(self, save: PendingSave) -> None:
-        """Print how often to save, by Young's and Daly's formula for the times of this save."""
-        hours = self.run.node_mtbf_hours
-        interval = best_interval(save.pause, save.seconds, hours * 3600 / self.nodes)
-        self.print_line(
-            f"a failure every {hours:g} h on each of {self.nodes} nodes and a pause of "
-            f"{save.pause:.3f} s: least time is lost by saving every {interval / 60:.1f} minutes "
-            f"(Young/Daly)"
-        )
 
     def _attributes(self, progress: Progress) -> Attributes:
         """Return the attributes of index.h5, by group. Called on rank 0 only."""

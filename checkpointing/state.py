@@ -154,17 +154,6 @@ def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
     return bytes_of_a_save(config, optimizer, saved_kinds(config, optimizer))
 
 
-def best_interval(pause: float, seconds: float, between_failures: float) -> float:
-    """Return the seconds between saves that lose the least time (Daly, FGCS 2006; the first term is
-    Young's). pause: seconds that training waits per save. seconds: duration of a save, the least
-    interval. between_failures: mean seconds between two failures of the job.
-    """
-    cost = min(pause, between_failures)
-    ratio = math.sqrt(cost / (2 * between_failures))
-    young = math.sqrt(2 * cost * between_failures)
-    return max(young * (1 + ratio / 3 + ratio**2 / 9) - cost, seconds)
-
-
 def check_begin(config: Config, done: Progress) -> None:
     """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples: steps
     before it belong to an earlier layout, and this layout was not checked for them.

@@ -15,7 +15,7 @@ from config.schema import Config
 
 ROTARY = ("rotary_base", "rotary_fraction", "rotary_scaling")
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
-OF_SAVES = ("keep_last", "save_weights_only", "async_save", "node_mtbf_hours")
+OF_SAVES = ("keep_last", "save_weights_only", "async_save")
 DYNAMIC: tuple[str, ...] = ("initial_loss_scale_power", "loss_scale_window")
 DYNAMIC += ("loss_scale_hysteresis", "min_loss_scale")
 

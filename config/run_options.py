@@ -190,9 +190,6 @@ class Run:
     torch_profile: int = option(
         None, "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json", minimum=1
     )
-    node_mtbf_hours: float = option(
-        7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
-    )
 
     @property
     def saves(self) -> bool:

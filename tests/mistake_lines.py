@@ -375,9 +375,6 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --out a-file/tune | --out a-file/tune: cannot write in
 --out trials | trials/trials.jsonl, line 1, is no trial
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
---models 1b3 176x | no preset is called '176x'
---models 1b3 --model gpt2-124m | give --model or --models, not both
---models 1b3 --sweep zero | --models is of a search: leave it out, or --sweep
 --gain 5 --all | --gain is of a search: leave it out, or --all
 --reference-every 3 --sweep zero | --reference-every is of a search: leave it out, or --sweep
 --risk 0.2 --sweep zero | --risk is of a search: leave it out, or --sweep

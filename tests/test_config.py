@@ -100,7 +100,6 @@ LEFT_OUT = [
     ("--fim-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
     ("--fim-spm-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
     ("--no-async-save", "--save-every or --save-every-minutes", "--save-every 5"),
-    ("--node-mtbf-hours 9", "--save-every or --save-every-minutes", "--save-every-minutes 5"),
     ("--save-weights-only", "--save-every or --save-every-minutes", "--save-every 5"),
     ("--keep-last 2", "--save-every or --save-every-minutes", "--save-every 5"),
     ("--keep-every 2 --save-every 5", "--keep-last: now all are kept", "--keep-last 2"),

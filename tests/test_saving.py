@@ -139,15 +139,6 @@ def test_rank_0_decides_about_the_minutes_without_an_exchange_of_its_own(tmp_pat
     assert re.findall(r"^saved .*step_0+(\d):", outcome.out, re.MULTILINE) == ["1", "2", "3"]
 
 
-def test_the_interval_that_loses_least():
-    """Against the time lost: the pauses, and half an interval at every failure."""
-    pause, mean = 40.0, 7.3 * 24 * 3600
-    lost = {t: pause / t + (t + pause) / 2 / mean for t in range(100, 20000, 10)}
-    best = min(lost, key=lost.get)
-    assert save.best_interval(pause, 1.0, mean) == pytest.approx(best, rel=0.02)
-    assert save.best_interval(pause, 1e5, mean) == 1e5
-
-
 # ------------------------------------------------------------------------------------------------
 # Another course
 # ------------------------------------------------------------------------------------------------

@@ -239,31 +239,6 @@ def test_a_killed_search_leaves_no_launcher(tmp_path):
         time.sleep(0.05)
 
 
-def test_several_models_are_searched_one_after_the_other(tmp_path):
-    words = ["--models", "gpt2-124m", "gpt2-355m", "--seq-length", "64", "--gpu", "cpu"]
-    words += ["--gpus", "2", "--launch", FAKE, "--out", str(tmp_path)]
-    asked, searched = session.Session(*tune.parser().parse_known_args(words)), []
-    asked._search = lambda config: (searched.append(config), asked.wanted.update(any=None))
-    asked._measure()
-    shapes = [(each.model.layers, each.model.hidden, each.model.seq_length) for each in searched]
-    assert shapes == [(12, 768, 64), (24, 1024, 64)]
-
-
-def test_of_several_models_one_that_does_not_fit_ends_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for FAKE
-    words = "--tp 1 --pp 1 --zero 0 --micro-batch-size 1 --recompute full --seq-length 64"
-    words += f" --gpu cpu --gpus 1 --out {tmp_path} --models 1b3 gpt2-124m"
-    asked = session.Session(*tune.parser().parse_known_args([*words.split(), "--launch", FAKE]))
-    asked.run()
-    assert {trial.status for trial in asked.store.trials} == {"ok"}
-    assert {trial.config["model"]["layers"] for trial in asked.store.trials} == {12}
-    assert any("out of memory" in each.reason for each in asked.rejected)
-    words = words.replace(" gpt2-124m", "")
-    asked = session.Session(*tune.parser().parse_known_args([*words.split(), "--launch", FAKE]))
-    with pytest.raises(UserError, match="no layout can run on 1 ranks: see the reasons above"):
-        asked.run()
-
-
 def test_a_search_says_what_it_does_before_it_predicts(tmp_path, monkeypatch, capsys):
     """For hundreds of ranks that takes a while, in which nothing would be printed."""
     said = []

@@ -36,7 +36,7 @@ MOST = 1e18  # of the numbers on the command line
 PREDICTED = 200  # layouts that a search chooses from: those that are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 # What only a search reads, with its defaults; --all reads all but the gain.
-OF_SEARCH = {"models": (), "gain": 1.0, "reference_every": 8, "risk": risk.DEFAULT}
+OF_SEARCH = {"gain": 1.0, "reference_every": 8, "risk": risk.DEFAULT}
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -175,11 +175,8 @@ class Session:
         if not 0 < options.risk <= 1:
             raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
         self.options = options
-        self.train_arguments = train_arguments
-        if options.models and "--model" in (word.partition("=")[0] for word in train_arguments):
-            raise UserError("give --model or --models, not both")
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
-        request = self._request(*options.models[:1])
+        request = self._request(train_arguments)
         for note in [*filter(None, [self.machine.note]), *request.notes]:
             print(f"note: {note}", file=sys.stderr)
         self.config = request.config
@@ -209,11 +206,10 @@ class Session:
         self.ending = "every layout has been measured"
         self.progress = Progress(self.budget)
 
-    def _request(self, model: str = "") -> command_line.Request:
-        """The run asked for, of one of --models, with its own folder if none is given, and with the
+    def _request(self, arguments: list[str]) -> command_line.Request:
+        """The run that train.py's flags ask for, with its own folder if none is given, and with the
         precision of --gpu, or of CPUs if --device says so.
         """
-        arguments = [*self.train_arguments, *(["--model", model] if model else [])]
         precision = self.machine.precision
 
         def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,12 +275,7 @@ class Session:
             runs, self.rejected = search_space.sweep(options.sweep, *space, values)
             self._measure_all(runs, "sweep")
         else:
-            named = [self._request(name).config for name in options.models]
-            for config in named or [self.config]:
-                try:
-                    self._search(config)
-                except BudgetSpent:
-                    self.ending = self.budget.ending
+            self._search(self.config)
             if not self.wanted:
                 ranks = f"{options.gpus} ranks"
                 raise UserError(f"no layout can run on {ranks}: see the reasons above")
