@@ -1,7 +1,6 @@
 """Text as samples: token files, the order of samples, blends.
 
     token_files   reads and writes the .bin/.idx pair of Megatron-LM
-    checksums     SHA-256 of a pair's files, CRC-32 of their blocks
     sample_order  which tokens of a corpus each sample holds, and the order of the samples
     blends        samples of several corpora, mixed by weight
     usage         counts the tokens that a run has read from each corpus

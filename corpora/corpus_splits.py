@@ -22,7 +22,6 @@ from corpora.blends import (
     parse_blend,
     shares_by_phase,
 )
-from corpora.checksums import check_blocks
 from corpora.mapped_files import ArrayCache
 from corpora.prefetch import AHEAD, READERS
 from corpora.sample_order import (
@@ -33,7 +32,7 @@ from corpora.sample_order import (
     split_ranges,
     tokens_per_epoch,
 )
-from corpora.token_files import ANSWERS, IndexedDataset
+from corpora.token_files import IndexedDataset
 
 # Megatron's mid_level_dataset_surplus: the share that a blend requests of each part in addition.
 SURPLUS = 0.005
@@ -184,13 +183,11 @@ def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str
 
 
 def _open(prefix: str, config: Config, cache: ArrayCache) -> IndexedDataset:
-    """Open a corpus of a run, with its answers if they are needed, and check some of its blocks.
+    """Open a corpus of a run, with its answers if they are needed.
 
-    Raise UserError if a file is missing or damaged, or a block differs from its checksum.
+    Raise UserError if a file is missing or damaged.
     """
     dataset = IndexedDataset(prefix, cache)
     if config.data.answers_only:
         dataset.open_answers()
-        check_blocks(prefix + ANSWERS)
-    check_blocks(prefix)
     return dataset

@@ -17,6 +17,7 @@ other's files, and write the same bytes for the same documents.
 
 import array
 import contextlib
+import hashlib
 import os
 import stat
 import struct
@@ -295,6 +296,19 @@ def write_index(path: str, kind: np.dtype, lengths: np.ndarray, documents: np.nd
             file.write(column.tobytes())
         file.flush()
         os.fsync(file.fileno())
+
+
+def checksums_of(prefix: str, source: str | None = None) -> bytes:
+    """Return the lines of `sha256sum` for a pair, the contents of PREFIX.sha256.
+
+    prefix: the pair's name in these lines. source: the prefix to read from, if it is another.
+    """
+    lines = []
+    for suffix in (".bin", ".idx"):
+        with open((source or prefix) + suffix, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {os.path.basename(prefix + suffix)}\n")
+    return "".join(lines).encode()
 
 
 class IndexedDatasetWriter:

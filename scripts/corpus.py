@@ -5,8 +5,8 @@
     python scripts/corpus.py merge --out data/all data/books data/news
     python scripts/corpus.py split --out data/part data/books --shares 9,1
 
-prepare_data.py writes PREFIX.sha256, in the format of sha256sum, and PREFIX.crc32 beside the pair
-(corpora/checksums.py); `verify` reads the pair from end to end and compares.
+prepare_data.py writes PREFIX.sha256 beside the pair, in the format of sha256sum; `verify` reads
+the pair from end to end and compares.
 """
 
 import argparse
@@ -24,9 +24,8 @@ with messages.installed():
     import numpy as np
 
     from config.messages import Parser, UserError, check_folder, exit_with
-    from corpora.checksums import check_blocks, checksums_of
     from corpora.sample_order import split_ranges
-    from corpora.token_files import IndexedDataset, IndexedDatasetWriter
+    from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -41,11 +40,10 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def write_checksums(prefix: str) -> None:
-    """Write the files of checksums beside a pair."""
-    for suffix, raw in checksums_of(prefix).items():
-        partial = f"{prefix}.{os.getpid()}.partial{suffix}"
-        Path(partial).write_bytes(raw)
-        os.replace(partial, prefix + suffix)
+    """Write the file of checksums beside a pair."""
+    partial = f"{prefix}.{os.getpid()}.partial.sha256"
+    Path(partial).write_bytes(checksums_of(prefix))
+    os.replace(partial, prefix + ".sha256")
 
 
 def verify(prefix: str) -> str:
@@ -66,7 +64,6 @@ def verify(prefix: str) -> str:
         if found != expected:
             short = f"{found[:16]}..., but {sums} has {expected[:16]}..."
             raise UserError(f"{path} has the SHA-256 {short}: it has changed since it was written")
-    check_blocks(prefix, None)
     return f"{prefix}: {len(dataset):,} sequences, {dataset.tokens:,} tokens, checksums equal"
 
 
@@ -106,8 +103,7 @@ def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
         kinds = ", ".join(f"{part.prefix} {part.token_type}" for part, _ in parts)
         raise UserError(f"these corpora have tokens of different types: {kinds}")
     (kind,) = types
-    for suffix in (".sha256", ".crc32"):  # of an older pair of this name
-        Path(out + suffix).unlink(missing_ok=True)
+    Path(out + ".sha256").unlink(missing_ok=True)  # of an older pair of this name
     if kind not in (np.dtype("<u2"), np.dtype("<i4")):
         raise UserError(f"tokens of type {kind} cannot be written, only uint16 and int32")
     with IndexedDatasetWriter(out, 65499 if kind.itemsize == 2 else 2**31) as writer:

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from config.messages import UserError
-from corpora.checksums import checksums_of
-from corpora.token_files import token_type_of, write_index
+from corpora.token_files import checksums_of, token_type_of, write_index
 from scripts.documents import Found
 from scripts.encode_documents import Chunk, Encoded
 from scripts.journal import Journal
@@ -24,7 +23,7 @@ MOST_IN_DOCUMENT = 2**31 - 1  # tokens: lengths are 32 bits in this format
 SECONDS_BETWEEN_ENTRIES = 1.0  # waiting for the disk after every chunk would take longer
 KINDS = ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken")
 # In the order of publishing: without an index there is no pair.
-NAMES = (*KINDS, "bad.txt", "bin", "idx", "sha256", "crc32")
+NAMES = (*KINDS, "bad.txt", "bin", "idx", "sha256")
 
 
 class PartialPair:
@@ -92,8 +91,7 @@ class PartialPair:
         lengths = np.fromfile(partial("lengths"), "<i4")
         write_index(partial("idx"), self.token_type, lengths, np.arange(len(lengths) + 1))
         sums = checksums_of(self.journal.prefix, partial("bin").removesuffix(".bin"))
-        for suffix, raw in sums.items():
-            Path(partial(suffix[1:])).write_bytes(raw)
+        Path(partial("sha256")).write_bytes(sums)
         names = [name for name in NAMES if os.path.exists(partial(name))]
         self.journal.add({"published": names, "summary": summary})
         publish(self.journal)

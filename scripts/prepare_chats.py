@@ -139,7 +139,7 @@ def write(options: argparse.Namespace) -> str:
             learned += int(answers.sum())
         # An older corpus of this name must not remain beside the new marks.
         for name in (options.out, options.out + ANSWERS):
-            for suffix in (".idx", ".sha256", ".crc32"):
+            for suffix in (".idx", ".sha256"):
                 Path(name + suffix).unlink(missing_ok=True)
         tokenizer.save(options.out + ".tokenizer.json")
         settings = {"chat_template": template.source, **template.tokens}

@@ -8,7 +8,7 @@ A .py, .txt or .md file is one document, a line of a .jsonl file and a row of a 
 formats: scripts/text_sources.py; tokenizers: scripts/encoders.py). Documents are shuffled with a
 fixed seed, so that a split by range is a random one, and each ends with the end-of-document token.
 The outputs are OUT.bin and OUT.idx (format: corpora/token_files.py), OUT.tokenizer.json,
-OUT.sha256 and OUT.crc32 (scripts/corpus.py).
+and OUT.sha256 (scripts/corpus.py).
 
 Texts are read twice, to train the tokenizer and to encode, and are not held in memory. What is done
 is in OUT.partial.*: after a kill the same command goes on from there. Ctrl-C ends with status 75.

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_data import config_of, write_corpus
+from test_data import write_corpus
 
-import data
 from config.messages import UserError
-from corpora import checksums
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from scripts import corpus, prepare_data
 
@@ -77,36 +75,6 @@ def test_every_change_of_a_pair_is_seen(tmp_path, capsys):
         corpus.verify(str(prefix))
     (tmp_path / "c.sha256").unlink()
     assert "no c.sha256 to compare with" in run(capsys, "verify", prefix)
-
-
-def test_blocks_are_sampled_at_the_start_of_a_run(tmp_path, monkeypatch):
-    """A byte that a disk has changed has neither another size nor another time."""
-    write_corpus(f"{tmp_path}/c", [30] * 2000)
-    monkeypatch.setattr(checksums, "BLOCK", 1 << 12)
-    corpus.write_checksums(f"{tmp_path}/c")
-    config = config_of([tmp_path / "c"], cache=tmp_path / "cache")
-    data.build(config)
-    path = tmp_path / "c.bin"
-    whole, facts = bytearray(path.read_bytes()), path.stat()
-    for place in range(100, len(whole), 1 << 12):  # in every block
-        whole[place] ^= 1
-    path.write_bytes(whole)
-    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    monkeypatch.setattr(checksums.check_blocks, "__defaults__", (30,))  # of 38; 8 of the .idx
-    evaluated = config_of(["synthetic"], eval_data=f"c={tmp_path}/c", cache=tmp_path / "cache")
-    for each in (config, evaluated):
-        with pytest.raises(UserError, match=r"bytes \d+ to \d+ of .*c\.bin have changed since"):
-            data.build(each)
-    path.write_bytes(whole + b"1")
-    with pytest.raises(UserError, match=r"c\.bin has 120001 bytes and had 120000 when it was"):
-        checksums.check_blocks(f"{tmp_path}/c")
-    (tmp_path / "c.crc32").write_bytes(b"noise")
-    with pytest.raises(UserError, match=r"c\.crc32 is damaged"):
-        checksums.check_blocks(f"{tmp_path}/c")
-    (tmp_path / "c.crc32").unlink()
-    (tmp_path / "c.crc32").mkdir()
-    with pytest.raises(UserError, match=r"cannot read .*c\.crc32: Is a directory"):
-        checksums.check_blocks(f"{tmp_path}/c")
 
 
 @pytest.mark.parametrize(

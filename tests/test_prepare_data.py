@@ -70,7 +70,6 @@ def test_every_document_comes_back(texts, tmp_path, capsys):
     assert tokenizer.get_vocab_size() == 300
     assert sorted(os.listdir(tmp_path / "new")) == [
         "c.bin",
-        "c.crc32",
         "c.idx",
         "c.sha256",
         "c.tokenizer.json",

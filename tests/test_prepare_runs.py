@@ -25,7 +25,7 @@ from corpora.token_files import IndexedDataset
 from scripts import documents, encode_documents, encoders, partial_pair, prepare_data, word_cache
 from scripts.journal import Journal
 
-NAMES = (".bin", ".idx", ".tokenizer.json", ".sha256", ".crc32")
+NAMES = (".bin", ".idx", ".tokenizer.json", ".sha256")
 
 
 def contents(prefix) -> list[bytes]:
