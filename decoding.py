@@ -59,7 +59,11 @@ class Decoder:
 
     @torch.no_grad()
     def generate(
-        self, prompt: list[int], count: int, how: Choice, end: int | None = None
+        self,
+        prompt: list[int],
+        count: int,
+        how: Choice,
+        end: int | None = None,
     ) -> list[int]:
         """Return the ids that follow the prompt: `count` ids, or fewer if `end` is chosen, which
         ends the text and is not returned.
@@ -79,7 +83,11 @@ class Decoder:
         return found
 
     def _next(
-        self, tokens: Tensor, cache: KeyValueCache, how: Choice, random: torch.Generator
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache,
+        how: Choice,
+        random: torch.Generator,
     ) -> int:
         """Return the token after `tokens` (1, s), which follow the cached tokens.
 

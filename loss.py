@@ -43,7 +43,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec, fused: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    tp: Group,
+    spec: ParamSpec,
+    fused: bool = False,
 ) -> Tensor:
     """Return the loss of every token: logits (s, b, V/tp), labels (s, b) -> (s, b), fp32 at least.
 
@@ -73,7 +77,11 @@ class LocalLoss(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(
-        cls, logits: Tensor, labels: Tensor, spec: ParamSpec, fused: bool = False
+        cls,
+        logits: Tensor,
+        labels: Tensor,
+        spec: ParamSpec,
+        fused: bool = False,
     ) -> "LocalLoss":
         """Make it from logits (s, b, V/n), for the vocabulary rows of `spec`, and labels (s, b)."""
         rows = spec.stop - spec.start

@@ -123,7 +123,11 @@ class VocabularyEnds(Ends):
         self._start(kind, action, tensor, lambda: self.groups[kind].reduce(tensor, to))
 
     def _start(
-        self, kind: str, action: Action, tensor: Tensor, begin: Callable[[], Handle]
+        self,
+        kind: str,
+        action: Action,
+        tensor: Tensor,
+        begin: Callable[[], Handle],
     ) -> None:
         """Have `begin` start a collective on `tensor` when the schedule says, and keep both."""
         later = self.execution.start_later(action, begin)

@@ -109,7 +109,9 @@ class ShardFile:
 
 
 def write_shard(
-    path: str, elements: int, arrays: Mapping[str, tuple[str, Iterable[np.ndarray]]]
+    path: str,
+    elements: int,
+    arrays: Mapping[str, tuple[str, Iterable[np.ndarray]]],
 ) -> tuple[int, int]:
     """Write flat arrays to an HDF5 file, flush it to the disk, and return its bytes and CRC-32.
 
@@ -228,7 +230,11 @@ def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int,
 
 
 def _create_virtual_dataset(
-    file: h5py.File, kind: str, name: str, shape: Shape, sources: list[Source]
+    file: h5py.File,
+    kind: str,
+    name: str,
+    shape: Shape,
+    sources: list[Source],
 ) -> None:
     """Create a whole tensor as a virtual dataset over the shards.
 

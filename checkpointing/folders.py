@@ -30,7 +30,10 @@ MANIFEST_BYTES = 2**24  # the most that is read: the size of a manifest of 200,0
 
 
 def write_manifest(
-    folder: str, step: int, files: dict[str, tuple[int, int]], checked: Sequence[str] = ()
+    folder: str,
+    step: int,
+    files: dict[str, tuple[int, int]],
+    checked: Sequence[str] = (),
 ) -> None:
     """Write manifest.json, and flush it and the folder to the disk.
 
@@ -119,7 +122,10 @@ def _is_entry(item: tuple[str, Any]) -> bool:
 
 
 def find_problem(
-    folder: str, name: str, expected: dict[str, int], contents: bool = True
+    folder: str,
+    name: str,
+    expected: dict[str, int],
+    contents: bool = True,
 ) -> str | None:
     """Return the error message for a missing or damaged file of a checkpoint; None if it is sound.
 

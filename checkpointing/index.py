@@ -221,7 +221,13 @@ class Index:
                 at += elements_in(box)
 
     def _read_overlap(
-        self, kind: str, file: str, at: int, stored: Box, box: Box, out: np.ndarray
+        self,
+        kind: str,
+        file: str,
+        at: int,
+        stored: Box,
+        box: Box,
+        out: np.ndarray,
     ) -> None:
         """Copy the elements that two boxes of a tensor share from a shard to `out`.
 

@@ -311,7 +311,9 @@ class Checkpointer:
         self._wait()
 
     def finish(
-        self, progress: Progress, stop_requested: Callable[[], bool] = lambda: False
+        self,
+        progress: Progress,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         """If the last save failed, try again; raise SaveError if that fails too. Collective.
 

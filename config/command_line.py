@@ -274,7 +274,9 @@ def options_help(*groups: str) -> str:
 
 
 def _parser(
-    description: str, groups: Collection[str] = tuple(GROUPS), lists_models: bool = True
+    description: str,
+    groups: Collection[str] = tuple(GROUPS),
+    lists_models: bool = True,
 ) -> argparse.ArgumentParser:
     """Return the parser of these groups. lists_models: whether the help text lists the presets."""
     usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"

@@ -37,7 +37,9 @@ class Data:
     """Where samples come from."""
 
     data: tuple = option(
-        ("synthetic",), "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic", nargs="+"
+        ("synthetic",),
+        "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic",
+        nargs="+",
     )
     split: str = option("95,5,0", "shares of train, validation and test, by document")
     eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
@@ -69,7 +71,9 @@ class Data:
         "none: each rank builds its own",
     )
     skip_samples: tuple = option(
-        None, "A:B ..., skip global batches with any of the consumed samples A to B - 1", nargs="+"
+        None,
+        "A:B ..., skip global batches with any of the consumed samples A to B - 1",
+        nargs="+",
     )
     objective: str = option(
         "causal",
@@ -82,14 +86,21 @@ class Data:
     reset_positions: bool = option(False, "positions count from 0 in each document")
     mask_eod_loss: bool = option(False, "do not learn what follows the end of a document")
     answers_only: bool = option(
-        False, "learn only what PREFIX.targets.bin marks, as scripts/prepare_chats.py writes it"
+        False,
+        "learn only what PREFIX.targets.bin marks, as scripts/prepare_chats.py writes it",
     )
     fim_tokens: tuple = option(
-        None, "ids of fim's marks: before the PREFIX, the MIDDLE, the SUFFIX", nargs=3, item=int
+        None,
+        "ids of fim's marks: before the PREFIX, the MIDDLE, the SUFFIX",
+        nargs=3,
+        item=int,
     )
     fim_rate: float = option(0.5, "share of documents that fim changes", minimum=0.0, maximum=1.0)
     fim_spm_rate: float = option(
-        0.5, "share of these with the suffix before the prefix", minimum=0.0, maximum=1.0
+        0.5,
+        "share of these with the suffix before the prefix",
+        minimum=0.0,
+        maximum=1.0,
     )
 
     @property
@@ -123,20 +134,30 @@ class Run:
     out: str = option("runs/latest", "folder for run.json and metrics.jsonl")
     device: str = option("auto", "device of each rank", choices=("auto", "cpu", "cuda"))
     backend: str = option(
-        "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
+        "auto",
+        "collectives: nccl on GPUs, gloo on CPUs",
+        choices=("auto", "nccl", "gloo"),
     )
     bind_cores: bool = option(True, "bind each rank to cores of its own, if there are enough")
     log_every: int = option(
-        None, "steps between log lines, default: a line when 5 seconds have passed", minimum=1
+        None,
+        "steps between log lines, default: a line when 5 seconds have passed",
+        minimum=1,
     )
     sample_every: int = option(
-        0, "steps between samples in the log, and one at the end; 0: none", minimum=0
+        0,
+        "steps between samples in the log, and one at the end; 0: none",
+        minimum=0,
     )
     sample_prompt: tuple = option(
-        None, "texts that --sample-every continues, or ids where there is no tokenizer", nargs="+"
+        None,
+        "texts that --sample-every continues, or ids where there is no tokenizer",
+        nargs="+",
     )
     check_replicas_every: int = option(
-        1000, "steps between replica checks, also before each save; 0: never", minimum=0
+        1000,
+        "steps between replica checks, also before each save; 0: never",
+        minimum=0,
     )
     spike_sigma: float = option(
         6.0,
@@ -145,14 +166,17 @@ class Run:
     )
     max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
     memory_snapshot: bool = option(
-        False, "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz"
+        False,
+        "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz",
     )
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str = option(None, "also log to this project of Weights & Biases")
     mlflow: str = option(None, "also log to MLflow's store: a folder, or an address")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
     save_every_minutes: float = option(
-        0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0
+        0.0,
+        "minutes between checkpoints, and one at the end; 0: none",
+        minimum=0.0,
     )
     save_weights_only: bool = option(False, "checkpoints without optimizer state, 4 bytes a weight")
     async_save: bool = option(True, "write checkpoints while training continues")
@@ -162,13 +186,19 @@ class Run:
     load_weights_only: bool = option(False, "take only the weights from --resume, begin at step 0")
     preflight: bool = option(None, "test every node before step 1, default: if there are several")
     exit_after_minutes: float = option(
-        0.0, "save and stop with status 75 before so many minutes, 0: no limit", minimum=0.0
+        0.0,
+        "save and stop with status 75 before so many minutes, 0: no limit",
+        minimum=0.0,
     )
     stop_at_samples: int = option(
-        0, "save and stop with status 75 after so many samples, 0: no limit", minimum=0
+        0,
+        "save and stop with status 75 after so many samples, 0: no limit",
+        minimum=0,
     )
     begin_at_samples: int = option(
-        0, "resume after so many samples at least: batches before them need not divide", minimum=0
+        0,
+        "resume after so many samples at least: batches before them need not divide",
+        minimum=0,
     )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
     save_switch: str = option(None, "save when this file appears, remove it, and continue")
@@ -180,15 +210,20 @@ class Run:
     )
     check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
     slow_rank_percent: float = option(
-        20.0, "per cent by which a slow rank computes longer than its peers", minimum=0.0
+        20.0,
+        "per cent by which a slow rank computes longer than its peers",
+        minimum=0.0,
     )
     blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
     compile: bool = option(
-        False, "fuse norms, rotary positions, SwiGLU and the loss by torch.compile, before step 1"
+        False,
+        "fuse norms, rotary positions, SwiGLU and the loss by torch.compile, before step 1",
     )
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     torch_profile: int = option(
-        None, "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json", minimum=1
+        None,
+        "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json",
+        minimum=1,
     )
 
     @property

@@ -31,7 +31,9 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def one_by_one(
-    shares: list[float], size: int, fill: Callable[..., None]
+    shares: list[float],
+    size: int,
+    fill: Callable[..., None],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `blend_order` by a loop over the samples; fill: `_fill`, compiled or not."""
     which = np.empty(size, np.int16)
@@ -136,7 +138,8 @@ def find_blend_order(
 
 
 def _blend_phases(
-    phases: list[tuple[int, list[float]]], size: int
+    phases: list[tuple[int, list[float]]],
+    size: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `blend_order` of phases (first sample, shares); a share of 0 takes no samples."""
     if len(phases) == 1:
@@ -262,7 +265,9 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
 
 
 def shares_by_phase(
-    data_schedule: tuple, corpora: int, weighted: bool
+    data_schedule: tuple,
+    corpora: int,
+    weighted: bool,
 ) -> list[tuple[int, list[float]]]:
     """Return (first sample, shares) of each change that --data-schedule makes to the weights.
 

@@ -100,7 +100,11 @@ class Corpora:
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
     def _part(
-        self, i: int, ranges: list[range], count: int | None, seed: int | None = None
+        self,
+        i: int,
+        ranges: list[range],
+        count: int | None,
+        seed: int | None = None,
     ) -> GPTSamples:
         """Return samples of corpus i, at least `count` (None: one epoch). seed: default --seed."""
         model = self.config.model

@@ -41,7 +41,11 @@ class _Read(Future[None]):
     """A micro-batch that is being read; `sample`: the number of the sample whose turn it is."""
 
     def __init__(
-        self, samples: Readable, first: int, objective: Objective, tensors: dict[str, Tensor]
+        self,
+        samples: Readable,
+        first: int,
+        objective: Objective,
+        tensors: dict[str, Tensor],
     ):
         super().__init__()
         self.samples = samples

@@ -302,7 +302,10 @@ def _build(
 
 
 def sample_starts(
-    lengths: np.ndarray, document_index: np.ndarray, seq_length: int, num_samples: int
+    lengths: np.ndarray,
+    document_index: np.ndarray,
+    seq_length: int,
+    num_samples: int,
 ) -> np.ndarray:
     """Return each sample's start: rows (position in document_index, token offset in its sequence).
 

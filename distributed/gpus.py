@@ -99,7 +99,9 @@ def check_kernels(name: str, capability: tuple[int, int], built: list[str], vers
 
 
 def unusable_driver(
-    version: str, cuda: str | None, path: str = "/proc/driver/nvidia/version"
+    version: str,
+    cuda: str | None,
+    path: str = "/proc/driver/nvidia/version",
 ) -> str:
     """Return the reason why torch sees no GPU, as the end of an error message.
 

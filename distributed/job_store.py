@@ -176,7 +176,10 @@ class Server:
 
 
 def meet(
-    address: Address, size: int, server: Server | None, act: Callable[[], Any] = lambda: None
+    address: Address,
+    size: int,
+    server: Server | None,
+    act: Callable[[], Any] = lambda: None,
 ) -> JobStore:
     """Connect to the store and wait until all ranks have connected; collective over all ranks.
 

@@ -122,7 +122,9 @@ def shared_gpus(places: list[Place]) -> dict[str, list[int]]:
 
 
 def placement_warnings(
-    places: list[Place], layout: Layout, job_nodes: int | None = None
+    places: list[Place],
+    layout: Layout,
+    job_nodes: int | None = None,
 ) -> list[str]:
     """Return one line of text for each property of the placement that makes the run slower.
 

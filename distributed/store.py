@@ -117,7 +117,9 @@ class StoreExchange:
         self.store.set(f"{self._name}/{key}/{self.rank}", json.dumps(value))
 
     def collect(
-        self, key: str, record: Callable[[str, Sequence[int]], None] | None = None
+        self,
+        key: str,
+        record: Callable[[str, Sequence[int]], None] | None = None,
     ) -> list[Any]:
         """Return the values that all ranks left with `tell`, in rank order; on rank 0, any thread.
 

@@ -170,7 +170,8 @@ def _stops(records: list[RankRecord]) -> list[dict[str, Any]]:
     return [
         {"waits": kind != COPY, "what": what, "line": line, "count": count, "rank": rank}
         for (kind, what, line), (count, rank) in sorted(
-            most.items(), key=lambda entry: -entry[1][0]
+            most.items(),
+            key=lambda entry: -entry[1][0],
         )
     ]
 

@@ -121,7 +121,11 @@ class _Laps:
 
 
 def measure_rank(
-    config: Config, world: int, rank: int, per_node: int, device: str
+    config: Config,
+    world: int,
+    rank: int,
+    per_node: int,
+    device: str,
 ) -> StageMeasured:
     """Train a few steps as that rank, with as many micro-batches as reach the steady state.
 

@@ -69,7 +69,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _replacements(
-    context: RecordingContext, meter: Meter, gpu: str
+    context: RecordingContext,
+    meter: Meter,
+    gpu: str,
 ) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, value) of everything that is replaced."""
     cuda = torch.cuda
@@ -157,7 +159,14 @@ class _Stream:
 
 
 def attention(
-    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    q,
+    k,
+    v,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
 ):
     """The kernel that torch would take on a GPU: flash; with a mask or in fp32, the efficient one.
 

@@ -104,7 +104,11 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
             one, two = (events[number] if number < len(events) else None for events in pair)
             if one is None or two is None or _common(one) != _common(two):
                 yield _differ(
-                    f"operation {number + 1} of {_group(role, row)}", first, one, other, two
+                    f"operation {number + 1} of {_group(role, row)}",
+                    first,
+                    one,
+                    other,
+                    two,
                 )
                 break
 

@@ -94,7 +94,8 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
                 continue
             if kinds[rank] not in of_kinds:
                 of_kinds[kinds[rank]] = max(
-                    candidates, key=lambda other: _common(kinds[rank], kinds[other])
+                    candidates,
+                    key=lambda other: _common(kinds[rank], kinds[other]),
                 )
             found[rank] = of_kinds[kinds[rank]]
     return found
@@ -196,7 +197,8 @@ class Case(NamedTuple):
 
 
 def rehearse(
-    cases: Sequence[Case], show: Callable[[int], None] = lambda done: None
+    cases: Sequence[Case],
+    show: Callable[[int], None] = lambda done: None,
 ) -> list[Rehearsal]:
     """Run the ranks of `ranks_of` each case, each once, on this machine's cores.
 

@@ -67,7 +67,13 @@ class Adam8bit:
             numbers = (*self.betas, *unused, self.eps, self.steps, lr)
             states = (*self.maps.values(), *scales)
             self.library.optimizer_update_8bit_blockwise(
-                "adam", gradient, master, *codes, *numbers, *states, weight_decay=self.weight_decay
+                "adam",
+                gradient,
+                master,
+                *codes,
+                *numbers,
+                *states,
+                weight_decay=self.weight_decay,
             )
 
     def set_steps(self, steps: int) -> None:

@@ -116,7 +116,9 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
 
 
 def shard_fully(
-    stage: nn.Module, factory: ParamFactory, training: Training
+    stage: nn.Module,
+    factory: ParamFactory,
+    training: Training,
 ) -> list[FullyShardedGroup]:
     """Shard the parameters of a stage outside its blocks; return the stage's groups, one per key.
 

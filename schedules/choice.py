@@ -72,7 +72,10 @@ def decide(config: Config, device: str) -> tuple[Config, Choice | None]:
 
 
 def decide_layout(
-    model: ModelShape, layout: Layout, micro_batches: int, device: str = "cuda"
+    model: ModelShape,
+    layout: Layout,
+    micro_batches: int,
+    device: str = "cuda",
 ) -> tuple[Layout, Choice | None]:
     """Return the layout with `--schedule auto` replaced, and the choice (None if it was not auto or
     pp is 1). Called by `decide` and by the planner, for one number of micro-batches.
@@ -137,7 +140,11 @@ def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
 
 
 def _priced(
-    task: Task, name: str, virtual: int, blocks: tuple[int, ...], few: int | None
+    task: Task,
+    name: str,
+    virtual: int,
+    blocks: tuple[int, ...],
+    few: int | None,
 ) -> Choice | None:
     """Simulate a schedule; return None if a rank would hold too much.
 

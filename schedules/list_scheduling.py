@@ -101,7 +101,9 @@ def sent_bytes(model: ModelShape) -> float:
 
 
 def parts_of(
-    model: ModelShape, layout: Layout, device: str
+    model: ModelShape,
+    layout: Layout,
+    device: str,
 ) -> tuple[PassCosts, PassCosts, PassCosts]:
     """Return the costs of embedding, block and head on one tensor rank, for one token; seconds are
     FLOPs. A block's backward pass includes recomputation only if all blocks are recomputed.

@@ -85,7 +85,9 @@ def unchecked(
 
 
 def forward_only(
-    rank_of: tuple[int, ...], micro_batches: int, vocabulary: bool = False
+    rank_of: tuple[int, ...],
+    micro_batches: int,
+    vocabulary: bool = False,
 ) -> Schedule:
     """Return the validated schedule of an evaluation: forward passes only.
 
@@ -220,7 +222,10 @@ ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
 
 
 def of_layout(
-    model: ModelShape, layout: Layout, micro_batches: int, device: str = "cuda"
+    model: ModelShape,
+    layout: Layout,
+    micro_batches: int,
+    device: str = "cuda",
 ) -> Schedule:
     """Return the validated training schedule of a layout, once --schedule auto is decided."""
     costs = stage_costs(model, layout, device)

@@ -131,7 +131,9 @@ class StageSpec:
 
 
 def stage_specs(
-    model: ModelShape, layout: Layout, costs: PartCosts | None = None
+    model: ModelShape,
+    layout: Layout,
+    costs: PartCosts | None = None,
 ) -> list[StageSpec]:
     """Return the stages of a layout with their parameters, not divided by tp, and share of time.
 
@@ -177,7 +179,10 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
 
 
 def _with_vocabulary(
-    spec: StageSpec, model: ModelShape, layout: Layout, costs: PartCosts
+    spec: StageSpec,
+    model: ModelShape,
+    layout: Layout,
+    costs: PartCosts,
 ) -> StageSpec:
     """Return a stage that has its rank's shard of the vocabulary instead of whole matrices."""
     each = model.padded_vocab(layout) // layout.pp
@@ -191,7 +196,9 @@ def _with_vocabulary(
 
 
 def blocks_per_stage(
-    model: ModelShape, layout: Layout, costs: PartCosts | None = None
+    model: ModelShape,
+    layout: Layout,
+    costs: PartCosts | None = None,
 ) -> list[int]:
     """Return the number of blocks of each stage, as --partition says.
 

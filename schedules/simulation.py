@@ -55,7 +55,9 @@ def unit_seconds(schedule: Schedule) -> dict[tuple[str, int], float]:
 
 
 def simulate(
-    schedule: Schedule, seconds: Seconds | None = None, transfer: float = 0.0
+    schedule: Schedule,
+    seconds: Seconds | None = None,
+    transfer: float = 0.0,
 ) -> list[list[Slot]]:
     """Return for every rank its actions with their start and end.
 
@@ -65,7 +67,8 @@ def simulate(
     """
     seconds = unit_seconds(schedule) if seconds is None else seconds
     return simulate_each(
-        schedule, lambda action: Timing(0.0, transfer, seconds[action.kind, action.stage])
+        schedule,
+        lambda action: Timing(0.0, transfer, seconds[action.kind, action.stage]),
     )
 
 
@@ -182,7 +185,12 @@ def draw(slots: list[list[Slot]], columns: int = 48) -> str:
 
 
 def trace_event(
-    name: str, process: int, thread: int, start: float, end: float, **more: Any
+    name: str,
+    process: int,
+    thread: int,
+    start: float,
+    end: float,
+    **more: Any,
 ) -> dict[str, Any]:
     """Return the event of a span of time in one row of a trace; start and end in seconds.
 

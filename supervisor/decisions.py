@@ -132,7 +132,10 @@ def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> De
 
 
 def _without(
-    nodes: tuple[str, ...], recent: list[Earlier], found: Evidence, choice: Choice
+    nodes: tuple[str, ...],
+    recent: list[Earlier],
+    found: Evidence,
+    choice: Choice,
 ) -> Decision:
     """Go on without these nodes if there are enough others, else elsewhere."""
     if choice.spare is None:

@@ -92,7 +92,11 @@ def files_before(out: str) -> Files:
 
 
 def read_evidence(
-    out: str, status: int, before: Files, silent: tuple[str, ...] = (), requested: bool = False
+    out: str,
+    status: int,
+    before: Files,
+    silent: tuple[str, ...] = (),
+    requested: bool = False,
 ) -> Evidence:
     """What is known about a start that ended with this status. before: its `files_before`."""
     last, finite = _last_row(out, before)

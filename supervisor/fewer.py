@@ -166,7 +166,11 @@ def _run(program: str, words: list[str], seconds: float) -> subprocess.Completed
     command = [sys.executable, str(ROOT / program), *words]
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"no answer within {seconds:g} s")

@@ -247,7 +247,11 @@ class Session:
             return replace(decision, reason=f"{decision.reason}; {none}")
         reason = f"{decision.reason}; {found.reason}"
         return replace(
-            decision, action=Action.RESTART, reason=reason, used=found.nodes, flags=found.flags
+            decision,
+            action=Action.RESTART,
+            reason=reason,
+            used=found.nodes,
+            flags=found.flags,
         )
 
     def _await_room(self) -> None:

@@ -107,7 +107,12 @@ class Log:
     # -- during the run ---------------------------------------------------------------------
 
     def step(
-        self, done: Progress, batch: int, lr: float, result: StepResult, everyone: list[StepStats]
+        self,
+        done: Progress,
+        batch: int,
+        lr: float,
+        result: StepResult,
+        everyone: list[StepStats],
     ) -> None:
         """Record one step; called by every rank after each step.
 

@@ -107,7 +107,11 @@ class LossMonitor:
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
         row = {"of": "loss", "mean": mean, "sigma": sigma}
         self._write(
-            done, batch, loss, row, f"loss spike at iteration {done.iteration}: {loss:.4f}{usual}"
+            done,
+            batch,
+            loss,
+            row,
+            f"loss spike at iteration {done.iteration}: {loss:.4f}{usual}",
         )
 
     def _step_of_norm(self, done: Progress, batch: int, loss: float, norm: float) -> None:
@@ -126,7 +130,12 @@ class LossMonitor:
         recent.append(log_norm)
 
     def _write(
-        self, done: Progress, batch: int, loss: float, row: dict[str, Any], text: str
+        self,
+        done: Progress,
+        batch: int,
+        loss: float,
+        row: dict[str, Any],
+        text: str,
     ) -> None:
         """Write `row` and the batch's samples to spikes.jsonl, and `text` as a line of the log."""
         begin = done.consumed_samples - batch

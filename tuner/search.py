@@ -151,7 +151,8 @@ class Search:
         if all(normal_cdf((goal - mean[i]) / deviation[i]) <= MAX_CHANCE for i in untried):
             return None
         return max(
-            untried, key=lambda i: likely(i) * expected_improvement(best - mean[i], deviation[i])
+            untried,
+            key=lambda i: likely(i) * expected_improvement(best - mean[i], deviation[i]),
         )
 
     def success_probability(self, index: int) -> float:
@@ -177,7 +178,11 @@ class Search:
         return self._log_predicted + mean, np.sqrt(variance)
 
     def _regression(
-        self, scale: float, known: list[int], errors: np.ndarray, noise: np.ndarray
+        self,
+        scale: float,
+        known: list[int],
+        errors: np.ndarray,
+        noise: np.ndarray,
     ) -> tuple[float, np.ndarray, np.ndarray]:
         """Log evidence, and mean and variance of the planner's log error, at one error scale."""
         kernel = self._linear_kernel + RESIDUAL**2 * self._near_kernel

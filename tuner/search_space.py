@@ -262,7 +262,12 @@ def _tried_value(option: str, text: str) -> bool | int | str:
 
 
 def sweep(
-    name: str, config: Config, machine: Machine, ranks: int, given: dict, values: list
+    name: str,
+    config: Config,
+    machine: Machine,
+    ranks: int,
+    given: dict,
+    values: list,
 ) -> tuple[list[Candidate], list[Rejected]]:
     """The runs of one sweep in order, and its values that cannot run, with reasons.
 

@@ -249,7 +249,10 @@ class Rehearser:
 
 
 def execute(
-    command: list[str], log: Path, number: int, time_limit: float
+    command: list[str],
+    log: Path,
+    number: int,
+    time_limit: float,
 ) -> tuple[int | None, str]:
     """Run a process of the trial of that number to its end, or to the time limit, and end all that
     it started: its exit status (None: over the limit) and the last 64 KiB of its output.
@@ -313,7 +316,11 @@ def processes_of(trial_id: str) -> list[psutil.Process]:
 
 
 def classify(
-    exit_status: int | None, log: str, out: Path, steps: int, time_limit: float
+    exit_status: int | None,
+    log: str,
+    out: Path,
+    steps: int,
+    time_limit: float,
 ) -> tuple[str, str, list[dict[str, Any]]]:
     """Status, reason and rows of a trial that ended with `exit_status` (None: over the limit)."""
     metrics = out / "metrics.jsonl"

@@ -49,7 +49,12 @@ End = Callable[[int], None]
 
 
 def start_monitor(
-    host: str, node: str, size: int, out: str, limit: float | None, key: str
+    host: str,
+    node: str,
+    size: int,
+    out: str,
+    limit: float | None,
+    key: str,
 ) -> tuple[Address, subprocess.Popen]:
     """Start the monitor of a job on this node; return its address and its process.
 
