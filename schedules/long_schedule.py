@@ -3,15 +3,19 @@
     long_schedule("1f1b", 48, 2048).makespan(seconds, transfer)     the end of 200,000 actions
 
 A round is as many micro-batches as there are ranks. With more micro-batches, a schedule repeats
-the same actions more often (1F1B: a forward and a backward pass). So it is built with few rounds;
-if the last of these take equally long, the seconds of one round are added for each further round.
-Otherwise the whole schedule is simulated. Tests compare the result with `simulation.simulate`.
+the same actions more often (1F1B: a forward and a backward pass). So it is simulated with few
+rounds. If every action of the last ones ends equally much later than the same action of so many
+micro-batches before, that time is added for all further micro-batches. Otherwise it is simulated
+with more rounds, and at last as a whole. Tests compare the result with `simulation.simulate`.
 Read simulation.py first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
 
 from config.schema import Layout, ModelShape
 from schedules.orders import SEARCHED, backward_length, stage_costs, unchecked
@@ -19,73 +23,133 @@ from schedules.partition import StageCosts
 from schedules.schedule import Schedule
 from schedules.simulation import Seconds, ends, makespan
 
-ROUNDS = 5  # of the short schedules that are built; see `LongSchedule.shorter`
-COMPARED = range(2, 4)  # each of these rounds is compared with the round before it
-# Rounds are alike if their seconds differ by at most this share of the whole: by rounding only.
+ROUNDS = (6, 12, 24)  # of the short schedules that are simulated one after the other
+ENDING = 2  # the last rounds, which are not compared
+COMPARED = 2  # rounds before those, whose actions are compared with earlier ones
+HELD_ROUNDS = 4  # of the short schedule from whose actions the memory is counted
+# Of --vocab-pp: the rounds of two schedules, whose difference is taken for a further round.
+VOCABULARY_ROUNDS = (4, 5)
+# Actions end equally much later if that differs by at most this share of the whole: by rounding.
 ALIKE = 1e-11
+
+
+class Repetition(NamedTuple):
+    """Every action ends so many seconds later than the one of so many micro-batches before."""
+
+    micro_batches: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class LongSchedule:
-    """A schedule of which only a short version is built, if that is enough.
+    """A schedule of which only short versions are built, if that is enough.
 
-    whole: builds the whole schedule. shorter: one schedule of ROUNDS + 1 rounds, whose rounds are
-    tested for being alike; or two schedules, of ROUNDS - 1 and ROUNDS rounds, whose difference is
-    taken for a further round; or none, if only the whole schedule will do. rounds: how many rounds
-    the whole schedule has more than the last of `shorter`.
+    The fields are the arguments of `orders.build`.
     """
 
-    whole: Callable[[], Schedule]
-    shorter: tuple[Schedule, ...] = ()
-    rounds: float = 0.0
+    name: str
+    ranks: int
+    micro_batches: int
+    virtual: int = 1
+    costs: StageCosts | None = None
+    vocabulary: int = 0
 
     @property
     def split(self) -> bool:
         """Whether backward passes are split (`Schedule.split`)."""
-        return (self.shorter[0] if self.shorter else self.whole()).split
+        return self._of(1).split
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return for each rank the most that it holds at once (`Schedule.most_held`)."""
-        if not self.shorter:
-            return self.whole().most_held(sizes)
-        before = self.shorter[0].most_held(sizes)
-        last = self.shorter[-1].most_held(sizes)
-        pairs = zip(before, last, strict=True)
-        return tuple(then + self.rounds * (then - less) for less, then in pairs)
+        if self.vocabulary and self.has_more_rounds_than(VOCABULARY_ROUNDS[-1] + 1):
+            few, more = map(self._of_rounds, VOCABULARY_ROUNDS)
+            pairs = zip(few.most_held(sizes), more.most_held(sizes), strict=True)
+            return tuple(most + self._further_rounds * (most - less) for less, most in pairs)
+        holds_no_more = self.name == "zb-v" or self._repeats
+        if holds_no_more and self.has_more_rounds_than(HELD_ROUNDS):
+            return self._of_rounds(HELD_ROUNDS).most_held(sizes)
+        return self._of(self.micro_batches).most_held(sizes)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """Return when the last action ends; arguments as of `simulation.simulate`."""
-        if not self.shorter:
-            return makespan(self.whole(), seconds, transfer)
-        last = ends(self.shorter[-1], seconds, transfer)
-        if len(self.shorter) == 2:
-            further = max(last) - makespan(self.shorter[0], seconds, transfer)
-            return max(last) + self.rounds * further
-        each = seconds_of_round(self.shorter[0], last)
-        if each is None:
-            return makespan(self.whole(), seconds, transfer)
-        return max(last) + self.rounds * each
+        if self.vocabulary and self.has_more_rounds_than(VOCABULARY_ROUNDS[-1] + 1):
+            orders = map(self._of_rounds, VOCABULARY_ROUNDS)
+            few, more = (makespan(order, seconds, transfer) for order in orders)
+            return more + self._further_rounds * (more - few)
+        for rounds in ROUNDS:
+            if not self._repeats or not self.has_more_rounds_than(rounds):
+                break
+            found = self._continued(rounds, seconds, transfer)
+            if found is not None:
+                return found
+        return makespan(self._of(self.micro_batches), seconds, transfer)
+
+    def has_more_rounds_than(self, rounds: int) -> bool:
+        """Return whether a schedule of so many rounds is shorter than this one."""
+        return self.micro_batches // self.ranks > rounds
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether further micro-batches repeat actions.
+
+        They do not in searched orders, in zb-v, in interleaved schedules with groups of unequal
+        size, in gpipe, whose forward passes all come first, and with --vocab-pp: there they nearly
+        do, and on 109 layouts the end was 0.6 % off.
+        """
+        if self.vocabulary or self.name in (*SEARCHED, "gpipe", "zb-v"):
+            return False
+        return self.name != "interleaved" or self.micro_batches % self.ranks == 0
+
+    @property
+    def _further_rounds(self) -> int:
+        """How many rounds this schedule has more than the longer one of VOCABULARY_ROUNDS."""
+        return self.micro_batches // self.ranks - VOCABULARY_ROUNDS[-1]
+
+    def _of_rounds(self, rounds: int) -> Schedule:
+        """Return the schedule of so many rounds, and of what is less than a round."""
+        return self._of(rounds * self.ranks + self.micro_batches % self.ranks)
+
+    def _of(self, micro_batches: int) -> Schedule:
+        shape = self.name, self.ranks, micro_batches, self.virtual
+        return unchecked(*shape, self.costs, self.vocabulary)
+
+    def _continued(self, rounds: int, seconds: Seconds, transfer: float) -> float | None:
+        """Return the end of the whole schedule if one of so many rounds tells it, else None."""
+        order = self._of_rounds(rounds)
+        ended = ends(order, seconds, transfer)
+        lags = [self.ranks]
+        if self.name != "interleaved":  # which takes micro-batches through stages in groups
+            # A round trip that limits the pipeline may begin at any rank: it has as many
+            # micro-batches as there are ranks from there on.
+            lags += range(1, self.ranks)
+        repeated = repetition(order, ended, rounds, lags)
+        if repeated is None:
+            return None
+        few = order.numbered.micro_batches
+        times, odd = divmod(self.micro_batches - few, repeated.micro_batches)
+        last = makespan(self._of(few + odd), seconds, transfer) if odd else max(ended)
+        return last + times * repeated.seconds
 
 
-def seconds_of_round(order: Schedule, ended: list[float]) -> float | None:
-    """Return the seconds of one round: by how much every action ends later than the same action of
-    the round before. Return None if this differs between actions.
+def repetition(
+    order: Schedule, ended: list[float], rounds: int, lags: Iterable[int]
+) -> Repetition | None:
+    """Return after how many micro-batches, one of `lags`, actions repeat, or None.
 
     ended: the end of each action by its number, from `simulation.ends`. No rank runs two rounds
-    ahead of another rank. So the rounds COMPARED determine when all later actions run, and if these
-    rounds are alike, all further rounds are like them.
+    ahead of another rank. So the COMPARED rounds determine when all later actions run, and if their
+    actions end equally much later than those before, so do all further ones.
     """
-    size = len(order.ranks) * order.stages  # how many actions of one kind a round has
-    of_kind = len(ended) // len(order.kinds)
-    later: list[float] = []
-    for place in range(len(order.kinds)):
-        begin = place * of_kind + COMPARED.start * size
-        stop = place * of_kind + COMPARED.stop * size
-        pairs = zip(ended[begin:stop], ended[begin - size : stop - size], strict=True)
-        later += [end - before for end, before in pairs]
-    if max(later) - min(later) > ALIKE * max(ended):
-        return None
-    return later[0]
+    ranks = len(order.ranks)
+    stop = (rounds - ENDING) * ranks
+    start = stop - COMPARED * ranks
+    times = np.reshape(ended, (len(order.kinds), -1, order.stages))  # by kind, micro-batch, stage
+    for lag in lags:
+        later = times[:, start:stop] - times[:, start - lag : stop - lag]
+        if later.max() - later.min() > ALIKE * times.max():
+            continue
+        return Repetition(lag, float(later[0, 0, 0]))
+    return None
 
 
 @lru_cache(maxsize=1024)
@@ -97,23 +161,8 @@ def long_schedule(
     costs: StageCosts | None = None,
     vocabulary: int = 0,
 ) -> LongSchedule:
-    """Return the schedule that `orders.build` makes for the same arguments; it is not checked.
-
-    Rounds are not alike in searched orders, in zb-v, in interleaved schedules with groups of
-    unequal size, and in gpipe, whose forward passes all come first. With --vocab-pp rounds are
-    nearly alike: on 109 layouts the end was 0.6 % off.
-    """
-    whole = partial(unchecked, name, ranks, micro_batches, virtual, costs, vocabulary)
-    rounds, rest = divmod(micro_batches, ranks)
-    uneven = name in ("gpipe", "zb-v") or (name == "interleaved" and rest > 0)
-    if name in SEARCHED or rounds <= ROUNDS + 1 or (uneven and not vocabulary):
-        return LongSchedule(whole)
-    counts = [ROUNDS - 1, ROUNDS] if vocabulary else [ROUNDS + 1]
-    shorter = []
-    for number in counts:
-        few = number * ranks + rest
-        shorter.append(unchecked(name, ranks, few, virtual, None, vocabulary))
-    return LongSchedule(whole, tuple(shorter), rounds - counts[-1])
+    """Return the schedule that `orders.build` makes for the same arguments; it is not checked."""
+    return LongSchedule(name, ranks, micro_batches, virtual, costs, vocabulary)
 
 
 def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:

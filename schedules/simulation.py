@@ -118,6 +118,7 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
     left = list(map(iter, numbered.ranks))
     # For each rank the action, if any, that was taken from `left` and still waits for its input.
     waiting: list[tuple[int, ...]] = [()] * len(left)
+    of_all_ranks: dict[int, _Latest] = {}  # by what is awaited, once all ranks have ended it
     while True:
         before = waiting.copy()
         for rank, rest in enumerate(left):
@@ -127,9 +128,13 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
                 if source < size:
                     arrival = found[source] + transfer
                 else:  # a pass of all ranks: the latest of the other ranks counts
-                    others = found[source - size : source - size + stages]
-                    others[number % stages] = -inf
-                    arrival = max(others) + transfer
+                    if source not in of_all_ranks:
+                        every = found[source - size : source - size + stages]
+                        if max(every) < inf:
+                            of_all_ranks[source] = _latest_two(every)
+                    latest = of_all_ranks.get(source, UNKNOWN)
+                    own_is_latest = latest.stage == number % stages
+                    arrival = transfer + (latest.before if own_is_latest else latest.end)
                 if arrival > clock:
                     if arrival == inf:
                         waiting[rank] = (number,)
@@ -144,6 +149,26 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
             return found[:size]
         if waiting == before:
             raise ScheduleError(f"{schedule.name} deadlocks: build it to see where")
+
+
+class _Latest(NamedTuple):
+    """Of a pass that all stages do: the latest end, the stage that it is of, and the latest end of
+    the other stages.
+    """
+
+    end: float
+    stage: int
+    before: float
+
+
+UNKNOWN = _Latest(inf, -1, inf)
+
+
+def _latest_two(ended: list[float]) -> _Latest:
+    """Return the latest of the stages' ends."""
+    stage = ended.index(max(ended))
+    others = ended[:stage] + ended[stage + 1 :]
+    return _Latest(ended[stage], stage, max(others, default=-inf))
 
 
 def bubble(slots: list[list[Slot]]) -> float:
