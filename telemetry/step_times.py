@@ -57,7 +57,7 @@ class StepTimes:
     def after(self, step: int) -> None:
         """Write the row of `step` if it was measured; start measuring if the next step is due.
 
-        Called after every step. The step of --profile-step and the next one are not measured.
+        Called after every step.
         """
         self.steps += 1
         recorder = self.recorder
