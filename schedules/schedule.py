@@ -19,8 +19,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, product
-from operator import le, mul
+from operator import mul
 from typing import NamedTuple
+
+import numpy as np
 
 # By kind: the offset to the stage that takes the result; other kinds send to no single stage.
 STEPS = {"F": 1, "B": -1}
@@ -202,28 +204,24 @@ class Schedule:
         return tuple(most)
 
     @cached_property
-    def _held(self) -> list[set[tuple[int, ...]]]:
+    def _held(self) -> list[list[list[int]]]:
         """For each rank, the numbers of activations that it holds of each of its stages, at every
         moment that can be the maximum: just before an activation is released. A moment is left out
         if the rank holds at least as many activations of every stage at another moment.
         """
-        last = "W" if self.split else "B"
+        kept_until = self.kinds.find("W" if self.split else "B")
+        of_kind = self.numbered.micro_batches * self.stages
         held = []
-        for rank, row in enumerate(self.ranks):
-            counts = dict.fromkeys(self.stages_on(rank), 0)
-            moments = set[tuple[int, ...]]()
-            grew = False
-            for kind, stage, _ in row:
-                if kind == "F":
-                    counts[stage] += 1
-                    grew = True
-                elif kind == last:
-                    if grew:
-                        moments.add(tuple(counts.values()))
-                    counts[stage] -= 1
-                    grew = False
-            moments.add(tuple(counts.values()))
-            held.append(_largest(moments))
+        for rank, numbers in enumerate(self.numbered.ranks):
+            kinds, rest = np.divmod(numbers, of_kind)
+            releases = kinds == kept_until
+            counted = (kinds == 0) | releases  # a forward pass, or the end of what it left
+            grows = ~releases[counted]
+            changes = np.where(grows, 1, -1)[:, None]
+            own_stage = (rest % self.stages)[counted, None] == self.stages_on(rank)
+            counts = np.cumsum(changes * own_stage, axis=0)
+            shrinks_next = np.append(~grows[1:], True)
+            held.append(_largest(counts[grows & shrinks_next]))
         return held
 
     # ---- An order in which all of it can run --------------------------------------------------
@@ -241,13 +239,11 @@ class Schedule:
         return _steps(self)
 
 
-def _largest(moments: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Return the tuples without those that another tuple equals or exceeds in every number."""
-    found: list[tuple[int, ...]] = []
-    for counts in sorted(moments, key=sum, reverse=True):
-        if not any(all(map(le, counts, other)) for other in found):
-            found.append(counts)
-    return set(found)
+def _largest(moments: np.ndarray) -> list[list[int]]:
+    """Return the rows without those that another row equals or exceeds in every number."""
+    rows = np.array(sorted(set(map(tuple, moments.tolist()))))
+    exceeds = (rows[None, :] >= rows[:, None]).all(axis=2)  # of each row, which others do
+    return rows[exceeds.sum(axis=1) == 1].tolist()  # each one equals itself
 
 
 class Numbered(NamedTuple):
@@ -284,8 +280,9 @@ def _numbered(schedule: Schedule) -> Numbered:
                 sources.append(NOTHING)
             else:
                 sources.append(first[sender.kind] + sender.stage)
-        for m in range(count):
-            awaited += [NOTHING if one == NOTHING else one + m * stages for one in sources]
+        each = np.array(sources) + stages * np.arange(count)[:, None]
+        each[:, np.equal(sources, NOTHING)] = NOTHING
+        awaited += each.ravel().tolist()
     return Numbered(ranks, awaited, count)
 
 
