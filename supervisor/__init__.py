@@ -1,8 +1,10 @@
 """Keeps a run going inside its allocation: starts its ranks again when a fault has ended them.
 
-command       what `supervise.py` is given: the launcher, the run's --out, its place in Slurm
-evidence      why the ranks ended, from the files of the run
-decisions     what to do about it: pure functions of the evidence and of earlier decisions
-fewer         the layout for fewer nodes: asks plan.py and rehearse.py
-session       start, wait, decide, start again
+command       the command that starts the ranks, the run's --out, and the nodes of the Slurm job
+evidence      the reason why the ranks ended, read from the files of the run
+decisions     the next action, by pure functions of the evidence and of earlier decisions
+fewer         a layout for fewer nodes, found by plan.py and rehearse.py
+session       starts the ranks, waits, decides, and starts them again
+
+Read `evidence` and `decisions` first; `session` calls both.
 """

@@ -10,16 +10,16 @@ from config.messages import Parser, UserError
 from config.run_options import Run
 from distributed.launch import SlurmJob, slurm_job
 
-# Options of srun that say where it starts how many tasks, each with its short form.
+# Options of srun that set the nodes or the number of tasks; each option with its short form.
 PLACES = {"nodes": "N", "ntasks": "n", "nodelist": "w", "exclude": "x", "ntasks-per-node": ""}
-SECONDS_TO_ANSWER = 20.0  # of a node, for a task that does nothing
+SECONDS_TO_ANSWER = 20.0  # within which a node must start and end a task that does nothing
 
 
 def run_options(words: Sequence[str]) -> dict[str, str]:
-    """`out` and `resume` of a run as train.py finds them: of a flag, of the file, or the default.
+    """Return `out` and `resume` as train.py reads them: from a flag, the --config file, or default.
 
-    A file that cannot be read gives nothing: train.py says so. UserError for an option without its
-    value.
+    A file that cannot be read is ignored here, because train.py prints the error. Raise UserError
+    for an option without a value.
     """
     parser = Parser(allow_abbrev=False, add_help=False)
     for name in ("--out", "--resume", "--config"):
@@ -38,22 +38,26 @@ def run_options(words: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Command:
-    """What starts the ranks. nodes: those of the job that are in use or spare; () if not known."""
+    """The command that starts the ranks.
+
+    words: the launcher with its options, the program, and the options of the run. out: the run's
+    folder. nodes: all nodes of the Slurm job, in use or spare; () if the launcher chooses nodes.
+    """
 
     words: tuple[str, ...]
     out: str
     job: SlurmJob | None
     nodes: tuple[str, ...] = ()
-    used: int = 0  # nodes that the ranks take
+    used: int = 0  # number of nodes that the ranks run on
 
     @property
     def by_srun(self) -> bool:
-        """Whether the launcher is srun, which has signals of its own."""
+        """Whether the launcher is srun, which does not pass all signals on to the ranks."""
         return Path(self.words[0]).name == "srun"
 
     @property
     def options(self) -> list[str]:
-        """The options of the run: the words of its program from the first that is one."""
+        """The options of the run: the words from the first `--...` after the program on."""
         return list(self.words[self._first_option :])
 
     @property
@@ -63,23 +67,24 @@ class Command:
         return next(options, len(self.words))
 
     def on(self, nodes: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """The words that start the ranks on these nodes, as given if there are none.
+        """Return the words that start the ranks on these nodes; without nodes, the given words.
 
-        options: in place of those of the run, if there are any.
+        options: replace the options of the run, unless empty.
         """
         words = [*self.words[: self._first_option], *(options or self.options)]
         if not nodes or self.job is None:
             return words
         tasks = len(nodes) * self.job.tasks_per_node
         places = [f"--nodes={len(nodes)}", f"--ntasks={tasks}", f"--nodelist={','.join(nodes)}"]
-        # What an ended step holds on a node that does not answer is released minutes later.
+        # --overlap: Slurm releases the resources of an ended step minutes later if a node does not
+        # answer, and the next step must not wait for them.
         return [words[0], *places, "--overlap", *words[1:]]
 
 
 def read_command(words: Sequence[str], spare: int) -> Command:
-    """The command after `--`; UserError for one that cannot be supervised.
+    """Return the command after `--`; raise UserError for a command that cannot be supervised.
 
-    spare: nodes of the job that the ranks do not take.
+    spare: number of the job's nodes that the ranks do not use.
     """
     script = program_at(words)
     if script is None:
@@ -108,12 +113,12 @@ def read_command(words: Sequence[str], spare: int) -> Command:
 
 
 def program_at(words: Sequence[str]) -> int | None:
-    """Where the program is among the words of a command, None if there is none."""
+    """Return the index of the Python program in the words of a command, or None."""
     return next((at for at, word in enumerate(words) if word.endswith(".py")), None)
 
 
 def _places(words: Sequence[str]) -> str:
-    """The first option of srun that says where tasks are started, or an empty string."""
+    """Return the first of srun's options in PLACES among the words, or an empty string."""
     for word in words:
         for name, short in PLACES.items():
             long = word.split("=")[0] == f"--{name}"
@@ -123,16 +128,16 @@ def _places(words: Sequence[str]) -> str:
 
 
 def silent_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
-    """Nodes of this Slurm job on which no task can be started now.
+    """Return the nodes of this Slurm job on which no task can be started now.
 
-    If none answers it is Slurm that does not, and nothing is known of the nodes.
+    If no node answers, Slurm itself may not answer, so nothing is known and () is returned.
     """
     found = answering_nodes(nodes, SECONDS_TO_ANSWER)
     return tuple(node for node in nodes if node not in found) if found else ()
 
 
 def answering_nodes(nodes: Sequence[str], seconds: float) -> tuple[str, ...]:
-    """Nodes of this Slurm job on which a task runs and ends within that time."""
+    """Return the nodes of this Slurm job on which a task starts and ends within these seconds."""
     words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--mpi=none", "--quiet"]
     started = {
         node: subprocess.Popen(

@@ -1,16 +1,17 @@
-"""What to do when the ranks have ended: a pure function of the evidence and of earlier decisions.
+"""Decides about the next action when the ranks have ended, by the evidence and earlier decisions.
 
-    finished, stopped early, a user's mistake, diverged    pass the status on
+    finished, stopped early, a user's mistake, diverged    return the status of the ranks
     the disk is full                                       wait until there is room, start again
-    a node does not answer, or the pre-flight names it     leave it out
-    a lost rank                                            leave its node out if one is spare
+    a node does not answer, or the pre-flight names it     leave the node out
+    a lost rank                                            leave its node out if a node is spare
     an exception                                           start again; the second time as above
     the same step fails on other nodes, or three times     stop: it is not the hardware
     too many restarts in an hour                           stop
     saved, since nodes answer again that were left out     restart on all nodes, as given
 
-With too few nodes left the session asks for a layout on fewer (fewer.py); without one the job goes
-back to the queue, status 75, unless it did so MOST_QUEUED times without a new checkpoint.
+If too few nodes are left, the session looks for a layout on fewer nodes (fewer.py). If there is no
+such layout, the job goes back to the queue with status 75, but at most MOST_QUEUED times without a
+new checkpoint.
 
 OUT/supervisor.jsonl: every decision with its evidence, for people and for the next start.
 
@@ -32,14 +33,14 @@ from config.messages import printable
 from supervisor.evidence import LOST, Evidence
 from telemetry.row_file import RowFile, read_rows
 
-SAME_STEP = 3  # failures in one step
-MOST_QUEUED = 3  # times without a new checkpoint
+SAME_STEP = 3  # failures in the same step after which the supervisor stops
+MOST_QUEUED = 3  # times that the job goes back to the queue without a new checkpoint
 HOUR = 3600.0
 DAY = 86400.0
 
 
 class Action(enum.StrEnum):
-    """What is done next."""
+    """The supervisor's next action."""
 
     PASS = "pass the status on"
     STOP = "stop"
@@ -51,9 +52,10 @@ class Action(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """An action, its reason, and the nodes that are left out, and used again, from now on.
+    """An action and its reason.
 
-    used: nodes that the ranks take from now on, with a layout of these flags; 0: as before.
+    out: nodes that are left out from now on. back: nodes that are used again. used: the number of
+    nodes that the ranks run on from now on; 0: as before. flags: their layout's options.
     """
 
     action: Action
@@ -66,7 +68,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Earlier:
-    """An earlier end of the ranks, and what was done; seconds since then."""
+    """An earlier end of the ranks: seconds since then, its evidence, and the decision."""
 
     ago: float
     evidence: Evidence
@@ -75,14 +77,16 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Choice:
-    """What can be done: nodes to spare, None if none can be left out; restarts an hour."""
+    """The limits of a decision. spare: nodes that may be left out, None if the launcher chooses
+    nodes; limit: restarts in an hour.
+    """
 
     spare: int | None
     limit: int
 
 
 def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decision:
-    """What to do about that end of the ranks; earlier: of this run, the oldest first."""
+    """Return the decision after the ranks' end `found`; earlier: this run's ends, oldest first."""
     if found.status == 0:
         return Decision(Action.PASS, "the run is finished")
     if found.status == 75 and found.back and not found.requested:
@@ -110,7 +114,7 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
 
 
 def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> Decision:
-    """After a lost rank, an exception, or an end of which nothing is known."""
+    """Return the decision after a lost rank, an exception, or an end without any evidence."""
     pair = (found.kind, found.iteration)
     at = f"in step {found.iteration}"
     same = [row for row in recent if (row.evidence.kind, row.evidence.iteration) == pair]
@@ -137,7 +141,7 @@ def _without(
     found: Evidence,
     choice: Choice,
 ) -> Decision:
-    """Go on without these nodes if there are enough others, else elsewhere."""
+    """Return the decision to leave `nodes` out, or to queue the job if too few nodes remain."""
     if choice.spare is None:
         advice = f"{', '.join(nodes)} cannot be used, and this launcher's nodes are the user's"
         return Decision(Action.STOP, advice)
@@ -156,7 +160,7 @@ def _without(
 
 @dataclass(frozen=True)
 class Entry:
-    """One decision. at: seconds since 1970; job: of Slurm, and its start, or empty."""
+    """A row of the journal. at: seconds since 1970; job: Slurm's job and its start, or empty."""
 
     at: float
     job: str
@@ -165,13 +169,13 @@ class Entry:
 
 
 class Journal:
-    """The decisions of a run, those of earlier supervisors too."""
+    """The decisions of a run in OUT/supervisor.jsonl, with the decisions of earlier supervisors."""
 
     def __init__(self, out: str, job: str):
         self.job = job
         path = Path(out, "supervisor.jsonl")
         self.entries = read_entries(path)
-        self.file = RowFile(str(path), say)  # what a full disk does not take is written later
+        self.file = RowFile(str(path), say)  # keeps rows in memory while the disk is full
 
     def add(self, found: Evidence, decision: Decision) -> None:
         """Print a decision and append it to the file."""
@@ -179,21 +183,21 @@ class Journal:
         entry = Entry(time.time(), self.job, found, decision)
         self.entries.append(entry)
         row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "at": entry.at, "job": self.job}
-        with contextlib.suppress(OSError):  # RowFile says so
+        with contextlib.suppress(OSError):  # RowFile prints the error
             Path(self.file.path).parent.mkdir(parents=True, exist_ok=True)
         self.file.write(row | vars(decision) | {"evidence": dataclasses.asdict(found)})
 
     def earlier(self) -> list[Earlier]:
-        """The decisions so far, the oldest first.
+        """Return the decisions so far, the oldest first.
 
-        A clock that was set back since then makes a decision one of the future: its distance
-        counts, or it would be of the last hour for as long as the clock was wrong.
+        If the clock was set back, a decision seems to lie in the future. Its distance from now
+        counts, or else it would count as less than an hour old for as long as the clock was wrong.
         """
         now = time.time()
         return [Earlier(abs(now - e.at), e.evidence, e.decision) for e in self.entries]
 
     def left_out(self) -> set[str]:
-        """The nodes that this start of the job has left out."""
+        """Return the nodes that are left out in this start of the Slurm job."""
         return set(self._left_out())
 
     @property
@@ -202,11 +206,11 @@ class Journal:
         return any(entry.decision.out for entry in self._of_this_start())
 
     def silent(self) -> set[str]:
-        """Those of `left_out` that did not answer: such a node may come back."""
+        """Return the nodes of `left_out` that did not answer; these nodes may come back."""
         return {node for node, silent in self._left_out().items() if silent}
 
     def _left_out(self) -> dict[str, bool]:
-        """The nodes that are left out, and whether they did not answer then."""
+        """Return the nodes that are left out, and for each whether it did not answer then."""
         found: dict[str, bool] = {}
         for entry in self._of_this_start():
             found |= {node: node in entry.evidence.silent for node in entry.decision.out}
@@ -214,7 +218,7 @@ class Journal:
         return found
 
     def layout(self) -> tuple[int, tuple[str, ...]]:
-        """The nodes that the ranks take now and their layout's flags; 0 if it is as given."""
+        """Return the number of nodes in use and the layout's flags; 0 for the layout as given."""
         for entry in reversed(self._of_this_start()):
             if entry.decision.used or entry.decision.back:
                 return entry.decision.used, entry.decision.flags
@@ -225,9 +229,9 @@ class Journal:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """The decisions in a file; what is cut short, or not of this form, is passed over."""
+    """Return the decisions in a file; rows that are cut short or malformed are left out."""
     found = []
-    with contextlib.suppress(OSError):  # there are none
+    with contextlib.suppress(OSError):  # there is no file before the first decision
         for row in read_rows(path.read_bytes()):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
                 found.append(_entry(row))
@@ -235,7 +239,7 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def _entry(row: dict[str, Any]) -> Entry:
-    """The entry that a row holds; TypeError, ValueError or KeyError if it holds none."""
+    """Return the entry in a row; raise TypeError, ValueError or KeyError if it is malformed."""
     given: dict[str, Any] = row["evidence"]
     values: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
@@ -253,13 +257,13 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def _check_type(value: Any, kind: type) -> None:
-    """TypeError for a value of another type, or a tuple of other things than words and numbers."""
+    """Raise TypeError for a value of another type, or a tuple with other items than str and int."""
     words = value if isinstance(value, tuple) else ()
     if not isinstance(value, kind) or not all(isinstance(word, str | int) for word in words):
         raise TypeError(value)
 
 
 def say(text: str) -> None:
-    """Print a line of the supervisor; a case may hold text that a terminal must not get."""
+    """Print a line of the supervisor, without control characters that a case may contain."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     print(f"supervisor: {now}: {printable(text)}", flush=True)

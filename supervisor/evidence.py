@@ -1,14 +1,14 @@
-"""Why the ranks of a run have ended, from what they left in the run's folder.
+"""Finds out why the ranks of a run have ended, from the files in the run's folder.
 
-OUT/hang/case.json         what the watchdog or the pre-flight saw, and whom they name
-OUT/metrics.jsonl          the step that was reached, and its loss
-OUT/checkpoints            the newest complete one
-OUT/run.json               the room that another checkpoint takes
+OUT/hang/case.json         the fault that the watchdog or the pre-flight saw, with ranks and nodes
+OUT/metrics.jsonl          the last step and its loss
+OUT/checkpoints            the newest complete checkpoint
+OUT/run.json               the bytes of another checkpoint
 
-These files may be of an earlier start. Their times do not tell, because the clock of a file server
-may differ from that of this node: `files_before` reads the files before a start, and what is the
-same afterwards is not of this start. Every case and every row holds the time at which it was made,
-so that those of two starts differ.
+These files may come from an earlier start of the ranks. Their times do not show that, because the
+clock of a file server may differ from the clock of this node. So `files_before` reads the files
+before a start, and a file that is the same afterwards comes from an earlier start. Every case and
+every row holds the time at which it was made, so the files of two starts always differ.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from typing import Any
 from config.messages import NO_ROOM
 from telemetry.row_file import read_object, read_rows
 
-LEAST_ROOM = 1 << 20  # bytes that a run needs, whatever its checkpoints take
-TAIL_BYTES = 1 << 16  # of metrics.jsonl
+LEAST_ROOM = 1 << 20  # free bytes that a run needs even if its checkpoints are smaller
+TAIL_BYTES = 1 << 16  # bytes that are read from the end of metrics.jsonl
 LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has reported an error
 
 
@@ -32,16 +32,16 @@ LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has report
 class Evidence:
     """How a start of the ranks ended."""
 
-    status: int  # of the launcher
-    kind: str = ""  # of the case: dead, hang, missing, failed, preflight; empty: there is none
-    nodes: tuple[str, ...] = ()  # that the case names
+    status: int  # exit status of the launcher
+    kind: str = ""  # kind of case: dead, hang, missing, failed, preflight; empty without a case
+    nodes: tuple[str, ...] = ()  # nodes that the case names
     ranks: tuple[int, ...] = ()
-    error: str = ""  # the last line of an exception, or a sentence
+    error: str = ""  # the last line of an exception, or another error message
     silent: tuple[str, ...] = ()  # nodes on which no task can be started
-    iteration: int = 1  # training step in which it ended, or before it
+    iteration: int = 1  # number of the training step during or before which the ranks ended
     newest: int | None = None  # step of the newest checkpoint
-    finite: bool = True  # the last loss
-    free: int = 0  # bytes where the run's folder is
+    finite: bool = True  # whether the last loss is finite
+    free: int = 0  # free bytes on the disk of the run's folder
     needed: int = 0  # bytes of another checkpoint
     requested: bool = False  # a signal asked for the end
     back: tuple[str, ...] = ()  # nodes that answer again, for which the ranks were asked to save
@@ -55,11 +55,11 @@ class Evidence:
 
     @property
     def is_mistake(self) -> bool:
-        """Whether a user's mistake ended it, or training that has diverged: both have status 2."""
+        """Whether a UserError or diverged training ended the run; both have status 2."""
         return self.status == 2 and self.kind not in (*LOST, "preflight")
 
     def describe(self) -> str:
-        """The evidence as a part of a sentence."""
+        """Return the evidence as a part of a sentence."""
         parts = [f"status {self.status}"]
         if self.kind:
             ranks = f" rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
@@ -79,15 +79,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Files:
-    """Contents of the files that every start of the ranks writes anew; empty if there is none."""
+    """Contents of the files that every start of the ranks writes anew; empty for a missing file."""
 
     case: bytes  # hang/case.json
     metrics_size: int  # bytes of metrics.jsonl
-    metrics_end: bytes  # the last of them, at most TAIL_BYTES
+    metrics_end: bytes  # the last bytes of metrics.jsonl, at most TAIL_BYTES
 
 
 def files_before(out: str) -> Files:
-    """The files as they are before a start of the ranks: those of an earlier start."""
+    """Return the files of an earlier start, read before the ranks are started."""
     return Files(_read(_case_file(out)), *_end_of_metrics(out))
 
 
@@ -98,7 +98,7 @@ def read_evidence(
     silent: tuple[str, ...] = (),
     requested: bool = False,
 ) -> Evidence:
-    """What is known about a start that ended with this status. before: its `files_before`."""
+    """Return the evidence about a start that ended with this status. before: `files_before`."""
     last, finite = _last_row(out, before)
     newest, _ = newest_checkpoint(out)
     return Evidence(
@@ -115,12 +115,12 @@ def read_evidence(
 
 
 def case_is_written(out: str, before: Files) -> bool:
-    """Whether there is a case of the start with these `files_before`."""
+    """Return whether the current start of the ranks has written a case."""
     return bool(_new_case(out, before))
 
 
 def has_trained(out: str, before: Files) -> bool:
-    """Whether the start with these `files_before` has done a step."""
+    """Return whether the current start of the ranks has finished a training step."""
     return _last_row(out, before)[0] is not None
 
 
@@ -129,13 +129,13 @@ def _case_file(out: str) -> Path:
 
 
 def _new_case(out: str, before: Files) -> dict[str, Any]:
-    """The case of that start; empty if there is none, or if it was cut short."""
+    """Return the case of the current start; empty if there is no case or its file is cut short."""
     text = _read(_case_file(out))
     return {} if text == before.case else read_object(text)
 
 
 def _case(out: str, before: Files) -> dict[str, Any]:
-    """Fields of the evidence that the case of that start gives."""
+    """Return the fields of Evidence that the case of the current start gives."""
     case = _new_case(out, before)
     if not case:
         return {}
@@ -157,7 +157,7 @@ def _case(out: str, before: Files) -> dict[str, Any]:
 
 
 def _read(file: Path) -> bytes:
-    """The contents of a file; empty if it cannot be read."""
+    """Return the contents of a file; empty if the file cannot be read."""
     try:
         return file.read_bytes()
     except OSError:
@@ -165,7 +165,7 @@ def _read(file: Path) -> bytes:
 
 
 def _end_of_metrics(out: str) -> tuple[int, bytes]:
-    """The size of metrics.jsonl and its last bytes; nothing if it cannot be read."""
+    """Return the size of metrics.jsonl and its last bytes; (0, b"") if it cannot be read."""
     try:
         with open(Path(out, "metrics.jsonl"), "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -176,7 +176,7 @@ def _end_of_metrics(out: str) -> tuple[int, bytes]:
 
 
 def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
-    """The last step of that start, None if it did none; whether its loss is finite."""
+    """Return the last step of the current start, if any, and whether its loss is finite."""
     size, end = _end_of_metrics(out)
     if (size, end) == (before.metrics_size, before.metrics_end):
         return None, True
@@ -189,14 +189,15 @@ def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
 
 
 def newest_checkpoint(out: str) -> tuple[int | None, int]:
-    """The step of the newest complete checkpoint, if there is one; bytes that another takes."""
+    """Return the step of the newest complete checkpoint, or None, and the bytes of another one."""
     found = [
         (int(match[1]), folder)
         for folder in Path(out, "checkpoints").glob("step_*")
         if (match := re.fullmatch(r"step_(\d+)", folder.name))
     ]
     for step, folder in sorted(found, reverse=True):
-        # One without a manifest is not complete, one that vanishes has been surplus.
+        # A folder without a manifest is not complete. A folder that vanishes was deleted by the run
+        # because it keeps enough newer checkpoints.
         with contextlib.suppress(OSError):
             (folder / "manifest.json").stat()
             needed = sum(file.stat().st_size for file in folder.iterdir())
@@ -205,8 +206,9 @@ def newest_checkpoint(out: str) -> tuple[int | None, int]:
 
 
 def bytes_needed(out: str) -> int:
-    """The free bytes without which the run does not save: its number, which run.json has, or, of a
-    run that does not have it, the size of the newest checkpoint.
+    """Return the free bytes that the run needs to save a checkpoint.
+
+    run.json states them; for a run.json without them, the size of the newest checkpoint is taken.
     """
     stated = read_object(_read(Path(out, "run.json"))).get("checkpoint_bytes")
     needed = stated if isinstance(stated, int) else newest_checkpoint(out)[1]
@@ -214,6 +216,6 @@ def bytes_needed(out: str) -> int:
 
 
 def free_bytes(out: str) -> int:
-    """Free bytes where that folder is or will be."""
+    """Return the free bytes on the disk where the folder `out` is or will be."""
     path = Path(out).resolve()
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free

@@ -1,10 +1,10 @@
-"""The layout for fewer nodes than a run was started on: the planner's, checked by the rehearsal.
+"""Finds a layout for fewer nodes than a run was started on: the planner's, checked by a rehearsal.
 
     options = Options("v100-32", None, 1.5, frozenset({"tp"}))
-    found = Fewer(command, config, options).best(left=47)      # UserError says why there is none
+    found = Fewer(command, config, options).best(left=47)      # UserError if there is none
 
-plan.py and rehearse.py are started as processes: the planner is a room above this one, and the
-rehearsal needs torch. Model, data and global batch stay, so that the result does too.
+plan.py and rehearse.py are started as processes, because the supervisor must not import torch,
+which the rehearsal needs. Model, data and global batch stay the same, so training does too.
 """
 
 import json
@@ -23,26 +23,26 @@ from config.schema import Config, Layout
 from supervisor.command import Command
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ("tp", "pp", "micro_batch_size", "recompute", "zero")  # that --keep-... can hold
-MOST_REHEARSED = 3  # layouts, until one is not rejected
-AT_ONCE = 4  # questions to the planner
+KEPT = ("tp", "pp", "micro_batch_size", "recompute", "zero")  # options that --keep-... can fix
+MOST_REHEARSED = 3  # at most this many layouts are rehearsed, until a rehearsal accepts one
+AT_ONCE = 4  # processes of the planner at the same time
 SECONDS_TO_PLAN = 120.0
 SECONDS_TO_REHEARSE = 900.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user allows: a step of so many times the seconds; options that stay as given."""
+    """The user's limits for layouts on fewer nodes."""
 
-    gpu: str  # a machine of hardware/
+    gpu: str  # the name of a machine of hardware/
     calibration: str | None
-    max_slowdown: float
-    keep: frozenset[str]  # of KEPT
+    max_slowdown: float  # most seconds of a step, relative to the layout as given
+    keep: frozenset[str]  # options of KEPT that stay as given
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout on so many nodes, and what speaks for it."""
+    """A layout on fewer nodes. nodes: their number; reason: why this layout was chosen."""
 
     nodes: int
     flags: tuple[str, ...]
@@ -50,10 +50,10 @@ class Found:
 
 
 class Fewer:
-    """Layouts of one run on fewer nodes. seconds: of a step with the layout as given, predicted;
-    None if the planner rejects it, `rejected` says why.
+    """Finds layouts of one run on fewer nodes. Raise UserError if the planner finds a mistake.
 
-    config: the run's, before dp is filled in. UserError if the planner finds a mistake.
+    config: the run's configuration, before dp is filled in. seconds: predicted seconds of a step
+    with the layout as given; None if the planner rejects this layout, with the reason `rejected`.
     """
 
     def __init__(self, command: Command, config: Config, options: Options):
@@ -71,13 +71,13 @@ class Fewer:
         self.rejected: str = rejected[0]["reason"] if rejected else "no layout is left"
 
     def words(self, flags: Sequence[str]) -> list[str]:
-        """The run's options with the layout of these flags."""
+        """Return the run's options with the layout replaced by these flags."""
         return [*flags, *_other_words(self.config)]
 
     def best(self, left: int) -> Found:
-        """The fastest layout on at most that many nodes that the rehearsal does not reject.
+        """Return the fastest layout on at most `left` nodes that the rehearsal does not reject.
 
-        UserError if there is none, or if it is slower than the user allows.
+        Raise UserError if there is no such layout, or if it is slower than the user allows.
         """
         if self.config.training.decrease_batch_size_if_needed:
             raise UserError("--decrease-batch-size-if-needed: another layout has other batches")
@@ -102,9 +102,9 @@ class Fewer:
         raise UserError(f"on {left} nodes {said}")
 
     def _rows(self, left: int) -> list[dict[str, Any]]:
-        """The planner's layouts on `left` nodes down to more than half of them, the fastest first.
+        """Return the planner's layouts, fastest first, on `left` to more than `left / 2` nodes.
 
-        Often fewer divide the batch better: 32 nodes more than 47.
+        Often a smaller number of nodes divides the batch better: 32 nodes better than 47.
         """
         flags = self._held()
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -115,7 +115,7 @@ class Fewer:
         return sorted(rows, key=lambda row: row["seconds"])
 
     def _held(self) -> list[str]:
-        """The layout options that stay as given; the planner tries values of the others."""
+        """Return flags of the layout options that stay as given; the planner chooses the others."""
         layout = self.config.layout
         keep = self.options.keep
         free = {"dp", *KEPT} - keep
@@ -126,7 +126,7 @@ class Fewer:
         return to_words(freed, always=keep)
 
     def _plan(self, nodes: int, flags: Sequence[str], *more: str) -> dict[str, Any]:
-        """The planner's layouts on so many nodes. UserError if it finds a mistake."""
+        """Return plan.py's JSON answer for this number of nodes; UserError if it exits with 2."""
         words = ["layouts", "--json", *self.machine, "--gpus", str(self._ranks(nodes)), *more]
         done = _run("plan.py", [*words, *self.words(flags)], SECONDS_TO_PLAN)
         said = _last_line(done.stderr)
@@ -138,7 +138,7 @@ class Fewer:
         return answer
 
     def _rehearse(self, row: dict[str, Any]) -> tuple[bool, str]:
-        """Whether that layout can be started, and what the rehearsal says of it."""
+        """Rehearse a layout; return whether it can be started, and a sentence on the rehearsal."""
         words = ["--gpus", str(self._ranks(row["nodes"])), "--nodes", str(row["nodes"])]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "answers.json")
@@ -156,13 +156,16 @@ class Fewer:
 
 
 def _other_words(config: Config) -> list[str]:
-    """The options of a run but for its layout. The planner has other defaults of two of them."""
+    """Return all options of a run except its layout.
+
+    precision and global_batch_size are always included, because plan.py has other defaults.
+    """
     training = to_words(config.training, always=("precision", "global_batch_size"))
     return [*to_words(config.model), *training, *to_words(config.data), *to_words(config.run)]
 
 
 def _run(program: str, words: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a program of the root to its end; one that takes longer than that has status 124."""
+    """Run a program of the root to its end, or return status 124 after `seconds`."""
     command = [sys.executable, str(ROOT / program), *words]
     try:
         return subprocess.run(

@@ -1,6 +1,9 @@
-"""One supervisor: starts the ranks, waits, decides by the evidence, and starts them again.
+"""Runs the supervisor: starts the ranks, waits, decides by the evidence, and starts them again.
 
-`Processes` starts the launcher, passes signals on, and leaves no process behind.
+    Session(command, limit=5).run()        # the exit status, when the run has ended for good
+
+`Processes` starts the launcher, passes signals on, and leaves no process behind. Read evidence.py
+and decisions.py first.
 """
 
 import contextlib
@@ -25,17 +28,17 @@ from supervisor.fewer import Fewer
 STOPPED_EARLY = 75
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <sys/prctl.h>
-SECONDS_BETWEEN_ENDS = 0.05  # between two looks at what ends
-SECONDS_BETWEEN_LOOKS = 1.0  # between two looks at a report, or at a full disk
-SECONDS_BETWEEN_LINES = 600.0  # while the disk is full
-SECONDS_TO_END = 10.0  # for a launcher, after the report of a case
-SECONDS_TO_REST = 10.0  # for what the launcher has started, after its end
+SECONDS_BETWEEN_ENDS = 0.05  # between two checks whether processes have ended
+SECONDS_BETWEEN_LOOKS = 1.0  # between two checks for a case, or for room on a full disk
+SECONDS_BETWEEN_LINES = 600.0  # between two printed lines while the disk is full
+SECONDS_TO_END = 10.0  # from a case to the end of the launcher, which is killed then
+SECONDS_TO_REST = 10.0  # from the launcher's end to the end of its processes, killed then
 
 
 class Processes:
-    """Starts launchers, one after the other. srun: the launcher is srun.
+    """Starts launchers, one after the other. srun: whether the launcher is srun.
 
-    stopped: a signal has asked for the end.
+    stopped: whether a signal has asked the supervisor to end.
     """
 
     def __init__(self, srun: bool):
@@ -48,11 +51,11 @@ class Processes:
             signal.signal(number, self._forward)
 
     def run(self, words: Sequence[str], reported: Callable[[], bool]) -> int:
-        """The exit status of these words; 128 + N if signal N ended them; 75 if a signal has asked
-        for the end before.
+        """Run a command and return its exit status: 128 + N if signal N ended the command.
 
-        reported: whether the ranks have reported a fault; then they have SECONDS_TO_END to end.
-        UserError if the launcher cannot be started.
+        If a signal has asked for the end already, nothing is started and 75 is returned.
+        reported: returns whether the ranks have reported a fault; after a fault, the command has
+        SECONDS_TO_END to end. Raise UserError if the launcher cannot be started.
         """
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
@@ -74,19 +77,24 @@ class Processes:
         return 128 - status if status < 0 else status
 
     def save(self) -> None:
-        """Have the ranks save and end, with status 75."""
+        """Send SIGUSR1, upon which the ranks save and end with status 75."""
         if self._process and self._process.poll() is None:
             self._process.send_signal(signal.SIGUSR1)
 
     def _prepare(self) -> None:
-        """In the new process, before it becomes the launcher."""
+        """Set the signals of the new process, before it becomes the launcher.
+
+        The kernel sends the launcher a signal if the supervisor is killed.
+        """
         number = signal.SIGUSR1 if self.srun else signal.SIGTERM
         self._libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on. srun ends its ranks at SIGTERM without a save, and ignores SIGINT: the
-        first of them goes to the ranks as SIGUSR1.
+        """Pass a signal on to the launcher.
+
+        srun ends its ranks at SIGTERM before they can save, and ignores SIGINT, so the first signal
+        is passed on as SIGUSR1.
         """
         if self.srun and not self.stopped:
             number = signal.SIGUSR1
@@ -95,7 +103,7 @@ class Processes:
             self._process.send_signal(number)
 
     def _wait(self, process: subprocess.Popen[bytes], reported: Callable[[], bool]) -> int:
-        since: float | None = None  # the report was seen
+        since: float | None = None  # the time at which the report was seen
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(SECONDS_BETWEEN_LOOKS)
@@ -107,7 +115,7 @@ class Processes:
                 return process.wait()
 
     def _end_descendants(self) -> None:
-        """Wait for what the launcher has left, then kill it."""
+        """Wait for processes that the launcher has left, and kill them after SECONDS_TO_REST."""
         until = time.monotonic() + SECONDS_TO_REST
         while left := _living_descendants():
             if time.monotonic() > until:
@@ -125,7 +133,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _living_descendants() -> list[psutil.Process]:
-    """Processes below this one that run; those that have ended are reaped."""
+    """Return the running descendants of this process, and reap the ended ones."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -135,13 +143,13 @@ def _living_descendants() -> list[psutil.Process]:
     return found
 
 
-SECONDS_FOR_AN_EARLIER_RUN = 60.0  # to end, which a killed supervisor has left
+SECONDS_FOR_AN_EARLIER_RUN = 60.0  # within which ranks of a killed supervisor should end
 SECONDS_BETWEEN_PROBES, SECONDS_OF_A_PROBE = 30.0, 5.0  # of nodes that may come back
 
 
 class Session:
-    """Keeps one run going. limit: restarts in an hour; fewer: finds layouts on fewer nodes, if the
-    user wants that.
+    """Keeps one run going. limit: most restarts in an hour; fewer: finds layouts for fewer nodes,
+    or None if the user has not asked for that.
     """
 
     def __init__(self, command: Command, limit: int, fewer: Fewer | None = None):
@@ -150,11 +158,11 @@ class Session:
         self.fewer = fewer
         self.journal = Journal(command.out, command.job.start if command.job else "")
         self.processes = Processes(command.by_srun)
-        self.back: tuple[str, ...] = ()  # nodes that answer again: the ranks were asked to save
-        self.asked = 0.0  # when they were last asked
+        self.back: tuple[str, ...] = ()  # nodes that answer again, for which the ranks save and end
+        self.asked = 0.0  # the time.monotonic() at which silent nodes were last asked
 
     def run(self) -> int:
-        """Until the run ends for good; the exit status."""
+        """Start the ranks until the run ends for good; return the exit status."""
         self._await_earlier_run()
         while not self.processes.stopped:
             if len(self._nodes()) < self._used():
@@ -171,24 +179,24 @@ class Session:
         return STOPPED_EARLY
 
     def _used(self) -> int:
-        """The number of nodes that the ranks take."""
+        """Return the number of nodes that the ranks run on."""
         return self._layout()[0] or self.command.used
 
     def _layout(self) -> tuple[int, list[str]]:
-        """Nodes and flags of the layout on fewer nodes; 0 if it is as given."""
+        """Return the number of nodes and the flags of the layout on fewer nodes, or 0 and []."""
         used, flags = self.journal.layout() if self.fewer else (0, ())
         return used, list(flags)
 
     def _usable(self) -> list[str]:
-        """The job's nodes that are not left out."""
+        """Return the job's nodes that are not left out."""
         return [node for node in self.command.nodes if node not in self.journal.left_out()]
 
     def _nodes(self) -> list[str]:
-        """The nodes for the next start; empty if the launcher chooses them."""
+        """Return the nodes for the next start; empty if the launcher chooses nodes."""
         return self._usable()[: self._used()]
 
     def _start(self) -> tuple[int, Decision]:
-        """Start the ranks, wait for their end, and decide."""
+        """Start the ranks, wait for their end, and return their status and the decision."""
         command = self.command
         journal = self.journal
         nodes = self._nodes()
@@ -214,15 +222,17 @@ class Session:
         return status, decision
 
     def _words(self, nodes: list[str]) -> list[str]:
-        """The words that start the ranks there, as given on the first start on all nodes."""
+        """Return the command for these nodes: the given words until a node was ever left out."""
         used, flags = self._layout()
         as_given = len(nodes) == len(self.command.nodes) and not self.journal.has_left_out
         options = self.fewer.words(flags) if used and self.fewer else []
         return self.command.on([] if as_given else nodes, options)
 
     def _look(self, before: evidence.Files) -> bool:
-        """Whether the ranks have reported a fault. Has them save and end if left-out nodes answer
-        again, and if there are enough for the layout as given then.
+        """Return whether the ranks have reported a fault. Called every second while the ranks run.
+
+        If left-out nodes answer again, and are enough for the layout as given, the ranks are asked
+        to save and end.
         """
         silent = self.journal.silent()
         now = time.monotonic()
@@ -238,7 +248,7 @@ class Session:
         return evidence.case_is_written(self.command.out, before)
 
     def _on_fewer(self, decision: Decision, fewer: Fewer) -> Decision:
-        """In place of the queue, if there is a layout for what is left; else with the reason."""
+        """Return a decision to restart on the nodes left, or `decision` with the reason why not."""
         left = [node for node in self._usable() if node not in decision.out]
         say(f"{decision.reason}: asking the planner for a layout on {len(left)} nodes")
         try:
@@ -262,14 +272,14 @@ class Session:
             free = evidence.free_bytes(out)
             needed = evidence.bytes_needed(out)
             if free >= needed:
-                return self.journal.file.finish()  # what had to wait
+                return self.journal.file.finish()  # writes rows that waited in memory
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 say(f"waiting for room: {free / 1e6:.1f} MB free of {needed / 1e6:.1f} at {out}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _await_earlier_run(self) -> None:
-        """Wait for ranks of a supervisor that was killed: they save and stop."""
+        """Wait until ranks of a killed supervisor have ended; they save and stop by a signal."""
         limit = time.monotonic() + SECONDS_FOR_AN_EARLIER_RUN
         while in_use(self.command.out) and time.monotonic() < limit:
             if self.processes.stopped:
