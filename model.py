@@ -69,12 +69,21 @@ def _added(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
 class MLP(nn.Module):
     """h -> f -> h with an activation; in a swiglu MLP gate and up are one matrix (2, f, h)."""
 
-    def __init__(self, factory: ParamFactory, name: str, model: ModelShape, std: float):
-        """std: the standard deviation with which the second matrix is drawn."""
+    def __init__(
+        self,
+        factory: ParamFactory,
+        name: str,
+        model: ModelShape,
+        std: float,
+        width: int | None = None,
+    ):
+        """std: the standard deviation with which the second matrix is drawn. width: f, default:
+        the model's ffn_hidden.
+        """
         super().__init__()
         activation = ACTIVATIONS[model.activation]
         self.activation = factory.fused(activation) if activation is _swiglu else activation
-        f = model.ffn_hidden
+        f = width or model.ffn_hidden
         h = model.hidden
         shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
         self.up = ColumnLinear(factory, f"{name}.up", h, shape, dim, model.bias)
@@ -114,7 +123,13 @@ class Block(nn.Module):
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
         self.attention = Attention(factory, f"{name}.attention", model, std, selective)
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
-        self.mlp = MLP(factory, f"{name}.mlp", model, std)
+        self.has_experts = model.experts > 1
+        mlp: type[nn.Module] = MLP
+        if self.has_experts:
+            from experts import ExpertMLP  # here, since only models with experts need the module
+
+            mlp = ExpertMLP
+        self.mlp = mlp(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"
         self.kind = model.block
 
@@ -128,9 +143,10 @@ class Block(nn.Module):
         """Return the block's output, in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
         parallelism. mask, rotary and cache go to Attention.forward.
         """
+        choice: list[Tensor] = []  # of experts: it is kept, so that recomputation cannot change it
         if self.recompute and torch.is_grad_enabled():
-            return recomputed(self._run, x, mask, rotary, cache)
-        return self._run(x, mask, rotary, cache)
+            return recomputed(self._run, x, mask, rotary, cache, choice)
+        return self._run(x, mask, rotary, cache, choice)
 
     def _run(
         self,
@@ -138,15 +154,17 @@ class Block(nn.Module):
         mask: Mask | None,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
+        choice: list[Tensor],
     ) -> Tensor:
+        mlp = functools.partial(self.mlp, kept=choice) if self.has_experts else self.mlp
         if self.kind == "post-norm":
             x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
-            return x + self.mlp_norm(self.mlp(x))
+            return x + self.mlp_norm(mlp(x))
         y = self.attention(self.attention_norm(x), mask, rotary, cache)
         if self.kind == "parallel":
-            return x + y + self.mlp(self.mlp_norm(x))
+            return x + y + mlp(self.mlp_norm(x))
         mixed, normed = self.mlp_norm.of_sum(x, y)
-        return mixed + self.mlp(normed)
+        return mixed + mlp(normed)
 
 
 # ---- Embedding, head and the stage ---------------------------------------------------------------
@@ -420,7 +438,7 @@ def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:
     spec = stage.spec
     built = 0
     spread = list(stage.vocabulary.parameters()) if stage.vocabulary else []
-    for p in stage.parameters():
+    for p in filter(lambda p: p.requires_grad, stage.parameters()):
         whole = math.prod(p.spec.shape) if all(p is not q for q in shared) else 0
         built += spec.vocabulary * p.shape[1] if any(p is q for q in spread) else whole
     if built != spec.parameters:

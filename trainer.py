@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,9 @@ from telemetry.step_stats import StepStats
 from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
+if TYPE_CHECKING:
+    from optim.balance import RouterBalance
+
 StepObserver = Callable[[int], None]  # called with the number of the step
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
 COMPILED = (
@@ -70,6 +74,7 @@ class TrainState(ModelState):
     """One rank's part of a model, with its optimizer: all that training needs."""
 
     optimizer: Optimizer
+    balance: "RouterBalance | None" = None  # of a model with experts
 
 
 def build(config: Config, context: Context | None = None) -> TrainState:
@@ -82,7 +87,12 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     config = model.config
     factory = model.factory
     optimizer = Optimizer(model.stages, factory, config.training, config.layout)
-    return TrainState(**vars(model), optimizer=optimizer)
+    balance = None
+    if config.model.experts > 1:
+        from optim.balance import RouterBalance  # here, since only models with experts need it
+
+        balance = RouterBalance(model.stages, factory.mesh, config, factory.device)
+    return TrainState(**vars(model), optimizer=optimizer, balance=balance)
 
 
 def build_model(config: Config, context: Context | None = None) -> ModelState:
@@ -92,7 +102,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     layout = config.layout
     training = config.training
     heads = layout.over_heads(config.model)
-    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, bool(layout.vocab_pp), heads)
+    ep = layout.ep if config.model.experts > 1 else 0
+    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, bool(layout.vocab_pp), heads, ep)
     dtype = DTYPES[training.precision]
     seed = training.seed
     std = training.init_std
@@ -126,7 +137,10 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     """One optimizer step on the global batch that starts at sample `consumed`."""
     loss_sum, counted = _passes(state, samples, consumed)
     masks = state.config.data.masks_loss
-    return state.optimizer.step(lr, loss_sum, counted if masks else None)
+    result = state.optimizer.step(lr, loss_sum, counted if masks else None)
+    if state.balance is not None:
+        state.balance.finish_step(result.skipped)
+    return result
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
@@ -136,6 +150,8 @@ def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     state.factory.mesh.recorder.enter("warm up")
     _passes(state, samples, consumed, of_warm_up=True)
     state.optimizer.discard()
+    if state.balance is not None:
+        state.balance.discard()
 
 
 def _passes(
@@ -150,6 +166,8 @@ def _passes(
     state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
+    if state.balance is not None:
+        state.balance.begin_step(loss_weight)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 
 

@@ -92,6 +92,10 @@ class Optimizer:
         else:
             self.groups = self._make_buckets(stages, factory, layout.zero)
         self.update_sets = make_update_sets(self.groups, training)
+        if constants := [p for p in stages.parameters() if not p.requires_grad]:
+            from optim.balance import ConstantGroup  # here, since only models with experts have it
+
+            self.groups = [*self.groups, ConstantGroup(constants, self.mesh)]
         kernels = dict.fromkeys(each.rule.kernel for each in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"
         self.state_kinds = update_rules.state_kinds(training.optimizer)
@@ -101,7 +105,7 @@ class Optimizer:
         self, stages: nn.ModuleList, factory: ParamFactory, zero: int
     ) -> list[Bucket]:
         """Move parameters and gradients into buckets; called at --zero 0, 1 and 2."""
-        parameters = list(stages.parameters())
+        parameters = [p for p in stages.parameters() if p.requires_grad]
         self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
@@ -187,7 +191,8 @@ class Optimizer:
         """
 
         def wait_for(part: nn.Module) -> Callable:
-            own = dict.fromkeys(self._bucket_of[p] for p in part.parameters())
+            trained = filter(lambda p: p.requires_grad, part.parameters())
+            own = dict.fromkeys(self._bucket_of[p] for p in trained)
 
             def hook(*_) -> None:
                 for bucket in own:

@@ -38,13 +38,21 @@ def block_parameters(model: ModelShape) -> int:
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
     router = h * mlps if mlps > 1 else 0
     norms = scales + 2 * norm_parameters(model)
-    return attention + mlps * mlp_parameters(model) + router + norms
+    shared = shared_parameters(model)
+    return attention + mlps * mlp_parameters(model) + shared + router + norms
 
 
 def mlp_parameters(model: ModelShape) -> int:
     """Parameters of one MLP, which in a mixture of experts is one of a block's experts."""
     up = model.up_width
     return model.hidden * (up + model.ffn_hidden) + (up + model.hidden if model.bias else 0)
+
+
+def shared_parameters(model: ModelShape) -> int:
+    """Parameters of the MLP that every token takes beside its experts, and of its gate."""
+    matrices = 3 if model.activation == "swiglu" else 2
+    gate = model.hidden if model.shared_gate else 0
+    return matrices * model.hidden * model.shared_ffn_hidden + gate
 
 
 def embedding_parameters(model: ModelShape) -> int:
@@ -78,7 +86,8 @@ def block_flops(model: ModelShape) -> float:
     mlps, active = model.mlps
     scores = model.seq_length * model.attention_width  # half of q k^T, p v
     router = mlps if mlps > 1 else 0
-    return 2.0 * (model.hidden * (attention + active * mlp + router) + scores)
+    products = model.hidden * (attention + active * mlp + router) + shared_parameters(model)
+    return 2.0 * (products + scores)
 
 
 def head_flops(model: ModelShape) -> float:

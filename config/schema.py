@@ -88,6 +88,23 @@ class ModelShape:
         "norms before attention and MLP, or after; parallel: before, both read the block's input",
         choices=("pre-norm", "post-norm", "parallel"),
     )
+    experts: int = option(
+        1, "MLPs of a block, of which a router chooses some for each token; 1: no router", minimum=1
+    )
+    experts_per_token: int = option(1, "experts that compute each token", minimum=1)
+    router: str = option(
+        "softmax", "scores of the experts for a token", choices=("softmax", "sigmoid")
+    )
+    router_normalised: bool = option(True, "the weights of a token's experts sum to 1")
+    router_scale: float = option(1.0, "factor of the weights of a token's experts", above=0.0)
+    router_groups: int = option(1, "groups of experts among which the router chooses", minimum=1)
+    router_groups_per_token: int = option(
+        1, "groups with the best scores, in which a token's experts are", minimum=1
+    )
+    shared_ffn_hidden: int = option(
+        0, "width of an MLP beside the experts that every token takes; 0: none", minimum=0
+    )
+    shared_gate: bool = option(False, "a gate that each token opens for the shared MLP")
 
     def __post_init__(self) -> None:
         missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
@@ -131,8 +148,8 @@ class ModelShape:
 
     @property
     def mlps(self) -> tuple[int, int]:
-        """MLPs in a block, and MLPs that compute a token; experts are in planner/plan_only.py."""
-        return 1, 1
+        """MLPs in a block, and MLPs that compute a token, without the shared MLP."""
+        return self.experts, self.experts_per_token
 
     def padded_vocab(self, layout: "Layout") -> int:
         """Return the vocabulary's rows as stored: vocab_size rounded up to the next multiple of
@@ -175,6 +192,9 @@ class Layout:
     pp: int = option(1, "pipeline-parallel ranks", minimum=1)
     cp: int = option(1, "context-parallel ranks, which share a sample's tokens", minimum=1)
     dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp x cp)", minimum=1)
+    ep: int = option(
+        1, "expert-parallel ranks of a stage (of dp x cp x tp), which divide the experts", minimum=1
+    )
     sequence_parallel: bool = option(
         None,
         "split norms and residuals along the sequence over tp; default: on GPUs, if it divides",
@@ -328,6 +348,15 @@ class Training:
     )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
+    balance: str = option(
+        "none",
+        "of experts: by a bias, by a loss for each sequence, or by one of the last step's loads",
+        choices=("none", "bias", "sequence", "global"),
+    )
+    balance_rate: float = option(
+        0.001, "step of --balance bias, or factor of its auxiliary loss", minimum=0.0
+    )
+    router_z_loss: float = option(0.0, "factor of the router's z-loss", minimum=0.0)
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ def check(config: Config, ranks: int) -> Config:
     _check_curriculum(config)
     _check_objective(config)
     check_sharding(layout, config.training)
+    check_experts(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)
     _check_search(layout)
     refusal = refusal_of_vocab_pp(config.training, config.data, config.run)
@@ -354,6 +355,63 @@ def check_sharding(layout: Layout, training: Training) -> None:
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
     _check_recomputed(layout)
+
+
+def check_experts(model: ModelShape, layout: Layout, training: Training) -> None:
+    """Raise UserError if options of experts do not go with the model, layout or optimizer."""
+    experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
+    ranks, ep = layout.dp * layout.cp * layout.tp, layout.ep
+    if experts == 1:
+        _refuse_without_experts(model, layout, training)
+        return
+    if chosen > experts:
+        raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")
+    if experts % ep:
+        raise UserError(f"ep({ep}) does not divide experts({experts})")
+    if ranks % ep:
+        axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
+        raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
+    if experts % groups:
+        raise UserError(f"router-groups({groups}) does not divide experts({experts})")
+    best = model.router_groups_per_token
+    if best > groups:
+        raise UserError(f"router-groups-per-token({best}) is more than router-groups({groups})")
+    if chosen > best * (experts // groups):
+        within = f"{best} groups of {experts // groups} experts"
+        raise UserError(f"experts-per-token({chosen}) is more than there are in {within}")
+    if model.bias:
+        raise UserError(f"experts({experts}) have no biases: give --no-bias")
+    if model.shared_gate and not model.shared_ffn_hidden:
+        raise UserError("--shared-gate is of the shared MLP: give --shared-ffn-hidden N too")
+    if model.shared_ffn_hidden % layout.tp:
+        raise UserError(
+            f"tp({layout.tp}) does not divide shared-ffn-hidden({model.shared_ffn_hidden})"
+        )
+    if training.optimizer in ("muon", "adafactor"):
+        raise UserError(
+            f"--optimizer {training.optimizer} takes whole matrices and would take all "
+            f"experts({experts}) as one: give adamw, adamw8bit, apex or sgd"
+        )
+    if layout.zero == 3 and (ep > 1 or layout.tp > 1):
+        raise UserError(
+            f"--zero 3 with experts needs ep(1) and tp(1), not ep({ep}) and tp({layout.tp}): "
+            "use --zero 2"
+        )
+
+
+def _refuse_without_experts(model: ModelShape, layout: Layout, training: Training) -> None:
+    """Raise UserError if an option that needs experts was given to a model without."""
+    needs = {
+        "--experts-per-token": model.experts_per_token > 1,
+        "--router-groups": model.router_groups > 1,
+        "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
+        "--shared-gate": model.shared_gate,
+        "--ep": layout.ep > 1,
+        "--balance": training.balance != "none",
+        "--router-z-loss": training.router_z_loss > 0,
+    }
+    for flag in (flag for flag, given in needs.items() if given):
+        raise UserError(f"{flag} needs --experts N, with N above 1")
 
 
 def _check_objective(config: Config) -> None:

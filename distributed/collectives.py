@@ -23,6 +23,7 @@ A group with a log records every operation before it starts and while a rank wai
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -155,13 +156,17 @@ class Group:
         """
         return self._start("all_gather", output.nbytes, self._all_gather, output, source)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+    def all_to_all(
+        self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] | None = None
+    ) -> Handle:
         """Block j of `output` = block `rank` of member j's `source`.
 
-        Both are contiguous and of one shape, cut along dimension 0 into a block for each member;
-        the group's size must divide it. They must not overlap.
+        Both are contiguous, cut along dimension 0 into a block for each member, and must not
+        overlap. rows: the rows of each block of `output`, and of each block of `source`; None:
+        both have one shape, all blocks have the same rows, and the group's size divides them.
         """
-        return self._start("all_to_all", source.nbytes, self._all_to_all, output, source)
+        run = partial(self._all_to_all, rows=rows or ([], []))
+        return self._start("all_to_all", source.nbytes, run, output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """Copy `tensor` from the group's rank `source` into `tensor` on all other members.
@@ -278,10 +283,12 @@ class Group:
         work, received = self._one_hop(source.reshape(1, -1))
         return _Pending(work, lambda: output.copy_(received.view_as(output)))
 
-    def _all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+    def _all_to_all(
+        self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] = ([], [])
+    ) -> Handle:
         sent = source.cpu() if self._gloo else source  # no copy if `source` is on the CPU already
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
-        work = self._collective(dist.all_to_all_single, received, sent)
+        work = self._collective(dist.all_to_all_single, received, sent, *rows)
         complete = None if received is output else lambda: output.copy_(received)
         return _Pending(work, complete, sent)
 

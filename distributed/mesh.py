@@ -29,6 +29,8 @@ class Mesh:
     dp: the groups along these axes. replicas: the ranks that hold the same parameters and see
     different tokens (dp and cp together). heads: the ranks of cp among which the attention heads
     are divided. kv: the ranks of cp that hold the same heads and gather their keys and values.
+    experts: the neighbouring ranks of dp x cp x tp among which a block's experts are divided, and
+    expert_replicas: the ranks that hold the same experts and see different tokens.
     forward (also named pp) and backward: the ranks of this pipeline, as one group for activations
     and another for their gradients, so that the two never wait for one another on a GPU stream.
     tied: the first and the last rank of this pipeline. world: all ranks. recorder: records what
@@ -42,6 +44,7 @@ class Mesh:
         channels: bool = False,
         vocabulary: bool = False,
         over_heads: int = 1,
+        ep: int = 0,
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
@@ -49,6 +52,7 @@ class Mesh:
         that activations (and their gradients) travel in both directions or round a ring.
         vocabulary: whether the vocabulary is sharded over the group `vocabulary` (pp x tp) and not
         over tp alone. over_heads: the number of neighbouring ranks of cp that form `heads`.
+        ep: the number of ranks in `experts`; 0: the model has no experts.
         Raise ValueError if the product of the axes is not the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
@@ -75,6 +79,13 @@ class Mesh:
             n, starts = over_heads, range(0, self.cp.size, over_heads)
             self.heads = own_group([row[i : i + n] for row in shared for i in starts], "heads")
             self.kv = own_group([row[i::n] for row in shared for i in range(n)], "kv")
+        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas
+        if ep and (ep > 1 or self.tp.size > 1):
+            stage = rows_along(self.axes, ("dp", "cp", "tp"))
+            starts = range(0, len(stage[0]), ep)
+            self.experts = own_group([row[i : i + ep] for row in stage for i in starts], "experts")
+            replicas = [row[i::ep] for row in stage for i in range(ep)]
+            self.expert_replicas = own_group(replicas, "expert replicas")
         self.pp = self.forward = along("forward", "pp")
         self.backward = along("backward", "pp")
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}

@@ -151,7 +151,9 @@ class RecordingGroup(Group):
         self._check(source, output)
         return self._record("all_gather", output)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+    def all_to_all(
+        self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] | None = None
+    ) -> Handle:
         return self._record("all_to_all", source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:

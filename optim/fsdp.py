@@ -102,12 +102,15 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
         """Shard the parameters of a part that are not sharded yet; each keeps its spec."""
         drawn = {}
         for name, p in part.named_parameters():
-            if not isinstance(p, DTensor):  # a DTensor belongs to a block that is sharded already
+            if p.requires_grad and not isinstance(
+                p, DTensor
+            ):  # a DTensor belongs to a block that is sharded already
                 drawn[name] = p.spec, tuple(p.shape)
                 # torch cuts along the first dimension. To get many rows, and so shards of similar
                 # size, a weight of shape (2, f, h) becomes a matrix of 2 f rows.
                 p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
-        fully_shard(part, mesh=device_mesh, mp_policy=policy)
+        constants = {p for p in part.parameters() if not p.requires_grad}
+        fully_shard(part, mesh=device_mesh, mp_policy=policy, ignored_params=constants)
         for name, p in part.named_parameters():
             if name in drawn:
                 p.spec, p.drawn_shape = drawn[name]
@@ -138,6 +141,6 @@ def shard_fully(
             part.set_custom_all_gather(all_gather)
             part.set_custom_reduce_scatter(reduce_scatter)
     by_key: dict[Key, list[nn.Parameter]] = {}
-    for p in stage.parameters():
+    for p in filter(lambda p: p.requires_grad, stage.parameters()):
         by_key.setdefault(key_of(p.spec, training.optimizer), []).append(p)
     return [FullyShardedGroup(key, by_key[key], factory.mesh) for key in sorted(by_key)]

@@ -91,11 +91,14 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
     if not optimizer.fully_sharded:
         weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}
     both = weights | _state_hashes(optimizer)
+    compared = weights if optimizer.state_sharded else both
     found = _compare(
         "dp" if mesh.cp.size == 1 else "dp x cp",
         mesh.replicas,
-        weights if optimizer.state_sharded else both,
+        {k: v for k, v in compared.items() if k[0].reduce_over[0] == "replicas"},
     )
+    experts = {k: v for k, v in compared.items() if k[0].reduce_over[0] == "expert_replicas"}
+    found += _compare("the replicas of experts", mesh.expert_replicas, experts)
     found += _compare("tp", mesh.tp, {k: v for k, v in both.items() if k[0].dim is None})
     found += _compare("tied", mesh.tied, {k: v for k, v in both.items() if k[0].tied})
     return found

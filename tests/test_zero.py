@@ -163,10 +163,10 @@ def test_sums_in_fp32_of_products_in_16_bits_are_asked_of_the_product():
     a, b = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((3, 5), (5, 4)))
     total = torch.empty(3, 4, device="meta")
     with Operations() as operations:
-        parallel._add_product(total, a, b)
+        parallel.add_product(total, a, b)
     assert operations.seen == [("aten.addmm", 12)]
     exact = torch.ones(3, 4)
-    parallel._add_product(exact, torch.ones(3, 5).bfloat16(), torch.ones(5, 4).bfloat16())
+    parallel.add_product(exact, torch.ones(3, 5).bfloat16(), torch.ones(5, 4).bfloat16())
     assert torch.equal(exact, torch.full((3, 4), 6.0))
 
 

@@ -1,0 +1,438 @@
+"""A mixture of experts: a router, the exchange of tokens between ranks, and the experts' MLPs.
+
+    tokens (T, h) --router--> k experts and k weights for each token
+        sorted by expert --all-to-all--> the ranks that hold these experts
+        MLP of each expert on its rows --all-to-all back--> weighted sum of the token's k rows
+
+Every token reaches the experts that its router chooses: no token is dropped, and no expert has a
+capacity. The experts of a block are split over the `ep` ranks of Mesh.experts, whole experts each;
+tensor parallelism does not cut them. Without sequence parallelism the tensor ranks hold the same
+tokens, so each of them sends its share of the tokens. The weighted sum is taken on the rank that
+owns the token, in the order of the expert numbers. So neither the choice nor the order of any sum
+depends on the layout, but for the rounding of the matrix products.
+
+Shapes: s sequence, b samples, h hidden, T = tokens of this rank, E experts of a block, k experts
+for each token, f width of an expert, n rows that have arrived at this rank's experts.
+
+Read model.py first: Block uses `ExpertMLP` in place of `MLP`. The balance between the experts is in
+optim/balance.py. Sources: arXiv 1701.06538 (the layer), 2412.19437 (sigmoid scores, groups, bias),
+2405.04434 (shared experts), 2504.14960 (ep over dp, cp and tp).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config.schema import ModelShape
+from distributed.collectives import Group
+from model import ACTIVATIONS, MLP
+from parallel import (
+    DeferredGradients,
+    ParamFactory,
+    add_product,
+    reduce_from_tp,
+    sum_gradients_over_tp,
+)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What a training step adds to the choice of experts; set by optim/balance.py before a step.
+
+    kind: `none`, `bias`, `sequence` or `global`. rate: the factor of the auxiliary loss. z_rate:
+    the factor of the router's z-loss. loss_weight: what each sum of losses is multiplied with, as
+    returned by Optimizer.begin_step.
+    """
+
+    kind: str
+    rate: float
+    z_rate: float
+    loss_weight: float
+
+
+class Router(nn.Module):
+    """Chooses k of E experts for each token, and the weight of each of them.
+
+    The logits are computed in fp32 (fp64 in an fp64 run). `bias` is added to the scores for the
+    choice alone, and `load` is each expert's part of the last step's rows, relative to the mean:
+    no gradient updates these two tensors, but a checkpoint keeps them.
+    """
+
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+        super().__init__()
+        self.mesh = factory.mesh
+        self.splits_tokens = not factory.sequence_parallel
+        self.model = model
+        shape = (model.experts, model.hidden)
+        self.weight = factory.parameter(
+            f"{name}.weight", shape, std=factory.std, decay=True, partial=True
+        )
+        self.bias = factory.constant(f"{name}.bias", (model.experts,), 0.0)
+        self.load = factory.constant(f"{name}.load", (model.experts,), 1.0)
+        self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
+        self.balance: Balance | None = None
+
+    def forward(self, x: Tensor, samples: Tensor, kept: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the experts (T, k), ascending, and their weights (T, k) for tokens x (T, h).
+
+        samples: the sample of each token, (T,). kept: empty, and then filled with the choice; in
+        the repeated forward pass of recomputation it holds the choice of the first one.
+        """
+        exact = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(exact), self.weight.to(exact))
+        scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
+        repeated = bool(kept)
+        if not repeated:
+            kept.append(self._choose(scores.detach()))
+        experts = kept[0]
+        weights = scores.gather(-1, experts)
+        if self.model.router_normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * self.model.router_scale
+        if self.balance is not None and torch.is_grad_enabled():
+            if not repeated:
+                self.counts += torch.bincount(experts.flatten(), minlength=self.model.experts)
+            weights = self._with_penalty(weights, logits, scores, experts, samples)
+        return experts, weights
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return the numbers of the k experts with the largest scores, ascending: (T, k)."""
+        model = self.model
+        choice = scores + self.bias.to(scores.dtype)
+        if model.router_groups > 1:
+            choice = choice.masked_fill(~self._in_best_groups(choice), -torch.inf)
+        return choice.topk(model.experts_per_token, -1).indices.sort(-1).values
+
+    def _in_best_groups(self, choice: Tensor) -> Tensor:
+        """Return which experts are in the router_groups_per_token best groups of each token.
+
+        A group's score is the sum of its two largest scores, as in DeepSeek-V3.
+        """
+        model = self.model
+        grouped = choice.unflatten(-1, (model.router_groups, -1))
+        summed = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+        best = summed.topk(model.router_groups_per_token, -1).indices
+        allowed = torch.zeros_like(summed, dtype=torch.bool).scatter_(-1, best, True)
+        return allowed.repeat_interleave(grouped.shape[-1], -1)
+
+    def _with_penalty(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, samples: Tensor
+    ) -> Tensor:
+        """Return `weights`; their backward pass adds the gradient of the auxiliary losses.
+
+        Each is a sum over tokens, divided by the number of targets as the language loss is.
+        """
+        balance = self.balance
+        assert balance is not None
+        penalty = logits.new_zeros(())
+        if balance.kind in ("sequence", "global"):
+            shares = scores / scores.sum(-1, keepdim=True)
+            if balance.kind == "sequence":
+                loads = self._loads_of_samples(experts, samples)[samples]
+            else:
+                loads = self.load
+            penalty = penalty + balance.rate * (shares * loads.to(shares.dtype)).sum()
+        if balance.z_rate:
+            penalty = penalty + balance.z_rate * logits.logsumexp(-1).square().sum()
+        if not penalty.requires_grad:
+            return weights
+        return _AddPenalty.apply(weights, penalty, balance.loss_weight)
+
+    def _loads_of_samples(self, experts: Tensor, samples: Tensor) -> Tensor:
+        """Return each expert's part of each sample's rows, relative to the mean: (b, E).
+
+        The tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
+        """
+        count = self.model.experts
+        places = samples[:, None] * count + experts
+        size = int(self.samples_in_batch * count)
+        counts = torch.bincount(places.flatten(), minlength=size).view(-1, count)
+        for group in (self.mesh.tp, self.mesh.cp):
+            group.at_once.all_reduce(counts).wait()
+        return counts * count / counts.sum(-1, keepdim=True)
+
+    samples_in_batch = 1
+
+
+class _AddPenalty(torch.autograd.Function):
+    """Passes x on; its backward pass also starts that of `penalty`, a scalar, with `weight`."""
+
+    @staticmethod
+    def forward(ctx, x, penalty, weight):
+        ctx.weight = weight
+        ctx.like = penalty
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.full_like(ctx.like, ctx.weight), None
+
+
+class ExpertMLP(nn.Module):
+    """The MLPs of a block's experts, with their router, and perhaps an MLP that every token takes.
+
+    (s, b, h) -> (s, b, h), as MLP; with sequence parallelism s/tp in place of s.
+    """
+
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape, std: float):
+        """std: the standard deviation with which the experts' second matrices are drawn."""
+        super().__init__()
+        self.factory = factory
+        self.router = Router(factory, f"{name}.router", model)
+        self.experts = model.experts
+        self.chosen = model.experts_per_token
+        activation = ACTIVATIONS[model.activation]
+        self.activation = factory.fused(activation)
+        columns = (2,) if model.activation == "swiglu" else ()
+        f = model.ffn_hidden
+        h = model.hidden
+        held_here = functools.partial(
+            factory.parameter,
+            dim=0,
+            over=factory.mesh.experts,
+            replicas="expert_replicas",
+            decay=True,
+        )
+        up = (self.experts, *columns, f, h)
+        self.up = held_here(f"{name}.experts.up.weight", up, std=factory.std)
+        self.down = held_here(f"{name}.experts.down.weight", (self.experts, h, f), std=std)
+        self.shared: MLP | None = None
+        self.gate: nn.Parameter | None = None
+        if model.shared_ffn_hidden:
+            self.shared = MLP(factory, f"{name}.shared", model, std, model.shared_ffn_hidden)
+        if model.shared_gate:
+            shape = (1, h)
+            self.gate = factory.parameter(
+                f"{name}.shared_gate.weight", shape, std=factory.std, decay=True
+            )
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        """Return the sum of the chosen experts' outputs for x. kept: as in Router.forward."""
+        tp = self.factory.mesh.tp
+        if tp.size == 1 or self.factory.sequence_parallel:
+            y = self._of_tokens(x.flatten(0, 1), 0, x.shape[1], kept)
+        else:
+            tokens = sum_gradients_over_tp(x, self.factory).flatten(0, 1)
+            start, stop = _share(len(tokens), tp)
+            own = self._of_tokens(tokens[start:stop], start, x.shape[1], kept)
+            y = F.pad(own, (0, 0, start, len(tokens) - stop))
+            y = reduce_from_tp(y, self.factory)
+        y = y.view_as(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        if self.gate is not None:
+            shared = shared * F.linear(x, self.gate).sigmoid()
+        return y + shared
+
+    def _of_tokens(self, x: Tensor, start: int, samples: int, kept: list[Tensor]) -> Tensor:
+        """Return the experts' output for this rank's tokens x, (T, h).
+
+        start: the first token's place among those of the tensor group, which are in the order
+        (s, b); samples: b.
+        """
+        self.router.samples_in_batch = samples
+        places = torch.arange(start, start + len(x), device=x.device)
+        experts, weights = self.router(x, places % samples, kept)
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        back = _inverse(order)
+        counts = torch.bincount(chosen, minlength=self.experts)
+        sent, received, counts_by_rank = self._exchange_counts(counts)
+        rows = _Repeat.apply(x, order, back, self.chosen)
+        rows = self._send(rows, received, sent)
+        by_expert = _order_by_expert(counts_by_rank, x.device)
+        rows = _Permute.apply(rows, by_expert, _inverse(by_expert))
+        rows = self._mlp(rows, [sum(column) for column in zip(*counts_by_rank)])
+        rows = _Permute.apply(rows, _inverse(by_expert), by_expert)
+        rows = self._send(rows, sent, received)
+        rows = _Permute.apply(rows, back, order)
+        each = rows.view(len(x), self.chosen, x.shape[-1])
+        return (each * weights.to(x.dtype)[..., None]).sum(1)
+
+    def _exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int], list[list[int]]]:
+        """Return the rows that go to each rank of `ep`, those that come from each, and the latter
+        by this rank's experts. counts: the rows of this rank's tokens by expert, (E,).
+
+        This is the one place where the host waits for the device.
+        """
+        group = self.factory.mesh.experts
+        by_rank = counts.view(group.size, -1)
+        arriving = torch.empty_like(by_rank)
+        group.at_once.all_to_all(arriving, by_rank).wait()
+        leaving, arrived = group.values(torch.stack([by_rank, arriving]))
+        sent = [sum(row) for row in leaving]
+        received = [sum(row) for row in arrived]
+        return sent, received, arrived
+
+    def _send(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Return the rows that come from the ranks of `ep` for `rows`, which go to them."""
+        group = self.factory.mesh.experts
+        return rows if group.size == 1 else _Exchange.apply(rows, group, received, sent)
+
+    def _mlp(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return the MLPs' outputs for rows (n, h), which are ordered by this rank's experts."""
+        held = self.experts // self.factory.mesh.experts.size
+        up = self.up.view(held, -1, rows.shape[-1])
+        down = self.down.view(held, rows.shape[-1], -1)
+        deferred = self.factory.deferred
+        inner = self.activation(grouped_linear(rows, self.up, up, counts, deferred))
+        return grouped_linear(inner, self.down, down, counts, deferred)
+
+
+def _share(count: int, group: Group) -> tuple[int, int]:
+    """Return the first and the last place of this rank's part of `count` tokens, in group order."""
+    return count * group.rank // group.size, count * (group.rank + 1) // group.size
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the permutation that undoes `order`."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def _order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:
+    """Return the order in which rows that arrived by rank, then expert, are by expert, then rank.
+
+    counts: the number of rows from each rank for each of this rank's experts.
+    """
+    experts = torch.arange(len(counts[0])).repeat(len(counts))
+    of_rows = experts.repeat_interleave(torch.tensor(counts).flatten())
+    return of_rows.argsort(stable=True).to(device)
+
+
+class _Repeat(torch.autograd.Function):
+    """Rows (T k, h) in which each token of x (T, h) stands k times, in the order `order`."""
+
+    @staticmethod
+    def forward(ctx, x, order, back, k):
+        ctx.save_for_backward(back)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (back,) = ctx.saved_tensors
+        return grad[back].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """x[order]; its backward pass needs no atomic additions, since `back` undoes the order."""
+
+    @staticmethod
+    def forward(ctx, x, order, back):
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows with unequal parts; its backward pass sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows, group, received, sent):
+        ctx.group = group
+        ctx.received = received
+        ctx.sent = sent
+        return _exchange(rows, group, received, sent)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.group, ctx.sent, ctx.received), None, None, None
+
+
+def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
+    output = rows.new_empty(sum(received), rows.shape[-1])
+    group.at_once.all_to_all(output, rows.contiguous(), (received, sent)).wait()
+    return output
+
+
+# ---- Products of each expert's rows with its matrix ----------------------------------------------
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The products of each expert's rows with its matrix; gradients go where `linear` adds them."""
+
+    @staticmethod
+    def forward(ctx, x, weight, counts, add, deferred):
+        """x: (n, in), ordered by expert; weight: (experts, out, in); counts: rows of each expert.
+        add, deferred: as in parallel.linear.
+        """
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        ctx.add = add
+        ctx.deferred = deferred
+        return _grouped_product(x, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Return the gradients of x and weight, given that of the product, (n, out)."""
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = _grouped_product(grad, weight, ctx.counts)
+        dw = None
+        if ctx.deferred is not None:
+            add = ctx.add
+            ctx.deferred.add(lambda: add(x, grad))
+        elif ctx.add is not None:
+            ctx.add(x, grad)
+        else:
+            dw = torch.zeros_like(weight)
+            _add_weight_gradients(dw, x, grad, ctx.counts)
+        return dx, dw, None, None, None
+
+
+def _grouped_product(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Return x[rows of expert e] weight[e] for all e; weight: (experts, in, out)."""
+    y = x.new_empty(len(x), weight.shape[-1])
+    for rows, out, matrix in zip(x.split(counts), y.split(counts), weight):
+        torch.mm(rows, matrix, out=out)
+    return y
+
+
+def _add_weight_gradients(total: Tensor, x: Tensor, grad: Tensor, counts: list[int]) -> None:
+    """Add each expert's gradient to its part of `total`, (experts, out, in)."""
+    for part, rows, of_rows in zip(total, x.split(counts), grad.split(counts)):
+        if len(rows):
+            add_product(part, of_rows.t(), rows)
+
+
+def _add_gradients(
+    parameter: Any, shape: torch.Size, counts: list[int], x: Tensor, grad: Tensor
+) -> None:
+    """Add the gradient of an expert parameter to its sum, and call the optimizer's hook."""
+    if not hasattr(parameter, "main_grad"):
+        gradient = grad.new_zeros(shape)
+        _add_weight_gradients(gradient, x, grad, counts)
+        torch.autograd.backward(parameter, gradient.view(parameter.shape))
+        return
+    _add_weight_gradients(parameter.main_grad.view(shape), x, grad, counts)
+    parameter.gradient_added(parameter)
+
+
+def grouped_linear(
+    x: Tensor,
+    parameter: Any,
+    weight: Tensor,
+    counts: list[int],
+    deferred: DeferredGradients | None = None,
+) -> Tensor:
+    """Return the products of each expert's rows of x, (n, in), with its matrix: (n, out).
+
+    parameter: the tensor whose gradient is added. weight: its view as (experts, out, in). counts:
+    the rows of each expert, which x has in this order. deferred: as in parallel.linear.
+    """
+    if deferred is None and not hasattr(parameter, "main_grad"):
+        return _GroupedLinear.apply(x, weight, counts, None, None)
+    add: Callable = functools.partial(_add_gradients, parameter, weight.shape, counts)
+    return _GroupedLinear.apply(x, weight.detach(), counts, add, deferred)
