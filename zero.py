@@ -82,7 +82,6 @@ class Optimizer:
         self._reducing: list[Handle] = []
         self._overlap = layout.overlap_param_gather
         self.buckets: list[Bucket] = []
-        self.state_sharded = layout.zero > 0 and factory.mesh.replicas.size > 1
         self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
         if self.fully_sharded:

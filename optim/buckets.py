@@ -193,7 +193,10 @@ class Bucket(ParamGroup):
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
         self.weights = first.new_zeros(total, dtype=dtype)
-        self.each_micro_batch = zero == 2 and self.sharded
+        # All buckets are reduced equally often, so that they can be reduced in one order: also those
+        # of one replica, if experts have several replicas or the other parameters have.
+        several = max(mesh.replicas.size, mesh.expert_replicas.size) > 1
+        self.each_micro_batch = zero == 2 and several
         count, kind = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
         self.gradients = first.new_zeros(count, dtype=kind)
         # Gradients that each micro-batch adds, and gradients still to be added before `reduce`.

@@ -91,17 +91,21 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
     if not optimizer.fully_sharded:
         weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}
     both = weights | _state_hashes(optimizer)
-    compared = weights if optimizer.state_sharded else both
-    found = _compare(
-        "dp" if mesh.cp.size == 1 else "dp x cp",
-        mesh.replicas,
-        {k: v for k, v in compared.items() if k[0].reduce_over[0] == "replicas"},
-    )
-    experts = {k: v for k, v in compared.items() if k[0].reduce_over[0] == "expert_replicas"}
-    found += _compare("the replicas of experts", mesh.expert_replicas, experts)
+    found = []
+    names = {"replicas": "dp" if mesh.cp.size == 1 else "dp x cp"}
+    names["expert_replicas"] = "the replicas of experts"
+    for role, name in names.items():
+        compared = weights if _shards_state(optimizer, role) else both
+        of_role = {k: v for k, v in compared.items() if k[0].reduce_over[0] == role}
+        found += _compare(name, mesh.group(role), of_role)
     found += _compare("tp", mesh.tp, {k: v for k, v in both.items() if k[0].dim is None})
     found += _compare("tied", mesh.tied, {k: v for k, v in both.items() if k[0].tied})
     return found
+
+
+def _shards_state(optimizer: Optimizer, role: str) -> bool:
+    """Return whether the ranks of the mesh's group `role` have different parts of the state."""
+    return any(group.sharded for group in optimizer.groups if group.key.reduce_over[0] == role)
 
 
 def _state_hashes(optimizer: Optimizer) -> Hashes:

@@ -111,7 +111,7 @@ def axes_of_copies(run: trainer.TrainState, name: str, kind: str) -> set[str]:
     """The axes over which this rank's tensor has copies that are compared."""
     mesh, optimizer = run.factory.mesh, run.optimizer
     (spec,) = [spec for spec in optimizer.specs if spec.name == name]
-    over_dp = kind == "weight" or not optimizer.state_sharded
+    over_dp = kind == "weight" or not any(group.sharded for group in optimizer.groups)
     axes = {"dp"} if over_dp and mesh.dp.size > 1 else set()
     axes |= {"tp"} if spec.dim is None and mesh.tp.size > 1 else set()
     return axes | ({"tied"} if spec.tied else set())
