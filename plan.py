@@ -113,13 +113,7 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
             notes.append(f"{options.config} gives model and training; its layout is not held")
     elif options.config:
         rest = [*rest, "--config", options.config]
-    shape, experts, lacks = plan_only.of_config(options.model or "")
-    for name, value in experts.items():
-        setattr(options, name, getattr(options, name) or value)
-    notes += [f"planned, but not trained here: {each}" for each in lacks]
-    if shape:
-        before |= shape
-    elif options.model:
+    if options.model:
         rest = [*rest, "--model", options.model]
     defaults = partial(_defaults, options.question, machine, before)
     request = parse_request(rest, defaults=defaults, plans=True)
@@ -136,10 +130,10 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
     if not machine.bf16:
         how = f"{config.training.precision}, {machine.kernel} kernels"
         notes.append(f"{machine.device} has neither bf16 nor flash attention: planned with {how}")
-    model, machine, more = plan_only.applied(options, config.model, machine)
+    machine, more = plan_only.applied(options, config.model, machine)
     for note in (*request.notes, *notes, *more):
         print(f"note: {note}", file=sys.stderr)
-    question = Question(options, replace(config, model=model), request.given, machine)
+    question = Question(options, config, request.given, machine)
     return question, rest
 
 
@@ -205,8 +199,8 @@ def _gap(options: Namespace) -> Answer:
 def _rehearsed(question: Question, found: Answer, rest: list[str]) -> Answer:
     """The answer with what a rehearsal says about its first layouts."""
     options, config = question.options, question.config
-    if isinstance(config.model, plan_only.PlanOnly) or question.machine.software.fp8:
-        raise UserError("--rehearse: the engine has neither experts nor fp8")
+    if question.machine.software.fp8:
+        raise UserError("--rehearse: the engine has no fp8")
     if options.config and run_files.is_source(options.config):
         raise UserError(f"--rehearse takes flags or a TOML file, not --config {options.config}")
     training, data = config.training, cast(dict[str, Any], found.data)

@@ -354,7 +354,11 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     up = (2, f) if model.activation == "swiglu" else (f,)
     linear: dict[str, tuple[Shape, int, bool]] = {"attention.qkv": (qkv, h, model.qkv_bias)}
     linear |= {"attention.out": ((h,), model.attention_width, model.bias)}
-    linear |= {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
+    experts: dict[str, Shape] = {}
+    if model.experts == 1:
+        linear |= {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
+    else:
+        experts = _expert_shapes(model, up)
     scales = {
         "none": {},
         "head": {"q": (d,), "k": (d,)},
@@ -374,12 +378,33 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
             shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
             if bias:
                 shapes[f"{block}.{name}.bias"] = outputs
+        shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
         for name, shape in scales[model.qk_norm].items():
             shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:
         shapes |= {
             f"{norm}.{n}": (h,) for n in ("weight", "bias")[: 1 + (model.norm == "layernorm")]
         }
+    return shapes
+
+
+def _expert_shapes(model: ModelShape, up: Shape) -> dict[str, Shape]:
+    """Return the shapes of a block's tensors of experts; up: rows of an expert's first matrix."""
+    count = model.experts
+    h = model.hidden
+    f = model.shared_ffn_hidden
+    shapes: dict[str, Shape] = {
+        "router.weight": (count, h),
+        "router.bias": (count,),
+        "router.load": (count,),
+        "experts.up.weight": (count, *up, h),
+        "experts.down.weight": (count, h, model.ffn_hidden),
+    }
+    if f:
+        shapes["shared.up.weight"] = (*up[:-1], f, h)
+        shapes["shared.down.weight"] = (h, f)
+    if model.shared_gate:
+        shapes["shared_gate.weight"] = (1, h)
     return shapes
 
 

@@ -48,7 +48,7 @@ def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str
     from config import families, spelling
 
     if spelling.means_preset(name):
-        return spelling.preset(name), []
+        return spelling.preset(name), spelling.LACKS[spelling.preset_name(name)]
     options, lacks = families.read(name, seq_length)
     return make_model(options, name), lacks
 

@@ -52,6 +52,7 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)
     derived: list[str] = field(default_factory=list)
     fixed: dict[str, Any] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
     written: dict[str, Any] = field(default_factory=dict)
     window: bool | None = None
     transposed: bool = False
@@ -241,6 +242,11 @@ def from_config(
         f"{name} is {config[name]!a:.80}; here it is {value}"
         for name, value in family.fixed.items()
         if config.get(name, value) != value
+    ]
+    lacks += [
+        f"{name} is {config[name]!a:.80}; here there is none"
+        for name in family.absent
+        if config.get(name) is not None
     ]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):

@@ -193,7 +193,9 @@ class Layout:
     cp: int = option(1, "context-parallel ranks, which share a sample's tokens", minimum=1)
     dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp x cp)", minimum=1)
     ep: int = option(
-        1, "expert-parallel ranks of a stage (of dp x cp x tp), which divide the experts", minimum=1
+        None,
+        "expert-parallel ranks, which divide a stage's experts: of dp x cp x tp; default: 1",
+        minimum=1,
     )
     sequence_parallel: bool = option(
         None,

@@ -188,32 +188,17 @@ def suggestion(name: str, options: Mapping[str, str]) -> str:
 # ---- Models by name ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """A named shape whose blocks have experts, each an MLP of ffn_hidden: plan.py alone takes it.
-
-    experts: the planner's options by name. lacks: sentences about what is left out of the model.
-    """
-
-    shape: ModelShape
-    experts: dict[str, int]
-    lacks: list[str]
-
-
-def _load_presets() -> tuple[dict[str, ModelShape], dict[str, Mixture], dict[str, str]]:
-    """Named shapes in the file's order, those with experts, and other names for some of them."""
+def _load_presets() -> tuple[dict[str, ModelShape], dict[str, list[str]], dict[str, str]]:
+    """Named shapes in the file's order, what is left out of some, and other names for some."""
     tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
-    shapes = {
-        name: ModelShape(*sizes, **(_first_options(family.get("name")) | family["shared"]))
-        for family in tree["family"] + tree["mixture"]
-        for name, sizes in family["models"].items()
-    }
-    mixtures = {
-        name: Mixture(shapes.pop(name), family["experts"], family.get("lacks", []))
-        for family in tree["mixture"]
-        for name in family["models"]
-    }
-    return shapes, mixtures, tree["aliases"]
+    shapes = {}
+    lacks = {}
+    for family in tree["family"]:
+        options = _first_options(family.get("name")) | family["shared"]
+        for name, sizes in family["models"].items():
+            shapes[name] = ModelShape(*sizes, **options)
+            lacks[name] = family.get("lacks", [])
+    return shapes, lacks, tree["aliases"]
 
 
 def _first_options(family: str | None) -> dict[str, Any]:
@@ -222,7 +207,8 @@ def _first_options(family: str | None) -> dict[str, Any]:
     return {name: allowed[0] for name, allowed in options.items()}
 
 
-PRESETS, MIXTURES, ALIASES = _load_presets()
+# LACKS: for each preset, sentences about what of the model train.py cannot train.
+PRESETS, LACKS, ALIASES = _load_presets()
 # Names of repositories may end in these words, on which the model's shape does not depend.
 ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|v0\.1))+$")
 
@@ -241,18 +227,14 @@ def means_preset(name: str) -> bool:
     """
     owner = name.rpartition("/")[0]
     path = name.endswith(".json") or "/" in owner or Path(owner or name).exists()
-    return not path or name.lower() in {*PRESETS, *MIXTURES, *ALIASES}
+    return not path or name.lower() in {*PRESETS, *ALIASES}
 
 
 def preset(name: str) -> ModelShape:
-    """The shape of that name; UserError if it has experts, or with the nearest if there is none."""
+    """The shape of that name; UserError with the nearest name if there is none."""
     key = preset_name(name)
-    if key in MIXTURES:
-        experts = "{experts} experts, {experts_per_token} for each token"
-        text = experts.format(**MIXTURES[key].experts)
-        raise UserError(f"{name} has {text}: it can be planned (plan.py --model), not trained yet")
     if key not in PRESETS:
-        hint = nearest(key, [*PRESETS, *MIXTURES], 0.5, most=3) or "; train.py --help lists them"
+        hint = nearest(key, list(PRESETS), 0.5, most=3) or "; train.py --help lists them"
         no_file = ", and there is no such file" if "/" in name else ""
         raise UserError(f"no preset is called {name!r}{no_file}{hint}")
     return PRESETS[key]
@@ -261,5 +243,4 @@ def preset(name: str) -> ModelShape:
 def listed() -> str:
     """The help text of --model."""
     text = f"start from a named shape: {', '.join(PRESETS)}, or a repository's name for one"
-    text += f" (for plan.py alone: {', '.join(MIXTURES)})"
     return text + ", or that of a config.json of transformers, a run's folder, a checkpoint"

@@ -360,7 +360,7 @@ def check_sharding(layout: Layout, training: Training) -> None:
 def check_experts(model: ModelShape, layout: Layout, training: Training) -> None:
     """Raise UserError if options of experts do not go with the model, layout or optimizer."""
     experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
-    ranks, ep = layout.dp * layout.cp * layout.tp, layout.ep
+    ranks, ep = layout.dp * layout.cp * layout.tp, layout.ep or 1
     if experts == 1:
         _refuse_without_experts(model, layout, training)
         return
@@ -406,7 +406,7 @@ def _refuse_without_experts(model: ModelShape, layout: Layout, training: Trainin
         "--router-groups": model.router_groups > 1,
         "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
         "--shared-gate": model.shared_gate,
-        "--ep": layout.ep > 1,
+        "--ep": (layout.ep or 1) > 1,
         "--balance": training.balance != "none",
         "--router-z-loss": training.router_z_loss > 0,
     }

@@ -113,21 +113,6 @@ FLAGS = (
         ("layouts", "days"),
         below=1e5,
     ),
-    Flag(
-        "experts",
-        "planned only: experts of a block, each an MLP of --ffn-hidden",
-        int,
-        "N",
-        below=1e4,
-    ),
-    Flag("experts_per_token", "planned only: of them for each token", int, "N", below=1e4),
-    Flag(
-        "ep",
-        "planned only: ranks that share a block's experts (of a node)",
-        int,
-        "N",
-        below=1e4,
-    ),
     Flag("fp8", "planned only: linear layers of blocks in fp8", bool),
 )
 

@@ -7,9 +7,10 @@ The layout may be one, or many of them as `Columns`: then each quantity is an ar
 for each layout. The formulas are the same for both.
 """
 
+import math
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -17,9 +18,6 @@ from config.messages import UserError
 from config.model_stats import block_parameters, mlp_parameters
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine
-
-if TYPE_CHECKING:
-    from planner.plan_only import PlanOnly
 
 Column = Any  # a number, or an array with one for each layout
 
@@ -73,12 +71,12 @@ class Job(NamedTuple):
 
     @property
     def ep(self) -> Column:
-        """Of these ranks, those over which a block's experts are spread."""
-        if self.model.mlps[0] == 1:
+        """Ranks of dp x cp x tp that divide a block's experts: as given, else those of a node."""
+        experts = self.model.experts
+        if experts == 1:
             return 1
-        model = cast("PlanOnly", self.model)
-        of_node = np.maximum(1, self.machine.node // self.layout.tp)
-        return np.gcd(model.ep or np.gcd(model.experts, of_node), self.shards)
+        wanted = self.layout.ep or math.gcd(experts, self.machine.node)
+        return np.gcd(wanted, self.shards * self.layout.tp)
 
     @property
     def block_parameters(self) -> Column:
@@ -87,14 +85,21 @@ class Job(NamedTuple):
 
     @property
     def expert_parameters(self) -> Column:
-        """Of `block_parameters`, those of the experts, if there are several."""
-        experts = self.model.mlps[0]
-        return experts / self.ep * mlp_parameters(self.model) if experts > 1 else 0.0
+        """Of `block_parameters`, those of the experts, if there are several: each rank of the
+        tensor group holds whole ones.
+        """
+        if self.model.experts == 1:
+            return 0.0
+        return self.layout.tp * self.model.experts / self.ep * mlp_parameters(self.model)
 
     @property
     def experts_elsewhere(self) -> Column:
-        """Parameters of a block's experts that other ranks of `ep` hold."""
-        return (self.ep - 1) * self.expert_parameters
+        """Parameters of a block's experts that no rank of the tensor group holds; below 0 if the
+        group's ranks hold some experts twice.
+        """
+        if self.model.experts == 1:
+            return 0.0
+        return self.model.experts * mlp_parameters(self.model) - self.expert_parameters
 
     @property
     def sequence_parallel(self) -> Column:

@@ -15,7 +15,6 @@ from config.messages import UserError
 from config.schema import Config
 from planner import cost, layouts, model_sizes, picture, risk
 from planner.job import Job
-from planner.plan_only import PlanOnly
 from planner.questions import BILLION, Answer, Question, Questions, flags
 from planner.step_time import Prediction, predict
 
@@ -86,8 +85,7 @@ def _listed(question: Question, found: layouts.Answer, ranked: list[layouts.Rank
 
 def _is_trained(question: Question) -> bool:
     """Whether train.py trains this model, and it is not only planned."""
-    only_planned = isinstance(question.config.model, PlanOnly) or question.machine.software.fp8
-    return not only_planned
+    return not question.machine.software.fp8
 
 
 def _commands(question: Question, first: layouts.Ranked) -> tuple[dict[str, Any], list[str]]:
@@ -163,7 +161,10 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
 
     It starts as it is: data and length that were not given are synthetic and STEPS.
     """
-    run, name = replace(question.config, layout=layout), question.options.model
+    run, name = question.config, question.options.model
+    if run.model.experts > 1:
+        layout = replace(layout, ep=int(Job(run.model, layout, run.training, question.machine).ep))
+    run = replace(run, layout=layout)
     words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
     if name:
         shape, given = to_words(run.model), question.given

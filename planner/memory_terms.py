@@ -178,18 +178,19 @@ def block_activations(job: Job, scores: Column) -> Column:
     """
     model, t, h = job.model, job.layout.tp, job.model.hidden
     experts, active = model.mlps
-    f, keys = active * model.ffn_hidden, model.qkv_width - model.attention_width
+    f = active * model.ffn_hidden + model.shared_ffn_hidden
+    keys = model.qkv_width - model.attention_width
     numbers = (3 if model.block == "parallel" else 4) * h / job.sequence_shards  # norms, products
     numbers = numbers + model.qkv_width / t  # queries, keys and values
     numbers = numbers + model.attention_width / t  # attention's result
     numbers = numbers + attention_copies(job) * model.attention_width / t
-    numbers = numbers + active * model.up_width / t  # the activation's input
+    numbers = numbers + f * (model.up_width // model.ffn_hidden) / t  # the activation's input
     numbers = numbers + f / t  # its result
     numbers = numbers + normed_width(model) / t
     if model.activation == "swiglu":
         numbers = numbers + f / t  # SiLU's result: torch has it as a kernel of its own
     if experts > 1:
-        numbers = numbers + 2 * active * h  # sent to experts, and back
+        numbers = numbers + 2 * active * h / t  # sent to experts, and back
     # Keys and values of other ranks of cp; where attention is recomputed, gathered again.
     gathered_from = scores * (job.cp // job.over_heads - 1)
     numbers = numbers + gathered_from * keys / t

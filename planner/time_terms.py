@@ -47,22 +47,25 @@ def block_terms(job: Job) -> dict[str, Pass]:
 
 
 def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
-    """Rows, outputs and inputs of a block's four matrices on each GPU, and how many are alike: of
-    experts those that are here, with the rows that all ranks of `ep` send.
+    """Rows, outputs and inputs of a block's matrices on each GPU, and how many are alike: of
+    experts those that are here, whole ones, with the rows that all ranks of `ep` send.
     """
     model, t, h = job.model, job.layout.tp, job.model.hidden
-    experts, active = model.mlps
-    rows, alike = job.tokens, 1
-    if experts > 1:
-        alike = experts // job.ep
-        tiles = np.ceil(rows * active * UNEVEN / alike / op_costs.ALIGNMENT)
-        rows = np.int64(tiles) * op_costs.ALIGNMENT
-    return [
+    found = [
         (job.tokens, model.qkv_width // t, h, 1),
         (job.tokens, h, model.attention_width // t, 1),
-        (rows, model.up_width // t, h, alike),
-        (rows, h, model.ffn_hidden // t, alike),
     ]
+    shared = model.shared_ffn_hidden if model.experts > 1 else model.ffn_hidden
+    if shared:
+        columns = shared * (model.up_width // model.ffn_hidden)
+        found += [(job.tokens, columns // t, h, 1), (job.tokens, h, shared // t, 1)]
+    if model.experts > 1:
+        alike = model.experts // job.ep
+        sent = job.tokens * model.experts_per_token / t  # rows of one rank's tokens
+        tiles = np.ceil(sent * UNEVEN / alike / op_costs.ALIGNMENT)
+        rows = np.int64(tiles) * op_costs.ALIGNMENT
+        found += [(rows, model.up_width, h, alike), (rows, h, model.ffn_hidden, alike)]
+    return found
 
 
 def products(job: Job) -> list[Pass]:
@@ -114,8 +117,9 @@ def elementwise_bytes(job: Job) -> Pass:
     """Bytes moved for a token outside of products and attention: reads and writes."""
     model, t, h = job.model, job.layout.tp, job.model.hidden
     experts, active = model.mlps
-    shared, f = h / job.sequence_shards, active * model.ffn_hidden
-    up = active * model.up_width
+    shared = h / job.sequence_shards
+    f = active * model.ffn_hidden + model.shared_ffn_hidden
+    up = f * (model.up_width // model.ffn_hidden)
     turned = (model.qkv_width + model.attention_width) / 2
     moved = Pass(4 * shared, 6 * shared)  # two norms: read, write; backward one pass more
     moved += Pass(6 * shared, 6 * shared)  # two residual additions: read, read, write
@@ -128,16 +132,18 @@ def elementwise_bytes(job: Job) -> Pass:
     if model.positions == "rotary":
         moved += Pass(ROTARY, ROTARY) * (turned / t)
     if experts > 1:
-        moved += Pass(4.0, 4.0) * (active * h)  # tokens in the order of their experts, and back
+        moved += Pass(4.0, 4.0) * (active * h / t)  # tokens in the order of their experts, and back
     return moved * job.number_bytes
 
 
 def tensor_collectives(job: Job) -> Column:
     """Sums of a block's results over its tensor ranks, as far as no product hides them: one after
-    attention, one after the MLP or each of its experts; arXiv 1909.08053, section 3.
+    attention, one after the MLP; arXiv 1909.08053, section 3. With sequence parallelism each tensor
+    rank sends its own tokens to the experts, whose results need no sum.
     """
-    experts, active = job.model.mlps
-    sums = 1 + (active if experts > 1 else 1)
+    model = job.model
+    unsummed = model.experts > 1 and not model.shared_ffn_hidden
+    sums = 2 - unsummed * job.sequence_parallel
     overlap = job.machine.software.overlap_tensor
     hidden = np.where(job.layout.splits_backward, 0.0, overlap)
     return sums * tensor_all_reduce(job) * (1 - hidden)
@@ -150,8 +156,8 @@ def tensor_all_reduce(job: Job) -> Column:
 
 def dispatched(job: Job) -> Pass:
     """To send a micro-batch's tokens to their experts on other ranks, and back."""
-    count = job.model.mlps[1] * job.activation_bytes / job.sequence_shards
-    both = 2 * op_costs.all_to_all(job.machine, job.ep, job.layout.tp, count)
+    count = job.model.experts_per_token * job.activation_bytes / job.layout.tp
+    both = 2 * op_costs.all_to_all(job.machine, job.ep, 1, count)
     return Pass(both, both)
 
 
@@ -259,7 +265,7 @@ def expert_ring_seconds(job: Job, count: Column) -> Column:
     """To sum `count` bytes of experts over the ranks that have the same ones."""
     if job.model.mlps[0] == 1:
         return 0.0
-    return ring_seconds(job, job.shards // job.ep, job.layout.tp * job.ep, count)
+    return ring_seconds(job, job.shards * job.layout.tp // job.ep, job.ep, count)
 
 
 def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str, Column]:
