@@ -14,15 +14,14 @@ depends on the layout, but for the rounding of the matrix products.
 Shapes: s sequence, b samples, h hidden, T = tokens of this rank, E experts of a block, k experts
 for each token, f width of an expert, n rows that have arrived at this rank's experts.
 
-Read model.py first: Block uses `ExpertMLP` in place of `MLP`. The balance between the experts is in
-optim/balance.py. Sources: arXiv 1701.06538 (the layer), 2412.19437 (sigmoid scores, groups, bias),
-2405.04434 (shared experts), 2504.14960 (ep over dp, cp and tp).
+Read parallel.py first; in model.py a Block has an `ExpertMLP` in place of its `MLP`. The balance
+between the experts is in optim/balance.py. Sources: arXiv 1701.06538 (the layer),
+2412.19437 (sigmoid scores, groups), 2405.04434 (shared experts), 2504.14960 (ep over dp, cp, tp).
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,29 +29,34 @@ from torch import Tensor, nn
 
 from config.schema import ModelShape
 from distributed.collectives import Group
-from model import ACTIVATIONS, MLP
 from parallel import (
     DeferredGradients,
     ParamFactory,
+    ParamSpec,
     add_product,
     reduce_from_tp,
-    sum_gradients_over_tp,
 )
 
 
-@dataclass(frozen=True)
-class Balance:
-    """What a training step adds to the choice of experts; set by optim/balance.py before a step.
+class Balance(Protocol):
+    """What a training step adds to a router; optim/balance.py has it."""
 
-    kind: `none`, `bias`, `sequence` or `global`. rate: the factor of the auxiliary loss. z_rate:
-    the factor of the router's z-loss. loss_weight: what each sum of losses is multiplied with, as
-    returned by Optimizer.begin_step.
+    def penalized(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
+        """Return `weights`; their backward pass adds the gradient of the auxiliary losses."""
+
+
+class Choice(NamedTuple):
+    """A router's computation for T tokens.
+
+    logits, scores: (T, E). experts: the numbers of the chosen ones, ascending, (T, k). samples: the
+    sample of each token, (T,), of samples_in_batch samples.
     """
 
-    kind: str
-    rate: float
-    z_rate: float
-    loss_weight: float
+    logits: Tensor
+    scores: Tensor
+    experts: Tensor
+    samples: Tensor
+    samples_in_batch: int
 
 
 class Router(nn.Module):
@@ -66,22 +70,23 @@ class Router(nn.Module):
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
         self.mesh = factory.mesh
-        self.splits_tokens = not factory.sequence_parallel
         self.model = model
         shape = (model.experts, model.hidden)
         self.weight = factory.parameter(
             f"{name}.weight", shape, std=factory.std, decay=True, partial=True
         )
-        self.bias = factory.constant(f"{name}.bias", (model.experts,), 0.0)
-        self.load = factory.constant(f"{name}.load", (model.experts,), 1.0)
+        self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)
+        self.load = _constant(factory, f"{name}.load", model.experts, 1.0)
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
         self.balance: Balance | None = None
 
-    def forward(self, x: Tensor, samples: Tensor, kept: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, samples: Tensor, count: int, kept: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return the experts (T, k), ascending, and their weights (T, k) for tokens x (T, h).
 
-        samples: the sample of each token, (T,). kept: empty, and then filled with the choice; in
-        the repeated forward pass of recomputation it holds the choice of the first one.
+        samples: the sample of each token, (T,), of `count` samples. kept: empty, and then filled
+        with the choice; in the repeated forward pass of recomputation it holds the choice already.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(exact), self.weight.to(exact))
@@ -96,8 +101,9 @@ class Router(nn.Module):
         weights = weights * self.model.router_scale
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
-                self.counts += torch.bincount(experts.flatten(), minlength=self.model.experts)
-            weights = self._with_penalty(weights, logits, scores, experts, samples)
+                self.counts += _rows_of_experts(experts.flatten(), self.model.experts)
+            choice = Choice(logits, scores, experts, samples, count)
+            weights = self.balance.penalized(self, weights, choice)
         return experts, weights
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -120,57 +126,16 @@ class Router(nn.Module):
         allowed = torch.zeros_like(summed, dtype=torch.bool).scatter_(-1, best, True)
         return allowed.repeat_interleave(grouped.shape[-1], -1)
 
-    def _with_penalty(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, samples: Tensor
-    ) -> Tensor:
-        """Return `weights`; their backward pass adds the gradient of the auxiliary losses.
 
-        Each is a sum over tokens, divided by the number of targets as the language loss is.
-        """
-        balance = self.balance
-        assert balance is not None
-        penalty = logits.new_zeros(())
-        if balance.kind in ("sequence", "global"):
-            shares = scores / scores.sum(-1, keepdim=True)
-            if balance.kind == "sequence":
-                loads = self._loads_of_samples(experts, samples)[samples]
-            else:
-                loads = self.load
-            penalty = penalty + balance.rate * (shares * loads.to(shares.dtype)).sum()
-        if balance.z_rate:
-            penalty = penalty + balance.z_rate * logits.logsumexp(-1).square().sum()
-        if not penalty.requires_grad:
-            return weights
-        return _AddPenalty.apply(weights, penalty, balance.loss_weight)
-
-    def _loads_of_samples(self, experts: Tensor, samples: Tensor) -> Tensor:
-        """Return each expert's part of each sample's rows, relative to the mean: (b, E).
-
-        The tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
-        """
-        count = self.model.experts
-        places = samples[:, None] * count + experts
-        size = int(self.samples_in_batch * count)
-        counts = torch.bincount(places.flatten(), minlength=size).view(-1, count)
-        for group in (self.mesh.tp, self.mesh.cp):
-            group.at_once.all_reduce(counts).wait()
-        return counts * count / counts.sum(-1, keepdim=True)
-
-    samples_in_batch = 1
-
-
-class _AddPenalty(torch.autograd.Function):
-    """Passes x on; its backward pass also starts that of `penalty`, a scalar, with `weight`."""
-
-    @staticmethod
-    def forward(ctx, x, penalty, weight):
-        ctx.weight = weight
-        ctx.like = penalty
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, torch.full_like(ctx.like, ctx.weight), None
+def _constant(factory: ParamFactory, name: str, count: int, fill: float) -> nn.Parameter:
+    """Return a tensor that no gradient updates, equal on all ranks of a stage, and in fp32 (fp64 in
+    an fp64 run). Checkpoints have it.
+    """
+    exact = torch.promote_types(factory.dtype, torch.float32)
+    tensor = torch.full((count,), fill, dtype=exact, device=factory.device)
+    constant: Any = nn.Parameter(tensor, requires_grad=False)
+    constant.spec = ParamSpec(name, (count,), None, 0, count, decay=False)
+    return constant
 
 
 class ExpertMLP(nn.Module):
@@ -179,14 +144,23 @@ class ExpertMLP(nn.Module):
     (s, b, h) -> (s, b, h), as MLP; with sequence parallelism s/tp in place of s.
     """
 
-    def __init__(self, factory: ParamFactory, name: str, model: ModelShape, std: float):
-        """std: the standard deviation with which the experts' second matrices are drawn."""
+    def __init__(
+        self,
+        factory: ParamFactory,
+        name: str,
+        model: ModelShape,
+        std: float,
+        activation: Callable[[Tensor], Tensor],
+        shared: nn.Module | None = None,
+    ):
+        """std: the standard deviation with which the experts' second matrices are drawn.
+        activation: that of the model's MLPs. shared: the MLP that every token takes.
+        """
         super().__init__()
         self.factory = factory
         self.router = Router(factory, f"{name}.router", model)
         self.experts = model.experts
         self.chosen = model.experts_per_token
-        activation = ACTIVATIONS[model.activation]
         self.activation = factory.fused(activation)
         columns = (2,) if model.activation == "swiglu" else ()
         f = model.ffn_hidden
@@ -201,10 +175,8 @@ class ExpertMLP(nn.Module):
         up = (self.experts, *columns, f, h)
         self.up = held_here(f"{name}.experts.up.weight", up, std=factory.std)
         self.down = held_here(f"{name}.experts.down.weight", (self.experts, h, f), std=std)
-        self.shared: MLP | None = None
+        self.shared = shared
         self.gate: nn.Parameter | None = None
-        if model.shared_ffn_hidden:
-            self.shared = MLP(factory, f"{name}.shared", model, std, model.shared_ffn_hidden)
         if model.shared_gate:
             shape = (1, h)
             self.gate = factory.parameter(
@@ -217,9 +189,10 @@ class ExpertMLP(nn.Module):
         if tp.size == 1 or self.factory.sequence_parallel:
             y = self._of_tokens(x.flatten(0, 1), 0, x.shape[1], kept)
         else:
-            tokens = sum_gradients_over_tp(x, self.factory).flatten(0, 1)
+            tokens = x.flatten(0, 1)
             start, stop = _share(len(tokens), tp)
-            own = self._of_tokens(tokens[start:stop], start, x.shape[1], kept)
+            own = _OwnTokens.apply(tokens, start, stop, tp)
+            own = self._of_tokens(own, start, x.shape[1], kept)
             y = F.pad(own, (0, 0, start, len(tokens) - stop))
             y = reduce_from_tp(y, self.factory)
         y = y.view_as(x)
@@ -236,13 +209,12 @@ class ExpertMLP(nn.Module):
         start: the first token's place among those of the tensor group, which are in the order
         (s, b); samples: b.
         """
-        self.router.samples_in_batch = samples
         places = torch.arange(start, start + len(x), device=x.device)
-        experts, weights = self.router(x, places % samples, kept)
+        experts, weights = self.router(x, places % samples, samples, kept)
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         back = _inverse(order)
-        counts = torch.bincount(chosen, minlength=self.experts)
+        counts = _rows_of_experts(chosen, self.experts)
         sent, received, counts_by_rank = self._exchange_counts(counts)
         rows = _Repeat.apply(x, order, back, self.chosen)
         rows = self._send(rows, received, sent)
@@ -290,6 +262,12 @@ def _share(count: int, group: Group) -> tuple[int, int]:
     return count * group.rank // group.size, count * (group.rank + 1) // group.size
 
 
+def _rows_of_experts(chosen: Tensor, experts: int) -> Tensor:
+    """Return how often each of the experts is in `chosen`, (n,): (E,)."""
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.index_add_(0, chosen, torch.ones_like(chosen))
+
+
 def _inverse(order: Tensor) -> Tensor:
     """Return the permutation that undoes `order`."""
     inverse = torch.empty_like(order)
@@ -305,6 +283,22 @@ def _order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:
     experts = torch.arange(len(counts[0])).repeat(len(counts))
     of_rows = experts.repeat_interleave(torch.tensor(counts).flatten())
     return of_rows.argsort(stable=True).to(device)
+
+
+class _OwnTokens(torch.autograd.Function):
+    """x[start:stop] of tokens x that all tensor ranks have; the backward pass is an all-reduce."""
+
+    @staticmethod
+    def forward(ctx, x, start, stop, tp):
+        ctx.tp = tp
+        ctx.padding = (0, 0, start, len(x) - stop)
+        return x[start:stop]
+
+    @staticmethod
+    def backward(ctx, grad):
+        whole = F.pad(grad, ctx.padding)
+        ctx.tp.at_once.all_reduce(whole).wait()
+        return whole, None, None, None
 
 
 class _Repeat(torch.autograd.Function):

@@ -77,9 +77,7 @@ class MLP(nn.Module):
         std: float,
         width: int | None = None,
     ):
-        """std: the standard deviation with which the second matrix is drawn. width: f, default:
-        the model's ffn_hidden.
-        """
+        """std: the standard deviation of the second matrix. width: f, default: ffn_hidden."""
         super().__init__()
         activation = ACTIVATIONS[model.activation]
         self.activation = factory.fused(activation) if activation is _swiglu else activation
@@ -108,6 +106,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _experts(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:
+    """Return a block's experts with their router, in place of its MLP."""
+    from experts import ExpertMLP  # here, since only models with experts need the module
+
+    shared = None
+    if width := model.shared_ffn_hidden:
+        shared = MLP(factory, f"{name}.shared", model, std, width)
+    return ExpertMLP(factory, name, model, std, ACTIVATIONS[model.activation], shared)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)).
 
@@ -124,12 +132,8 @@ class Block(nn.Module):
         self.attention = Attention(factory, f"{name}.attention", model, std, selective)
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
         self.has_experts = model.experts > 1
-        mlp: type[nn.Module] = MLP
-        if self.has_experts:
-            from experts import ExpertMLP  # here, since only models with experts need the module
-
-            mlp = ExpertMLP
-        self.mlp = mlp(factory, f"{name}.mlp", model, std)
+        make_mlp = _experts if self.has_experts else MLP
+        self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"
         self.kind = model.block
 

@@ -117,7 +117,7 @@ class ParamFactory:
         dim: the dimension that is split over tp, or over the group `over`, after padding it to
         `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
-        replicas: the mesh's group of ranks that hold the same part and see different tokens.
+        replicas: the group of ranks that hold the same part and see different tokens.
         The result's `.spec` is its ParamSpec; decay, tied and copy are defined there.
         """
         tp = self.mesh.tp
@@ -143,16 +143,6 @@ class ParamFactory:
         parameter = nn.Parameter(tensor)
         parameter.spec = ParamSpec(name, shape, dim, start, stop, decay, reduce_over, copy)
         return parameter
-
-    def constant(self, name: str, shape: tuple[int, ...], fill: float) -> nn.Parameter:
-        """Return a tensor that no gradient updates, equal on all ranks of a stage; checkpoints have
-        it. It is in fp32 (fp64 in an fp64 run), whatever the compute precision is.
-        """
-        exact = torch.promote_types(self.dtype, torch.float32)
-        tensor = torch.full(shape, fill, dtype=exact, device=self.device)
-        constant = nn.Parameter(tensor, requires_grad=False)
-        constant.spec = ParamSpec(name, shape, None, 0, shape[0], decay=False)
-        return constant
 
 
 DRAWN_AT_ONCE = 2**20  # elements on a GPU
@@ -234,29 +224,6 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _gather(grad, ctx.tp), None
-
-
-class _SumGradients(torch.autograd.Function):
-    """f: x passes unchanged; the backward pass all-reduces the gradient's s b h elements."""
-
-    @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.tp.at_once.all_reduce(grad).wait()
-        return grad, None
-
-
-def sum_gradients_over_tp(x: Tensor, factory: ParamFactory) -> Tensor:
-    """Return x, whose gradient is then the sum of all tensor ranks' gradients of the result.
-
-    `_Linear` has this in its backward pass; here it is for inputs of other computations.
-    """
-    return x if factory.mesh.tp.size == 1 else _SumGradients.apply(x, factory.mesh.tp)
 
 
 def reduce_from_tp(x: Tensor, factory: ParamFactory) -> Tensor:

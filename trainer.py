@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +42,6 @@ from telemetry.step_stats import StepStats
 from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
-if TYPE_CHECKING:
-    from optim.balance import RouterBalance
-
 StepObserver = Callable[[int], None]  # called with the number of the step
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
 COMPILED = (
@@ -74,7 +70,6 @@ class TrainState(ModelState):
     """One rank's part of a model, with its optimizer: all that training needs."""
 
     optimizer: Optimizer
-    balance: "RouterBalance | None" = None  # of a model with experts
 
 
 def build(config: Config, context: Context | None = None) -> TrainState:
@@ -86,13 +81,8 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     model = build_model(config, context)
     config = model.config
     factory = model.factory
-    optimizer = Optimizer(model.stages, factory, config.training, config.layout)
-    balance = None
-    if config.model.experts > 1:
-        from optim.balance import RouterBalance  # here, since only models with experts need it
-
-        balance = RouterBalance(model.stages, factory.mesh, config, factory.device)
-    return TrainState(**vars(model), optimizer=optimizer, balance=balance)
+    optimizer = Optimizer(model.stages, factory, config.training, config.layout, config.model)
+    return TrainState(**vars(model), optimizer=optimizer)
 
 
 def build_model(config: Config, context: Context | None = None) -> ModelState:
@@ -137,10 +127,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     """One optimizer step on the global batch that starts at sample `consumed`."""
     loss_sum, counted = _passes(state, samples, consumed)
     masks = state.config.data.masks_loss
-    result = state.optimizer.step(lr, loss_sum, counted if masks else None)
-    if state.balance is not None:
-        state.balance.finish_step(result.skipped)
-    return result
+    return state.optimizer.step(lr, loss_sum, counted if masks else None)
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
@@ -150,8 +137,6 @@ def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     state.factory.mesh.recorder.enter("warm up")
     _passes(state, samples, consumed, of_warm_up=True)
     state.optimizer.discard()
-    if state.balance is not None:
-        state.balance.discard()
 
 
 def _passes(
@@ -166,8 +151,6 @@ def _passes(
     state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
-    if state.balance is not None:
-        state.balance.begin_step(loss_weight)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 
 

@@ -21,11 +21,12 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from config.schema import Layout, Training
+from config.schema import Layout, ModelShape, Training
 from distributed.collectives import Handle
 from optim import update_rules
 from optim.buckets import (
@@ -39,6 +40,9 @@ from optim.buckets import (
 from optim.loss_scale import LossScale
 from parallel import ParamFactory
 
+if TYPE_CHECKING:
+    from optim.balance import RouterBalance
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -46,13 +50,15 @@ class StepResult:
 
     grad_norm: the norm before clipping; loss: the mean over the targets. skipped: no weight was
     updated, because gradients overflowed or no label counted. loss_scale: the scale of this step's
-    losses.
+    losses. expert_loads: for each block the rows of its busiest expert, over the mean of its
+    experts; None for a model without experts.
     """
 
     grad_norm: float
     loss: float
     skipped: bool
     loss_scale: float = 1.0
+    expert_loads: list[float] | None = None
 
 
 class Optimizer:
@@ -65,10 +71,17 @@ class Optimizer:
     """
 
     def __init__(
-        self, stages: nn.ModuleList, factory: ParamFactory, training: Training, layout: Layout
+        self,
+        stages: nn.ModuleList,
+        factory: ParamFactory,
+        training: Training,
+        layout: Layout,
+        model: ModelShape | None = None,
     ):
-        """stages: all stages of this rank. Raise UserError if the optimizer's package is missing,
-        or if tensor parallelism cuts a matrix inside a block of 8-bit state.
+        """stages: all stages of this rank. model: needed if it has experts.
+
+        Raise UserError if the optimizer's package is missing, or if tensor parallelism cuts a matrix
+        inside a block of 8-bit state.
         """
         self.mesh = factory.mesh
         self.training = training
@@ -91,10 +104,12 @@ class Optimizer:
         else:
             self.groups = self._make_buckets(stages, factory, layout.zero)
         self.update_sets = make_update_sets(self.groups, training)
-        if constants := [p for p in stages.parameters() if not p.requires_grad]:
-            from optim.balance import ConstantGroup  # here, since only models with experts have it
+        self.balance: RouterBalance | None = None
+        if model is not None and model.experts > 1:
+            from optim import balance  # here, since only models with experts need the module
 
-            self.groups = [*self.groups, ConstantGroup(constants, self.mesh)]
+            self.balance = balance.RouterBalance(stages, factory, training, model)
+            self.groups = [*self.groups, balance.ConstantGroup(stages, self.mesh)]
         kernels = dict.fromkeys(each.rule.kernel for each in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"
         self.state_kinds = update_rules.state_kinds(training.optimizer)
@@ -133,7 +148,10 @@ class Optimizer:
         for bucket in self.buckets:
             rounds = 1 if bucket.each_micro_batch else micro_batches
             bucket.missing = rounds * bucket.passes
-        return self.scale.value / targets
+        loss_weight = self.scale.value / targets
+        if self.balance is not None:
+            self.balance.begin_step(loss_weight)
+        return loss_weight
 
     def _add_gradient(self, p: nn.Parameter) -> None:
         """Hook that autograd calls when it has added a micro-batch's gradient to `p.grad`.
@@ -246,7 +264,9 @@ class Optimizer:
             self._update(lr, norm, share)
         self._clear_gradients()
         self.scale.update(overflowed)
-        return StepResult(norm, loss / max(1, counted), overflowed or not counted, scale)
+        skipped = overflowed or not counted
+        loads = None if self.balance is None else self.balance.finish_step(skipped)
+        return StepResult(norm, loss / max(1, counted), skipped, scale, loads)
 
     def discard(self) -> None:
         """Clear the gradients of passes without an update; called after the warm-up passes.
@@ -255,6 +275,8 @@ class Optimizer:
         """
         self._finish_reducing()
         self._clear_gradients()
+        if self.balance is not None:
+            self.balance.discard()
 
     def _clear_gradients(self) -> None:
         buffers = [buffer for group in self.groups for buffer in group.clear_gradients()]

@@ -14,7 +14,8 @@ from row_table import Cells, Row, Table
 
 from config.messages import UserError
 from config.model_stats import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
-from config.schema import OPTIMIZERS, SCHEDULES, ModelShape
+from config.run_options import OPTIMIZERS
+from config.schema import SCHEDULES, ModelShape
 
 # fmt: off
 COLUMNS = (

@@ -2,7 +2,8 @@
 
     config = validation.check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
-Every option is a field of one of five dataclasses: three here, `Data` and `Run` in run_options.py.
+Every option is a field of one of five dataclasses: `ModelShape` and `Layout` here, `Training`,
+`Data` and `Run` in run_options.py.
 command_line.py makes flags, TOML keys and help text from these fields; validation.py checks which
 options go together.
 """
@@ -17,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.messages import UserError
-from config.run_options import Data, Run, option
+from config.run_options import Data, Run, Training, option
 
 if TYPE_CHECKING:
     from config.data_options import Curriculum
 
-OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
 # Gradients of a bucket, reduced in one operation: enough to use the links, few enough to overlap.
@@ -42,7 +42,7 @@ def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
     return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
 
 
-# ---- The model, its layout, its training ---------------------------------------------------------
+# ---- The model and its layout --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -283,89 +283,6 @@ class Layout:
         each = self.recomputed_of_stage
         most = self.recompute_layers if each is None else each[stage]
         return blocks if most is None else min(blocks, most)
-
-
-@dataclass(frozen=True)
-class Training:
-    """What is optimised, in which precision, for how long."""
-
-    global_batch_size: int = option(
-        None,
-        "samples per step, default: 8, or the last size of --batch-schedule",
-        minimum=1,
-        maximum=batches.LARGEST,
-    )
-    # Only flags and files set batch_tokens; command_line.py turns it into global_batch_size.
-    batch_tokens: int = option(None, "global-batch-size in tokens, such as 4Mi", minimum=1)
-    rampup_batch_size: tuple = option(
-        None,
-        "START INCREMENT SAMPLES: begin with START samples per step and grow by INCREMENT, up to "
-        "--global-batch-size after SAMPLES samples",
-        nargs=3,
-        item=int,
-    )
-    batch_schedule: tuple = option(
-        None, "TOKENS:SIZE ..., samples per step after so many tokens, as 0:192 5B:1024", nargs="+"
-    )
-    decrease_batch_size_if_needed: bool = option(
-        False, "round a batch size down to a multiple of micro-batch-size x dp"
-    )
-    steps: int = option(None, "steps to train", minimum=1)
-    train_samples: int = option(None, "samples to train, in place of --steps", minimum=1)
-    precision: str = option(
-        "auto",
-        "arithmetic; auto: bf16 on GPUs that have it, fp16 on older GPUs, fp32 on CPUs",
-        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
-    )
-    grad_dtype: str = option(
-        "fp32", "sum 16-bit gradients in fp32, or in bf16 to save memory", choices=("fp32", "bf16")
-    )
-    optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
-    lr: float = option(3e-4, "peak learning rate", minimum=0.0)
-    min_lr: float = option(3e-5, "final learning rate", minimum=0.0)
-    lr_schedule: str = option(
-        "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
-    )
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
-    lr_decay_samples: int = option(None, "samples to reach --min-lr, default: all", minimum=1)
-    lr_wsd_decay_samples: int = option(
-        None, "samples of the decay at the end of wsd, default: a tenth", minimum=1
-    )
-    weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
-    adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0, below=1.0)
-    adam_beta2: float = option(0.95, "Adam's second-moment decay", minimum=0.0, below=1.0)
-    adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0)
-    sgd_momentum: float = option(0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0)
-    initial_loss_scale_power: int = option(
-        16, "fp16: the dynamic loss scale begins at 2 to this power", minimum=0, maximum=127
-    )
-    loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0)
-    loss_scale_window: int = option(
-        1000, "fp16: steps without overflow after which the scale doubles", minimum=1
-    )
-    loss_scale_hysteresis: int = option(2, "fp16: overflows until the scale is halved", minimum=1)
-    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", above=0.0)
-    max_overflows: int = option(
-        5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1
-    )
-    clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
-    init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
-    balance: str = option(
-        "none",
-        "of experts: by a bias, by a loss for each sequence, or by one of the last step's loads",
-        choices=("none", "bias", "sequence", "global"),
-    )
-    balance_rate: float = option(
-        0.001, "step of --balance bias, or factor of its auxiliary loss", minimum=0.0
-    )
-    router_z_loss: float = option(0.0, "factor of the router's z-loss", minimum=0.0)
-    seed: int = option(1234, "seed of weights and sample order", minimum=0)
-
-    def __post_init__(self) -> None:
-        if self.global_batch_size is None:
-            schedule = self.batch_schedule
-            size = batches.parse_steps(schedule)[-1][1] if schedule else 8
-            object.__setattr__(self, "global_batch_size", size)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 
+from config import expert_checks
 from config.batch_schedule import between
 from config.messages import UserError, check_folder
 from config.run_options import Data, Run
@@ -20,6 +21,7 @@ from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, bat
 def check(config: Config, ranks: int) -> Config:
     """Return the configuration with dp filled in; UserError if it cannot run on `ranks` ranks."""
     layout = with_dp(config.layout, ranks, "ranks")
+    layout = dataclasses.replace(layout, ep=layout.ep or 1)
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
@@ -30,7 +32,7 @@ def check(config: Config, ranks: int) -> Config:
     _check_curriculum(config)
     _check_objective(config)
     check_sharding(layout, config.training)
-    _check_experts(config.model, layout, config.training)
+    expert_checks.check_run(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)
     _check_search(layout)
     refusal = refusal_of_vocab_pp(config.training, config.data, config.run)
@@ -75,7 +77,7 @@ def check_shape(model: ModelShape) -> None:
         raise UserError(f"{both}: give another --head-size than {model.head_size}")
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
-    _check_router(model)
+    expert_checks.check_router(model)
     rotary_scaling(model.rotary_scaling)
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
         part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
@@ -117,8 +119,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
     tp = layout.tp
     pp = layout.pp
     parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
-    if model.experts == 1:  # experts are not cut over tp
-        parts["ffn-hidden"] = model.ffn_hidden
+    parts |= {"ffn-hidden": model.ffn_hidden} if model.experts == 1 else {}  # tp cuts no expert
     for name, size in parts.items():
         if size % tp:
             raise UserError(f"tp({tp}) does not divide {name}({size})")
@@ -126,7 +127,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
         raise UserError(f"{product} does not divide seq-length({model.seq_length})")
     _check_schedule(layout)
     _check_vocab_pp(layout)
-    _check_expert_parallel(model, layout)
+    expert_checks.check_ranks(model, layout)
     if layout.stages > model.layers + 2:
         product = f"pp({pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
         raise UserError(
@@ -359,79 +360,6 @@ def check_sharding(layout: Layout, training: Training) -> None:
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
     _check_recomputed(layout)
-
-
-def _check_router(model: ModelShape) -> None:
-    """Raise UserError if the experts, or the groups of them, do not go together."""
-    experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
-    if experts == 1:
-        needs = {
-            "--experts-per-token": chosen > 1,
-            "--router-groups": groups > 1,
-            "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
-            "--shared-gate": model.shared_gate,
-        }
-        _refuse_without_experts(needs)
-        return
-    if chosen > experts:
-        raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")
-    if experts % groups:
-        raise UserError(f"router-groups({groups}) does not divide experts({experts})")
-    best = model.router_groups_per_token
-    if best > groups:
-        raise UserError(f"router-groups-per-token({best}) is more than router-groups({groups})")
-    if chosen > best * (experts // groups):
-        within = f"{best} groups of {experts // groups} experts"
-        raise UserError(f"experts-per-token({chosen}) is more than there are in {within}")
-    if model.shared_gate and not model.shared_ffn_hidden:
-        raise UserError("--shared-gate is of the shared MLP: give --shared-ffn-hidden N too")
-
-
-def _refuse_without_experts(needs: dict[str, bool]) -> None:
-    """Raise UserError for the first flag of `needs` that was given to a model without experts."""
-    for flag in (flag for flag, given in needs.items() if given):
-        raise UserError(f"{flag} needs --experts N, with N above 1")
-
-
-def _check_expert_parallel(model: ModelShape, layout: Layout) -> None:
-    """Raise UserError if the ranks of a stage cannot divide the experts."""
-    ep = layout.ep or 1
-    if model.experts == 1:
-        _refuse_without_experts({"--ep": ep > 1})
-        return
-    ranks = (layout.dp or 1) * layout.cp * layout.tp
-    if model.experts % ep:
-        raise UserError(f"ep({ep}) does not divide experts({model.experts})")
-    if layout.dp is not None and ranks % ep:
-        axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
-        raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
-    if model.shared_ffn_hidden % layout.tp:
-        raise UserError(
-            f"tp({layout.tp}) does not divide shared-ffn-hidden({model.shared_ffn_hidden})"
-        )
-
-
-def _check_experts(model: ModelShape, layout: Layout, training: Training) -> None:
-    """Raise UserError if experts do not go with the other options of a run."""
-    if model.experts == 1:
-        needs = {
-            "--balance": training.balance != "none",
-            "--router-z-loss": training.router_z_loss > 0,
-        }
-        _refuse_without_experts(needs)
-        return
-    if model.bias:
-        raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
-    if training.optimizer in ("muon", "adafactor"):
-        raise UserError(
-            f"--optimizer {training.optimizer} takes whole matrices and would take all "
-            f"experts({model.experts}) as one: give adamw, adamw8bit, apex or sgd"
-        )
-    ep, tp = layout.ep or 1, layout.tp
-    if layout.zero == 3 and (ep > 1 or tp > 1):
-        raise UserError(
-            f"--zero 3 with experts needs ep(1) and tp(1), not ep({ep}) and tp({tp}): use --zero 2"
-        )
 
 
 def _check_objective(config: Config) -> None:

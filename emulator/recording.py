@@ -285,7 +285,9 @@ class StandInGroup(Group):
         repeat = None if inside else lambda: rows.copy_(source.reshape(1, -1).expand_as(rows))
         return self._stand_in("all_gather", output, repeat)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+    def all_to_all(
+        self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] | None = None
+    ) -> Handle:
         return self._stand_in("all_to_all", source, lambda: output.copy_(source))
 
     def send(self, tensor: Tensor, to: int) -> Handle:

@@ -5,5 +5,6 @@ update_rules  learning rate; AdamW, Adafactor, Muon, SGD on master tensors
 adam8bit      AdamW with moments of 8 bits
 precision     the number format of a run: what --precision auto is
 loss_scale    the factor that keeps fp16 gradients above zero
+balance       the balance between experts, and the tensors that no gradient updates
 fsdp          --zero 3, by torch's fully_shard
 """

@@ -13,42 +13,103 @@ backward pass. All sums over ranks here are sums of integers. Read experts.py fi
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from config.schema import Config
+from config.schema import ModelShape, Training
 from distributed.mesh import Mesh
-from experts import Balance, Router
+from experts import Choice, Router
 from optim.buckets import Key, ParamGroup
+from parallel import ParamFactory
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """The auxiliary losses of a step: the routers of all blocks share it.
+
+    kind: the value of --balance. rate, z_rate: the factors of its loss and of the z-loss.
+    loss_weight: the factor of each sum of losses, as returned by Optimizer.begin_step.
+    """
+
+    kind: str
+    rate: float
+    z_rate: float
+    loss_weight: float
+
+    def penalized(self, router: Router, weights: Tensor, choice: Choice) -> Tensor:
+        """Return `weights`; their backward pass adds the gradient of the auxiliary losses.
+
+        Each loss is a sum over tokens, divided by the number of targets as the language loss is.
+        """
+        penalty = choice.logits.new_zeros(())
+        if self.kind in ("sequence", "global"):
+            loads: Tensor = router.load
+            if self.kind == "sequence":
+                loads = _loads_of_samples(router.mesh, choice)[choice.samples]
+            shares = choice.scores / choice.scores.sum(-1, keepdim=True)
+            penalty = penalty + self.rate * (shares * loads.to(shares.dtype)).sum()
+        if self.z_rate:
+            penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
+        if not penalty.requires_grad:
+            return weights
+        return _AddPenalty.apply(weights, penalty, self.loss_weight)
+
+
+def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
+    """Return each expert's part of each sample's rows, relative to the mean: (b, E).
+
+    The tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
+    """
+    experts = choice.scores.shape[-1]
+    places = (choice.samples[:, None] * experts + choice.experts).flatten()
+    counts = places.new_zeros(choice.samples_in_batch * experts)
+    counts.index_add_(0, places, torch.ones_like(places))
+    for group in (mesh.tp, mesh.cp):
+        group.at_once.all_reduce(counts).wait()
+    counts = counts.view(-1, experts)
+    return counts * experts / counts.sum(-1, keepdim=True)
+
+
+class _AddPenalty(torch.autograd.Function):
+    """Passes x on; its backward pass also starts that of `penalty`, a scalar, with `weight`."""
+
+    @staticmethod
+    def forward(ctx, x, penalty, weight):
+        ctx.weight = weight
+        ctx.like = penalty
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.full_like(ctx.like, ctx.weight), None
 
 
 class RouterBalance:
-    """Counts the rows of every expert in a step, and updates the routers' biases and loads.
+    """Counts the rows of every expert in a step, and updates the routers' biases and loads."""
 
-    loads: after each step, the rows of each expert of each block relative to the mean, (blocks,
-    experts), equal on every rank; None before the first step.
-    """
-
-    def __init__(self, stages: Iterable[Any], mesh: Mesh, config: Config, device: torch.device):
-        """stages: those of this rank. device: that of the counts."""
-        self.mesh = mesh
-        self.device = device
-        self.training = config.training
-        self.shape = (config.model.layers, config.model.experts)
+    def __init__(
+        self, stages: Iterable[Any], factory: ParamFactory, training: Training, model: ModelShape
+    ):
+        """stages: those of this rank."""
+        self.mesh = factory.mesh
+        self.device = factory.device
+        self.training = training
+        self.shape = (model.layers, model.experts)
         self.routers: dict[int, Router] = {}  # by the number of the block
         for stage in stages:
             for n, block in enumerate(stage.blocks):
                 self.routers[stage.spec.first + n] = block.mlp.router
-        self.loads: Tensor | None = None
 
     def begin_step(self, loss_weight: float) -> None:
         """Prepare the routers for the passes of a step; loss_weight: by Optimizer.begin_step."""
         training = self.training
         kind, rate = training.balance, training.balance_rate
+        penalty = Penalty(kind, rate, training.router_z_loss, loss_weight)
         for router in self.routers.values():
-            router.balance = Balance(kind, rate, training.router_z_loss, loss_weight)
+            router.balance = penalty
 
     def discard(self) -> None:
         """Forget the rows that were counted; called after the warm-up passes."""
@@ -56,10 +117,11 @@ class RouterBalance:
             router.counts.zero_()
 
     @torch.no_grad()
-    def finish_step(self, skipped: bool) -> None:
-        """Sum the counts over all ranks and update the routers, unless the step was skipped.
+    def finish_step(self, skipped: bool) -> list[float]:
+        """Sum the counts over all ranks, and update the routers unless the step was skipped.
 
-        Called after the optimizer's step; collective over the world.
+        Called after the optimizer's update; collective over the world. Return for each block of the
+        model the rows of its busiest expert, over the mean of its experts.
         """
         counts = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
         for block, router in self.routers.items():
@@ -68,14 +130,13 @@ class RouterBalance:
         self.mesh.world.at_once.all_reduce(counts).wait()
         experts = self.shape[1]
         rows = counts.sum(1, keepdim=True)
-        self.loads = counts * experts / rows.double()
-        if skipped:
-            return
-        for block, router in self.routers.items():
-            router.load.copy_(self.loads[block])
+        loads = counts * experts / rows.double()
+        for block, router in self.routers.items() if not skipped else ():
+            router.load.copy_(loads[block])
             if self.training.balance == "bias":
                 missing = (rows[block] - experts * counts[block]).sign()
                 router.bias.add_(missing, alpha=self.training.balance_rate)
+        return self.mesh.world.values(loads.amax(1))
 
 
 class _NoState:
@@ -95,7 +156,9 @@ class _NoState:
 class ConstantGroup(ParamGroup):
     """Tensors that no gradient updates, equal on all ranks of a stage; a checkpoint has them."""
 
-    def __init__(self, constants: list[nn.Parameter], mesh: Mesh):
+    def __init__(self, stages: nn.ModuleList, mesh: Mesh):
+        """stages: those of this rank, perhaps without any such tensor."""
+        constants = [p for p in stages.parameters() if not p.requires_grad]
         super().__init__(Key(("replicas",), True, "plain"), mesh, sharded=False)
         self.masters = [p.data for p in constants]
         self.first = 0

@@ -22,8 +22,8 @@ from test_golden import FEW_STEPS, pairwise, run_worlds, single_rank, weight_dif
 
 import data
 import trainer
+from config import run_options, validation
 from config import schema as configuration
-from config import validation
 from distributed.mesh import Mesh
 from optim import buckets, update_rules
 from parallel import ParamFactory
@@ -62,7 +62,7 @@ def rule_cases(ranks: int) -> list[dict]:
         ({"recompute": "full"}, {"recompute": "selective"}, {"overlap_param_gather": True}, {})
     )
     for number, (tp, pp) in enumerate(itertools.product((1, 2), repeat=2)):
-        for name, zero in itertools.product(configuration.OPTIMIZERS, (0, 1, 2, 3)):
+        for name, zero in itertools.product(run_options.OPTIMIZERS, (0, 1, 2, 3)):
             if name == "adamw8bit" and zero != number % 3:
                 continue
             shape = WIDE if name == "adamw8bit" else {"layers": 2}
@@ -144,7 +144,7 @@ def compare(every: list[dict], results: list[dict]) -> dict[str, float]:
 def test_every_optimizer_and_zero_stage_equals_one_rank(ranks, runs):
     every, results = runs["rules", ranks]
     names = {case["optimizer"] for case in every}
-    assert names == set(configuration.OPTIMIZERS) - {"apex"}
+    assert names == set(run_options.OPTIMIZERS) - {"apex"}
     print(len(every), compare(every, results))
 
 

@@ -1,0 +1,85 @@
+"""Which options of experts go together, and with which other options; validation.py calls it.
+
+Read schema.py, which has the options, before this file.
+"""
+
+from config.messages import UserError
+from config.schema import Layout, ModelShape, Training
+
+
+def check_router(model: ModelShape) -> None:
+    """Raise UserError if the experts, or the groups of them, do not go together."""
+    experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
+    if experts == 1:
+        needs = {
+            "--experts-per-token": chosen > 1,
+            "--router-groups": groups > 1,
+            "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
+            "--shared-gate": model.shared_gate,
+        }
+        _refuse(needs)
+        return
+    if chosen > experts:
+        raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")
+    if experts % groups:
+        raise UserError(f"router-groups({groups}) does not divide experts({experts})")
+    best = model.router_groups_per_token
+    if best > groups:
+        raise UserError(f"router-groups-per-token({best}) is more than router-groups({groups})")
+    if chosen > best * (experts // groups):
+        within = f"{best} groups of {experts // groups} experts"
+        raise UserError(f"experts-per-token({chosen}) is more than there are in {within}")
+    if model.shared_gate and not model.shared_ffn_hidden:
+        raise UserError("--shared-gate is of the shared MLP: give --shared-ffn-hidden N too")
+
+
+def _refuse(needs: dict[str, bool]) -> None:
+    """Raise UserError for the first flag of `needs` that was given to a model without experts."""
+    for flag in (flag for flag, given in needs.items() if given):
+        raise UserError(f"{flag} needs --experts N, with N above 1")
+
+
+def check_ranks(model: ModelShape, layout: Layout) -> None:
+    """Raise UserError if the ranks of a stage cannot divide the experts."""
+    ep = layout.ep or 1
+    if model.experts == 1:
+        _refuse({"--ep": ep > 1})
+        return
+    ranks = (layout.dp or 1) * layout.cp * layout.tp
+    if model.experts % ep:
+        raise UserError(f"ep({ep}) does not divide experts({model.experts})")
+    if layout.dp is not None and ranks % ep:
+        axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
+        raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
+    if model.shared_ffn_hidden % layout.tp:
+        raise UserError(
+            f"tp({layout.tp}) does not divide shared-ffn-hidden({model.shared_ffn_hidden})"
+        )
+
+
+def check_run(model: ModelShape, layout: Layout, training: Training) -> None:
+    """Raise UserError if experts do not go with the other options of a run."""
+    if model.experts == 1:
+        needs = {
+            "--balance": training.balance != "none",
+            "--router-z-loss": training.router_z_loss > 0,
+        }
+        _refuse(needs)
+        return
+    if model.bias:
+        raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
+    if training.optimizer in ("muon", "adafactor"):
+        raise UserError(
+            f"--optimizer {training.optimizer} takes whole matrices and would take all "
+            f"experts({model.experts}) as one: give adamw, adamw8bit, apex or sgd"
+        )
+    check_zero(model, layout)
+
+
+def check_zero(model: ModelShape, layout: Layout) -> None:
+    """Raise UserError for --zero 3 with experts, unless each rank has all experts of its stage."""
+    if model.experts > 1 and layout.zero == 3 and (layout.ep != 1 or layout.tp > 1):
+        raise UserError(
+            f"--zero 3 with experts needs --ep 1 and tp(1), not ep({layout.ep or 'automatic'}) and "
+            f"tp({layout.tp}): use --zero 2"
+        )
