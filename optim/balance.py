@@ -70,7 +70,7 @@ def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
     for group in (mesh.tp, mesh.cp):
         group.at_once.all_reduce(counts).wait()
     counts = counts.view(-1, experts)
-    return counts * experts / counts.sum(-1, keepdim=True)
+    return counts * experts / counts.sum(-1, keepdim=True).double()
 
 
 class _AddPenalty(torch.autograd.Function):

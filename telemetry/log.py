@@ -159,6 +159,7 @@ class Log:
         if self.peak_flops:
             row["mfu"] = row["tflops_model"] * 1e12 / self.peak_flops
         row |= {"sample_length": length} if self.config.curriculum else {}
+        row |= {"expert_loads": result.expert_loads} if result.expert_loads else {}
         every = self.config.run.log_every
         if every is None or iteration % every == 0 or iteration in (1, self.total):
             row |= self._of_corpora(done)

@@ -106,7 +106,7 @@ LLAMA |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "si
 SHAPES: dict[str, dict[str, Any]] = {
     "t5": {"model_type": "t5"},
     "none": {"model_type": None},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "dbrx": {"model_type": "dbrx"},
     "missing": {"num_hidden_layers": None},
     "words": {"hidden_size": "many"},
     "huge": {"vocab_size": 2**70},

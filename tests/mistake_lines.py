@@ -156,7 +156,6 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt9 | no preset is called 'gpt9'
 --model meta-llama/Llama-9-8B | no preset is called 'meta-llama/Llama-9-8B'
---model mistralai/Mixtral-8x7B-v0.1 | has 8 experts, 2 for each token: it can be planned
 --model '' | no value, after '--model': is a variable not set?
 --model dir | --model dir: it has no config.json, and is no run's: no run.json
 --model nowhere/config.json | --model nowhere/config.json: there is no such file, and no preset of
@@ -166,7 +165,7 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --model shapes/list/config.json | shapes/list/config.json holds a list, not an object
 --model shapes/t5/config.json | shapes/t5/config.json is a 't5'; known are gpt2, bloom, llama
 --model shapes/none/config.json | shapes/none/config.json is a None; known are gpt2, bloom, llama
---model shapes/mixtral/config.json | shapes/mixtral/config.json is a 'mixtral'; known are gpt2
+--model shapes/dbrx/config.json | shapes/dbrx/config.json is a 'dbrx'; known are gpt2
 --model shapes/missing/config.json | shapes/missing/config.json has no 'num_hidden_layers'
 --model shapes/words/config.json | shapes/words/config.json: --hidden takes a whole number, not
 --model shapes/huge/config.json | --vocab-size must be below 2^63, not a number of 71 bits
@@ -201,7 +200,6 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --dropout 0.1 | --dropout 0.1: there is no dropout here
 --tensor-paralel 2 | unknown argument '--tensor-paralel'; did you mean '--tp'?
 --context-parallel-size 2 | tp(1) * pp(1) * cp(2) * dp(?) does not divide 1 ranks
---num-experts 8 | --num-experts 8: there are no experts here
 --hidden-dropout 0.1 | --hidden-dropout 0.1: there is no dropout here
 --num-layers-per-virtual-pipeline-stage 1 | give --schedule interleaved --virtual-stages N
 --eval-iters ten | --eval-iters takes a number, not 'ten'

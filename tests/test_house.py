@@ -38,6 +38,7 @@ ROWS = (
     ("optim",),
     ("model",),
     ("attention",),
+    ("experts",),
     ("loss",),
     ("parallel",),
     ("data",),
@@ -56,7 +57,7 @@ OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room 
 APART = {"test_all"}  # a file of the root that is no room
 LONG_FUNCTIONS: set[str] = set()  # "room.module.Class.name" of the loops that may be longer; two
 
-MOST_ROOT_FILES = 17
+MOST_ROOT_FILES = 18
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 MOST_ROOMS_OF_TRAINER = 14

@@ -1,0 +1,236 @@
+"""Mixtures of experts: if this failed, a layout would change what a model with experts learns.
+
+Random layouts on 2, 4 and 8 ranks equal the run on one rank in fp64, replicas are equal to the bit,
+and a run goes on under another ep. test_families.py compares with transformers.
+"""
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import golden_worker
+import pytest
+import torch
+from compare import assert_close, assert_within
+from ranks import start_ranks
+from test_golden import distance, reference, run_cases
+
+import trainer
+from config import schema, validation
+from config.messages import UserError
+from distributed.mesh import Mesh
+from experts import ExpertMLP, Router
+from optim.balance import Penalty
+from parallel import ParamFactory
+
+CASES_OF_RANKS = {2: 20, 4: 24, 8: 12}
+SHAPE = {
+    "precision": "fp64",
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "bias": False,
+    "kv_heads": 4,
+    "layers": 4,
+    "steps": 3,
+}
+CHOICES = {
+    "activation": ("swiglu", "gelu"),
+    "experts": (4, 8),
+    "experts_per_token": (1, 2, 3),
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "micro_batch_size": (1, 2),
+    "recompute": ("none", "selective", "full"),
+    "router": ("softmax", "sigmoid"),
+    "router_normalised": (False, True),
+    "router_scale": (1.0, 2.5),
+    "router_groups": (1, 1, 2),
+    "router_groups_per_token": (1, 1, 2),
+    "shared_ffn_hidden": (0, 16),
+    "shared_gate": (False, True),
+    "balance": ("none", "bias", "sequence", "global"),
+    "router_z_loss": (0.0, 0.01),
+    "tied": (False, True),
+    "overlap_param_gather": (False, True),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+    "optimizer": ("adamw", "adamw", "sgd"),
+}
+SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "cp": (1, 1, 2), "ep": (1, 2, 4, 8)}
+
+
+def drawn_case(ranks: int, seed: int) -> dict:
+    """A random layout of that many ranks that train.py takes."""
+    generator = random.Random(1000 * ranks + seed)
+    while True:
+        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
+        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
+        values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
+        batch = max(4, dp * values["micro_batch_size"])
+        case = SHAPE | values | {"balance_rate": 0.05, "global_batch_size": batch}
+        try:
+            validation.check(golden_worker.options(case), ranks)
+        except UserError:
+            continue
+        return case
+
+
+@pytest.mark.slow
+def test_every_layout_of_experts_equals_the_single_rank_run(tmp_path):
+    worlds = {n: [drawn_case(n, i) for i in range(many)] for n, many in CASES_OF_RANKS.items()}
+    folders = {ranks: tmp_path / str(ranks) for ranks in worlds}
+    for folder in folders.values():
+        folder.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        starts = {n: pool.submit(run_cases, n, worlds[n], folders[n]) for n in worlds}
+        for ranks, cases in worlds.items():
+            expected = [reference(case) for case in cases]  # while the ranks are at work
+            for case, result, wanted in zip(cases, starts[ranks].result(), expected, strict=True):
+                assert_within(distance(result, wanted), 1e-12, case)
+
+
+def test_a_checkpoint_is_resumed_under_another_ep(tmp_path):
+    """The last rows are those of the run that went on; biases and loads come along."""
+    model = "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --no-bias --experts 8"
+    model += " --experts-per-token 2 --router sigmoid --balance bias --balance-rate 0.05"
+    run = f"train.py {model} --precision fp64 --steps 4 --global-batch-size 8 --data synthetic"
+    first, then = tmp_path / "first", tmp_path / "then"
+    ways = {
+        first: "--tp 2 --ep 4 --save-every 2",
+        then: f"--pp 2 --ep 2 --resume {first}/checkpoints/step_00000002",
+    }
+    rows = {}
+    for folder, way in ways.items():
+        outcome = start_ranks(4, *run.split(), *way.split(), "--out", str(folder), timeout=120)
+        assert outcome.status == 0, outcome.err
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        rows[folder] = {row["iteration"]: row for row in lines if "loss" in row}
+    assert sorted(rows[then]) == [3, 4]
+    for iteration in (3, 4):
+        ours, theirs = rows[first][iteration], rows[then][iteration]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+        assert ours["expert_loads"] == theirs["expert_loads"]
+        assert len(ours["expert_loads"]) == 4
+        assert max(ours["expert_loads"]) > 1
+
+
+# ------------------------------------------------------------------------------------------------
+# The router and its balance
+# ------------------------------------------------------------------------------------------------
+
+
+def model_with(**values) -> schema.ModelShape:
+    shape = {"layers": 1, "hidden": 16, "heads": 2, "experts": 8, "experts_per_token": 2}
+    return schema.ModelShape(**shape | {"bias": False, "activation": "swiglu"} | values)
+
+
+def router_of(model: schema.ModelShape) -> Router:
+    return Router(ParamFactory(Mesh(), torch.float64), "router", model)
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights():
+    router = router_of(model_with(router="sigmoid", router_normalised=False))
+    x = torch.randn(20, 16, dtype=torch.float64)
+    samples = torch.zeros(20, dtype=torch.int64)
+    router.bias[3] = 10.0
+    experts, weights = router(x, samples, 1, [])
+    assert (experts == 3).any(-1).all()
+    scores = (x @ router.weight.t()).sigmoid()
+    assert_close(weights, scores.gather(-1, experts), 1e-12)
+
+
+def test_groups_limit_the_choice():
+    router = router_of(model_with(router_groups=4, router_groups_per_token=1))
+    experts, _ = router(torch.randn(50, 16, dtype=torch.float64), torch.zeros(50).long(), 1, [])
+    assert (experts[:, 0] // 2 == experts[:, 1] // 2).all()
+
+
+def test_the_choice_that_was_kept_is_taken_again():
+    router = router_of(model_with())
+    kept = [torch.tensor([[0, 7]] * 5)]
+    experts, _ = router(torch.randn(5, 16, dtype=torch.float64), torch.zeros(5).long(), 1, kept)
+    assert experts.tolist() == kept[0].tolist()
+
+
+def penalty_of(model: schema.ModelShape, kind: str, x: torch.Tensor) -> torch.Tensor:
+    """The gradient that a balance of rate 1 gives the router's weight, for one sample."""
+    router = router_of(model)
+    router.balance = Penalty(kind, 1.0, 0.0, 1.0)
+    _, weights = router(x, torch.zeros(len(x)).long(), 1, [])
+    (weights * 0).sum().backward()
+    return router.weight.grad
+
+
+def test_the_sequence_loss_is_that_of_its_paper():
+    """arXiv 2412.19437, equations 17 to 20, times the tokens of the sample."""
+    model = model_with(router="sigmoid", router_normalised=True)
+    x = torch.randn(30, 16, dtype=torch.float64)
+    router = router_of(model)
+    scores = (x @ router.weight.t()).sigmoid()
+    chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2, -1).indices, 1.0)
+    often = chosen.mean(0) * 8 / 2
+    share = (scores / scores.sum(-1, keepdim=True)).mean(0)
+    (30 * (often.detach() * share).sum()).backward()
+    assert_close(penalty_of(model, "sequence", x), router.weight.grad, 1e-12)
+
+
+def test_an_even_load_of_the_last_step_has_no_global_loss():
+    """The shares of a token sum to 1, so that equal loads leave no gradient."""
+    gradient = penalty_of(model_with(), "global", torch.randn(9, 16, dtype=torch.float64))
+    assert gradient.abs().max() < 1e-12
+
+
+def run_of_one_rank(**options) -> trainer.TrainState:
+    case = SHAPE | {"experts": 4, "experts_per_token": 1, "activation": "swiglu"} | options
+    config = validation.check(golden_worker.options(case), 1)
+    states = []
+    golden_worker.run(config, prepare=lambda state, samples: states.append(state))
+    return states[0]
+
+
+def test_a_bias_rises_for_experts_with_few_rows():
+    state = run_of_one_rank(balance="bias", balance_rate=0.5, steps=1)
+    for router in state.optimizer.balance.routers.values():
+        expected = 0.5 * torch.sign(1 - router.load)
+        assert router.bias.tolist() == expected.tolist()
+        assert router.bias.any()
+
+
+# ------------------------------------------------------------------------------------------------
+# The experts
+# ------------------------------------------------------------------------------------------------
+
+
+def test_experts_without_rows_have_a_gradient_of_zero():
+    model = model_with(experts_per_token=1, activation="gelu")
+    factory = ParamFactory(Mesh(), torch.float64)
+    mlp = ExpertMLP(factory, "mlp", model, 0.02, torch.nn.functional.gelu)
+    kept = [torch.full((6, 1), 5)]
+    x = torch.randn(3, 2, 16, dtype=torch.float64, requires_grad=True)
+    mlp(x, kept).sum().backward()
+    used = [bool(part.any()) for part in mlp.up.grad]
+    assert used == [i == 5 for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"experts_per_token": 9}, r"experts-per-token\(9\) is more than experts\(8\)"),
+        ({"ep": 3}, r"ep\(3\) does not divide experts\(8\)"),
+        ({"ep": 8}, r"ep\(8\) does not divide the ranks of a stage: dp\(4\) \* cp\(1\) \* tp"),
+        ({"router_groups": 3}, r"router-groups\(3\) does not divide experts\(8\)"),
+        ({"router_groups_per_token": 2}, "is more than router-groups"),
+        ({"router_groups": 8}, r"experts-per-token\(2\) is more than there are in 1 groups of 1"),
+        ({"bias": True}, r"experts\(8\) have no biases here: give --no-bias"),
+        ({"shared_gate": True}, "--shared-gate is of the shared MLP: give --shared-ffn-hidden N"),
+        ({"shared_ffn_hidden": 9, "tp": 2}, r"tp\(2\) does not divide shared-ffn-hidden\(9\)"),
+        ({"optimizer": "muon"}, "takes whole matrices and would take all experts"),
+        ({"zero": 3, "ep": 2}, r"--zero 3 with experts needs --ep 1 and tp\(1\), not ep\(2\)"),
+        ({"experts": 1, "experts_per_token": 1, "ep": 2}, "--ep needs --experts N"),
+        ({"experts": 1}, "--experts-per-token needs --experts N, with N above 1"),
+        ({"experts": 1, "experts_per_token": 1, "balance": "bias"}, "--balance needs --experts N"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(options, sentence):
+    case = SHAPE | {"experts": 8, "experts_per_token": 2, "activation": "swiglu"} | options
+    with pytest.raises(UserError, match=sentence):
+        validation.check(golden_worker.options(case), 4)
