@@ -117,8 +117,7 @@ class ParamFactory:
         dim: the dimension that is split over tp, or over the group `over`, after padding it to
         `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
-        replicas: the group of ranks that hold the same part and see different tokens.
-        The result's `.spec` is its ParamSpec; decay, tied and copy are defined there.
+        replicas: the ranks with the same part. decay, tied and copy: as in ParamSpec, the `.spec`.
         """
         tp = self.mesh.tp
         start = 0

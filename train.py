@@ -28,9 +28,9 @@ with ending_all_ranks(watch), messages.installed():
 
     from config import model_stats
     from config.command_line import parse_request
-    from config.messages import UserError, exit_with
+    from config.messages import UserError, check_paths, exit_with
     from config.schema import Config
-    from config.validation import check, check_paths
+    from config.validation import check
     from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals

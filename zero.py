@@ -80,8 +80,8 @@ class Optimizer:
     ):
         """stages: all stages of this rank. model: needed if it has experts.
 
-        Raise UserError if the optimizer's package is missing, or if tensor parallelism cuts a matrix
-        inside a block of 8-bit state.
+        Raise UserError if the optimizer's package is missing, or if tensor parallelism cuts a
+        matrix inside a block of 8-bit state.
         """
         self.mesh = factory.mesh
         self.training = training

@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpointing import file_format, folders
+from checkpointing.expert_tensors import Rule, of_experts, of_router
 from checkpointing.index import Index, canonical_shapes, check_shapes
 from checkpointing.save import origin
 from checkpointing.state import Progress
@@ -40,19 +40,6 @@ from config.command_line import make_model
 from config.families import Family
 from config.messages import UserError
 from config.schema import ModelShape
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Our tensor `name`, the names of `theirs` that hold it, and the conversion in each direction.
-
-    to_ours takes their tensors in order; to_theirs returns them in the same order.
-    """
-
-    name: str
-    theirs: tuple[str, ...]
-    to_ours: Callable[..., Tensor]
-    to_theirs: Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
@@ -66,13 +53,13 @@ def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
 def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     module, _, kind = name.rpartition(".")
     if name.endswith((".router.bias", ".router.load")):
-        return _of_router(name, model, 1.0 if kind == "load" else 0.0)
+        return of_router(name, model, 1.0 if kind == "load" else 0.0)
     number = re.search(r"\d+", module)
     general = re.sub(r"\d+", "*", module, count=1)
     found = family.modules[general]
     theirs = tuple(f"{each}.{kind}".replace("*", number[0] if number else "*") for each in found)
     if "#" in found[0]:
-        return _of_experts(name, theirs, model.experts)
+        return of_experts(name, theirs, model.experts)
     part = general.removeprefix("blocks.*.")
     if part == "attention.qkv":
         to_ours, to_theirs = _qkv(model, family, len(theirs))
@@ -89,39 +76,6 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     if family.transposed and general != module and kind == "weight" and "norm" not in part:
         return Rule(name, theirs, _of_transposed(to_ours), _to_transposed(to_theirs))
     return Rule(name, theirs, to_ours, to_theirs)
-
-
-def _of_router(name: str, model: ModelShape, initial: float) -> Rule:
-    """The rule of a router's tensor that transformers does not have: `initial` in every element.
-
-    Its to_theirs raises UserError if a bias of --balance bias has changed: then the experts that
-    a token gets would be others there.
-    """
-
-    def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
-        if name.endswith(".bias") and ours.any():
-            raise UserError(
-                f"{name} is not 0: the model was trained with --balance bias, and its family in "
-                "transformers has no bias of experts"
-            )
-        return ()
-
-    return Rule(name, (), lambda: torch.full((model.experts,), initial), to_theirs)
-
-
-def _of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
-    """The rule of a tensor of all experts; there each expert has its own, or a gate and an up."""
-    names = tuple(each.replace("#", str(i)) for i in range(experts) for each in theirs)
-    count = len(theirs)
-
-    def to_ours(*tensors: Tensor) -> Tensor:
-        stacked = torch.stack(tensors)
-        return stacked.unflatten(0, (experts, count)) if count > 1 else stacked
-
-    def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
-        return torch.unbind(ours.flatten(0, 1) if count > 1 else ours)
-
-    return Rule(name, names, to_ours, to_theirs)
 
 
 def _alone(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:

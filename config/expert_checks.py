@@ -7,6 +7,17 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 
 
+def check(model: ModelShape, layout: Layout | None, training: Training | None) -> None:
+    """Raise UserError if the model, with a layout and with the options of a run if these are given,
+    cannot be trained.
+    """
+    check_router(model)
+    if layout is not None:
+        check_ranks(model, layout)
+    if layout is not None and training is not None:
+        check_run(model, layout, training)
+
+
 def check_router(model: ModelShape) -> None:
     """Raise UserError if the experts, or the groups of them, do not go together."""
     experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups

@@ -257,3 +257,23 @@ def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoRe
     else:
         time.sleep(delay)
     sys.exit(error.status)
+
+
+def check_paths(config: Any) -> None:
+    """Raise UserError if --out, --cache, a switch file or --resume cannot be used as given."""
+    run = config.run
+    check_folder("--out", run.out)
+    reads = config.data.data != ("synthetic",) or config.data.eval_data
+    if config.data.cache_folder and reads:
+        check_folder("--cache", config.data.cache_folder)
+    for flag, path in (("--kill-switch", run.kill_switch), ("--save-switch", run.save_switch)):
+        if path and os.path.isdir(path):
+            raise UserError(f"{flag} {path} is a folder, not a file that may appear")
+        folder = os.path.dirname(os.path.abspath(path)) if path else os.sep
+        made = os.path.join(os.path.abspath(run.out), "").startswith(os.path.join(folder, ""))
+        if not os.path.isdir(folder) and not made:
+            raise UserError(f"{flag} {path} can never appear: there is no folder {folder}")
+    if run.kill_switch and os.path.exists(run.kill_switch):
+        raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
+    if run.resume not in (None, "auto") and not os.path.isdir(run.resume):
+        raise UserError(f"--resume {run.resume}: there is no such folder")

@@ -9,11 +9,9 @@ Read schema.py, which has the options, before this file.
 import contextlib
 import dataclasses
 import math
-import os
 
-from config import expert_checks
 from config.batch_schedule import between
-from config.messages import UserError, check_folder
+from config.messages import UserError
 from config.run_options import Data, Run
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
 
@@ -32,7 +30,7 @@ def check(config: Config, ranks: int) -> Config:
     _check_curriculum(config)
     _check_objective(config)
     check_sharding(layout, config.training)
-    expert_checks.check_run(config.model, layout, config.training)
+    _check_experts(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)
     _check_search(layout)
     refusal = refusal_of_vocab_pp(config.training, config.data, config.run)
@@ -77,7 +75,7 @@ def check_shape(model: ModelShape) -> None:
         raise UserError(f"{both}: give another --head-size than {model.head_size}")
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
-    expert_checks.check_router(model)
+    _check_experts(model)
     rotary_scaling(model.rotary_scaling)
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
         part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
@@ -127,7 +125,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
         raise UserError(f"{product} does not divide seq-length({model.seq_length})")
     _check_schedule(layout)
     _check_vocab_pp(layout)
-    expert_checks.check_ranks(model, layout)
+    _check_experts(model, layout)
     if layout.stages > model.layers + 2:
         product = f"pp({pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
         raise UserError(
@@ -135,6 +133,20 @@ def check_split(model: ModelShape, layout: Layout) -> None:
             f"{model.layers} blocks + embedding + head = {model.layers + 2}"
         )
     explicit_partition(layout, model.layers)
+
+
+def _check_experts(
+    model: ModelShape, layout: Layout | None = None, training: Training | None = None
+) -> None:
+    """Raise UserError if options of experts, which most runs have not, do not go together."""
+    given = (model.experts, model.experts_per_token, model.router_groups) != (1, 1, 1)
+    given |= model.shared_gate or model.shared_ffn_hidden > 0
+    given |= layout is not None and (layout.ep or 1) > 1
+    given |= training is not None and (training.balance != "none" or training.router_z_loss > 0)
+    if given:
+        from config import expert_checks
+
+        expert_checks.check(model, layout, training)
 
 
 def _uncut(layout: Layout, length: int) -> str:
@@ -429,26 +441,3 @@ def _check_run(run: Run, steps: int) -> None:
     profiled = run.torch_profile
     if profiled is not None and profiled > steps:
         raise UserError(f"--torch-profile {profiled} is never reached: the run has {steps} steps")
-
-
-# ---- Files, as one rank sees them ----------------------------------------------------------------
-
-
-def check_paths(config: Config) -> None:
-    """Raise UserError if --out, --cache, a switch file or --resume cannot be used as given."""
-    run = config.run
-    check_folder("--out", run.out)
-    reads = config.data.data != ("synthetic",) or config.data.eval_data
-    if config.data.cache_folder and reads:
-        check_folder("--cache", config.data.cache_folder)
-    for flag, path in (("--kill-switch", run.kill_switch), ("--save-switch", run.save_switch)):
-        if path and os.path.isdir(path):
-            raise UserError(f"{flag} {path} is a folder, not a file that may appear")
-        folder = os.path.dirname(os.path.abspath(path)) if path else os.sep
-        made = os.path.join(os.path.abspath(run.out), "").startswith(os.path.join(folder, ""))
-        if not os.path.isdir(folder) and not made:
-            raise UserError(f"{flag} {path} can never appear: there is no folder {folder}")
-    if run.kill_switch and os.path.exists(run.kill_switch):
-        raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
-    if run.resume not in (None, "auto") and not os.path.isdir(run.resume):
-        raise UserError(f"--resume {run.resume}: there is no such folder")

@@ -8,7 +8,7 @@ nodes. The Mesh is passed as an argument to all code that communicates. `Mesh()`
 rank and needs no process group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from config.schema import AXES, coordinates, rows_along
 from distributed.collectives import Group
@@ -81,11 +81,7 @@ class Mesh:
             self.kv = own_group([row[i::n] for row in shared for i in range(n)], "kv")
         self.experts, self.expert_replicas = Group((self.rank,)), self.replicas
         if ep and (ep > 1 or self.tp.size > 1):
-            stage = rows_along(self.axes, ("dp", "cp", "tp"))
-            starts = range(0, len(stage[0]), ep)
-            self.experts = own_group([row[i : i + ep] for row in stage for i in starts], "experts")
-            replicas = [row[i::ep] for row in stage for i in range(ep)]
-            self.expert_replicas = own_group(replicas, "expert replicas")
+            self.experts, self.expert_replicas = self._expert_groups(ep, own_group)
         self.pp = self.forward = along("forward", "pp")
         self.backward = along("backward", "pp")
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
@@ -99,6 +95,14 @@ class Mesh:
         pipelines = rows_along(self.axes, ("pp",))
         ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
         self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")
+
+    def _expert_groups(self, ep: int, own_group: Callable[..., Group]) -> tuple[Group, Group]:
+        """Return the groups `experts`, of `ep` neighbouring ranks, and `expert_replicas`."""
+        stage = rows_along(self.axes, ("dp", "cp", "tp"))
+        starts = range(0, len(stage[0]), ep)
+        experts = own_group([row[i : i + ep] for row in stage for i in starts], "experts")
+        replicas = [row[i::ep] for row in stage for i in range(ep)]
+        return experts, own_group(replicas, "expert replicas")
 
     def channel(self, kind: str, source: int, to: int) -> Group:
         """Return the group that carries messages from a pipeline rank to a neighbour.

@@ -193,9 +193,8 @@ class Bucket(ParamGroup):
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
         self.weights = first.new_zeros(total, dtype=dtype)
-        # All buckets are reduced equally often, so that there is one order of reductions.
         several = max(mesh.replicas.size, mesh.expert_replicas.size) > 1
-        self.each_micro_batch = zero == 2 and several
+        self.each_micro_batch = zero == 2 and several  # all buckets equally often, in one order
         count, kind = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
         self.gradients = first.new_zeros(count, dtype=kind)
         # Gradients that each micro-batch adds, and gradients still to be added before `reduce`.

@@ -158,8 +158,7 @@ class Log:
         }
         if self.peak_flops:
             row["mfu"] = row["tflops_model"] * 1e12 / self.peak_flops
-        row |= {"sample_length": length} if self.config.curriculum else {}
-        row |= {"expert_loads": result.expert_loads} if result.expert_loads else {}
+        row |= self._of_features(length, result)
         every = self.config.run.log_every
         if every is None or iteration % every == 0 or iteration in (1, self.total):
             row |= self._of_corpora(done)
@@ -233,6 +232,13 @@ class Log:
             with contextlib.suppress(OSError):  # `note` has already printed why a write failed
                 self.text.close()
             self.text = None
+
+    def _of_features(self, length: int, result: StepResult) -> dict[str, Any]:
+        """Return the parts of a row that only runs with a curriculum or with experts have."""
+        row: dict[str, Any] = {"sample_length": length} if self.config.curriculum else {}
+        if result.expert_loads is not None:
+            row["expert_loads"] = result.expert_loads
+        return row
 
     def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
         """Return the tokens trained on and the epochs, by corpus, for the row of metrics.jsonl.

@@ -14,7 +14,7 @@ from config.command_line import parse, parse_request
 from config.messages import VERSION, UserError, whole_number
 from config.needs import NEEDS
 from config.schema import GROUPS, Config, ModelShape
-from config.spelling import PRESETS, preset
+from config.spelling import LACKS, PRESETS, preset
 from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
@@ -244,6 +244,8 @@ def test_what_a_preset_derives_is_derived_again():
 
 def test_every_preset_can_be_built():
     for name in PRESETS:
+        if LACKS[name]:
+            continue  # planned only
         check(Config(preset(name.upper()), training=configure(BASE).training), 1)
 
 
