@@ -26,7 +26,7 @@ from schedules.simulation import Seconds, ends, makespan
 ROUNDS = (6, 12, 24)  # of the short schedules that are simulated one after the other
 ENDING = 2  # the last rounds, which are not compared
 COMPARED = 2  # rounds before those, whose actions are compared with earlier ones
-HELD_ROUNDS = 4  # of the short schedule from whose actions the memory is counted
+HELD_ROUNDS = 3  # of the short schedule from whose actions the memory is counted
 # Of --vocab-pp: the rounds of two schedules, whose difference is taken for a further round.
 VOCABULARY_ROUNDS = (4, 5)
 # Actions end equally much later if that differs by at most this share of the whole: by rounding.
@@ -66,7 +66,7 @@ class LongSchedule:
             pairs = zip(few.most_held(sizes), more.most_held(sizes), strict=True)
             return tuple(most + self._further_rounds * (most - less) for less, most in pairs)
         if self._repeats and self.has_more_rounds_than(HELD_ROUNDS):
-            return self._of_rounds(HELD_ROUNDS).most_held(sizes)
+            return self._of(HELD_ROUNDS * self.ranks).most_held(sizes)
         return self._of(self.micro_batches).most_held(sizes)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
