@@ -20,6 +20,7 @@ from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from planner import hardware, op_costs, risk, step_time, time_terms
 from planner.job import Job
+from schedules import long_schedule as long_schedules
 from schedules import orders, schedule, simulation
 from schedules.long_schedule import long_schedule
 
@@ -179,6 +180,26 @@ def test_rounds_that_differ_although_three_ends_do_not_are_simulated_in_whole():
     end = simulated(orders.build("1f1b", 12, 512), seconds, 0.01175)
     found = long_schedule("1f1b", 12, 512).makespan(seconds, 0.01175)
     assert found == pytest.approx(end, rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 12), ("zb-v", 8), ("zb-v", 12)])
+def test_a_pipeline_that_repeats_is_not_built_in_whole(name, ranks, monkeypatch):
+    """Also where what repeats is less than a round: two ranks that wait for one another."""
+    built = []
+
+    def counted(*shape):
+        built.append(shape[2])
+        return orders.unchecked(*shape)
+
+    monkeypatch.setattr(long_schedules, "unchecked", counted)
+    stages = ranks * (2 if name == "zb-v" else 1)
+    seconds = {(kind, stage): 1.0 for kind in "FBW" for stage in range(stages)}
+    if name == "1f1b":
+        seconds["F", ranks - 1] = seconds["B", ranks - 1] = 0.9
+    found = long_schedules.long_schedule(name, ranks, 512).makespan(seconds, 0.4)
+    assert max(built) < 512
+    whole = simulation.makespan(orders.unchecked(name, ranks, 512), seconds, 0.4)
+    assert found == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_step_is_priced_by_its_schedule():
