@@ -66,6 +66,11 @@ def _rehearse(arguments: list[str]) -> int:
     found = [note_of(config.layout, choice)] if choice else []
     for note in [*filter(None, [machine.note]), *request.notes, *fused, *other, *found]:
         print(f"note: {note}", file=sys.stderr)
+    if config.model.experts > 1:
+        why = "how many tokens each rank receives depends on the data"
+        raise UserError(
+            f"experts({config.model.experts}) are not rehearsed yet: {why}; use plan.py"
+        )
     if options.on:
         return _emulate(options, config, replace(machine, node=options.gpus // nodes))
     if options.links:

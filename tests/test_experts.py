@@ -12,7 +12,7 @@ import golden_worker
 import pytest
 import torch
 from compare import assert_close, assert_within
-from ranks import start_ranks
+from ranks import fork_one, start_ranks
 from test_golden import distance, reference, run_cases
 
 import trainer
@@ -234,3 +234,10 @@ def test_what_does_not_go_together_is_one_sentence(options, sentence):
     case = SHAPE | {"experts": 8, "experts_per_token": 2, "activation": "swiglu"} | options
     with pytest.raises(UserError, match=sentence):
         validation.check(golden_worker.options(case), 4)
+
+
+def test_a_rehearsal_refuses_experts():
+    words = "--gpus 4 --experts 8 --experts-per-token 2 --no-bias --layers 2 --hidden 32 --heads 4"
+    outcome = fork_one("rehearse.py", *words.split(), "--steps", "1")
+    assert outcome.status == 2
+    assert "experts(8) are not rehearsed yet" in outcome.err
