@@ -101,7 +101,7 @@ class Router(nn.Module):
         weights = weights * self.model.router_scale
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
-                self.counts += _rows_of_experts(experts.flatten(), self.model.experts)
+                self.counts += occurrences(experts.flatten(), self.model.experts)
             choice = Choice(logits, scores, experts, samples, count)
             weights = self.balance.penalized(self, weights, choice)
         return experts, weights
@@ -162,7 +162,7 @@ class ExpertMLP(nn.Module):
         self.experts = model.experts
         self.chosen = model.experts_per_token
         self.activation = factory.fused(activation)
-        columns = (2,) if model.activation == "swiglu" else ()
+        columns = (2,) if model.up_matrices == 2 else ()
         f = model.ffn_hidden
         h = model.hidden
         held_here = functools.partial(
@@ -214,24 +214,36 @@ class ExpertMLP(nn.Module):
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         back = _inverse(order)
-        counts = _rows_of_experts(chosen, self.experts)
-        sent, received, counts_by_rank = self._exchange_counts(counts)
+        counts = occurrences(chosen, self.experts)
         rows = _Repeat.apply(x, order, back, self.chosen)
-        rows = self._send(rows, received, sent)
-        by_expert = _order_by_expert(counts_by_rank, x.device)
-        rows = _Permute.apply(rows, by_expert, _inverse(by_expert))
-        rows = self._mlp(rows, [sum(column) for column in zip(*counts_by_rank)])
-        rows = _Permute.apply(rows, _inverse(by_expert), by_expert)
-        rows = self._send(rows, sent, received)
+        if self.factory.mesh.experts.size == 1:
+            rows = self._mlp(rows, self.factory.mesh.experts.values(counts))
+        else:
+            rows = self._on_other_ranks(rows, counts)
         rows = _Permute.apply(rows, back, order)
         each = rows.view(len(x), self.chosen, x.shape[-1])
         return (each * weights.to(x.dtype)[..., None]).sum(1)
+
+    def _on_other_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the experts' outputs for rows (T k, h), which are computed on the ranks of `ep`.
+
+        counts: the rows of each expert, (E,), which `rows` has in this order.
+        """
+        group = self.factory.mesh.experts
+        sent, received, counts_by_rank = self._exchange_counts(counts)
+        rows = _Exchange.apply(rows, group, received, sent)
+        by_expert = _order_by_expert(counts_by_rank, rows.device)
+        by_rank = _inverse(by_expert)
+        rows = _Permute.apply(rows, by_expert, by_rank)
+        rows = self._mlp(rows, [sum(column) for column in zip(*counts_by_rank)])
+        rows = _Permute.apply(rows, by_rank, by_expert)
+        return _Exchange.apply(rows, group, sent, received)
 
     def _exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int], list[list[int]]]:
         """Return the rows that go to each rank of `ep`, those that come from each, and the latter
         by this rank's experts. counts: the rows of this rank's tokens by expert, (E,).
 
-        This is the one place where the host waits for the device.
+        The host waits for the device here, once in a forward pass.
         """
         group = self.factory.mesh.experts
         by_rank = counts.view(group.size, -1)
@@ -241,11 +253,6 @@ class ExpertMLP(nn.Module):
         sent = [sum(row) for row in leaving]
         received = [sum(row) for row in arrived]
         return sent, received, arrived
-
-    def _send(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Return the rows that come from the ranks of `ep` for `rows`, which go to them."""
-        group = self.factory.mesh.experts
-        return rows if group.size == 1 else _Exchange.apply(rows, group, received, sent)
 
     def _mlp(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return the MLPs' outputs for rows (n, h), which are ordered by this rank's experts."""
@@ -262,10 +269,12 @@ def _share(count: int, group: Group) -> tuple[int, int]:
     return count * group.rank // group.size, count * (group.rank + 1) // group.size
 
 
-def _rows_of_experts(chosen: Tensor, experts: int) -> Tensor:
-    """Return how often each of the experts is in `chosen`, (n,): (E,)."""
-    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
-    return counts.index_add_(0, chosen, torch.ones_like(chosen))
+def occurrences(numbers: Tensor, count: int) -> Tensor:
+    """Return how often each of 0, 1, ..., count - 1 is in `numbers`, (n,): (count,).
+
+    Unlike that of torch.bincount, the result's shape does not depend on data.
+    """
+    return numbers.new_zeros(count).index_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _inverse(order: Tensor) -> Tensor:

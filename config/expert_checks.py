@@ -1,4 +1,4 @@
-"""Which options of experts go together, and with which other options; validation.py calls it.
+"""Which options of models with experts go together; validation.py calls it for such a model.
 
 Read schema.py, which has the options, before this file.
 """
@@ -21,15 +21,6 @@ def check(model: ModelShape, layout: Layout | None, training: Training | None) -
 def check_router(model: ModelShape) -> None:
     """Raise UserError if the experts, or the groups of them, do not go together."""
     experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
-    if experts == 1:
-        needs = {
-            "--experts-per-token": chosen > 1,
-            "--router-groups": groups > 1,
-            "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
-            "--shared-gate": model.shared_gate,
-        }
-        _refuse(needs)
-        return
     if chosen > experts:
         raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")
     if experts % groups:
@@ -44,18 +35,9 @@ def check_router(model: ModelShape) -> None:
         raise UserError("--shared-gate is of the shared MLP: give --shared-ffn-hidden N too")
 
 
-def _refuse(needs: dict[str, bool]) -> None:
-    """Raise UserError for the first flag of `needs` that was given to a model without experts."""
-    for flag in (flag for flag, given in needs.items() if given):
-        raise UserError(f"{flag} needs --experts N, with N above 1")
-
-
 def check_ranks(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if the ranks of a stage cannot divide the experts."""
     ep = layout.ep or 1
-    if model.experts == 1:
-        _refuse({"--ep": ep > 1})
-        return
     ranks = (layout.dp or 1) * layout.cp * layout.tp
     if model.experts % ep:
         raise UserError(f"ep({ep}) does not divide experts({model.experts})")
@@ -70,13 +52,6 @@ def check_ranks(model: ModelShape, layout: Layout) -> None:
 
 def check_run(model: ModelShape, layout: Layout, training: Training) -> None:
     """Raise UserError if experts do not go with the other options of a run."""
-    if model.experts == 1:
-        needs = {
-            "--balance": training.balance != "none",
-            "--router-z-loss": training.router_z_loss > 0,
-        }
-        _refuse(needs)
-        return
     if model.bias:
         raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
     if training.optimizer in ("muon", "adafactor"):

@@ -50,7 +50,7 @@ def mlp_parameters(model: ModelShape) -> int:
 
 def shared_parameters(model: ModelShape) -> int:
     """Parameters of the MLP that every token takes beside its experts, and of its gate."""
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = model.up_matrices + 1
     gate = model.hidden if model.shared_gate else 0
     return matrices * model.hidden * model.shared_ffn_hidden + gate
 

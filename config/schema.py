@@ -142,9 +142,14 @@ class ModelShape:
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
     @property
+    def up_matrices(self) -> int:
+        """Matrices that read an MLP's input: with SwiGLU that of the gates too."""
+        return 2 if self.activation == "swiglu" else 1
+
+    @property
     def up_width(self) -> int:
         """Columns of the MLP's first matrix; SwiGLU's gates double their number."""
-        return self.ffn_hidden * (2 if self.activation == "swiglu" else 1)
+        return self.ffn_hidden * self.up_matrices
 
     @property
     def mlps(self) -> tuple[int, int]:

@@ -90,8 +90,7 @@ def check_shape(model: ModelShape) -> None:
         )
 
 
-# For each kind of rotary scaling, the names that config.json has for its numbers, in the order of
-# --rotary-scaling.
+# The names in config.json of the numbers of each kind of --rotary-scaling, in their order.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROTARY_SCALING = {"none": (), "linear": ("factor",), "llama3": _LLAMA3}
 
@@ -138,15 +137,23 @@ def check_split(model: ModelShape, layout: Layout) -> None:
 def _check_experts(
     model: ModelShape, layout: Layout | None = None, training: Training | None = None
 ) -> None:
-    """Raise UserError if options of experts, which most runs have not, do not go together."""
-    given = (model.experts, model.experts_per_token, model.router_groups) != (1, 1, 1)
-    given |= model.shared_gate or model.shared_ffn_hidden > 0
-    given |= layout is not None and (layout.ep or 1) > 1
-    given |= training is not None and (training.balance != "none" or training.router_z_loss > 0)
-    if given:
-        from config import expert_checks
+    """Raise UserError if options of experts do not go together, or were given without experts."""
+    if model.experts > 1:
+        from config import expert_checks  # here, since most runs have no experts
 
         expert_checks.check(model, layout, training)
+        return
+    given = {
+        "--experts-per-token": model.experts_per_token > 1,
+        "--router-groups": model.router_groups > 1,
+        "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
+        "--shared-gate": model.shared_gate,
+        "--ep": layout is not None and (layout.ep or 1) > 1,
+        "--balance": training is not None and training.balance != "none",
+        "--router-z-loss": training is not None and training.router_z_loss > 0,
+    }
+    for flag in filter(given.get, given):
+        raise UserError(f"{flag} needs --experts N, with N above 1")
 
 
 def _uncut(layout: Layout, length: int) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from config.schema import ModelShape, Training
 from distributed.mesh import Mesh
-from experts import Choice, Router
+from experts import Choice, Router, occurrences
 from optim.buckets import Key, ParamGroup
 from parallel import ParamFactory
 
@@ -64,9 +64,8 @@ def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
     The tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
     """
     experts = choice.scores.shape[-1]
-    places = (choice.samples[:, None] * experts + choice.experts).flatten()
-    counts = places.new_zeros(choice.samples_in_batch * experts)
-    counts.index_add_(0, places, torch.ones_like(places))
+    places = choice.samples[:, None] * experts + choice.experts
+    counts = occurrences(places.flatten(), choice.samples_in_batch * experts)
     for group in (mesh.tp, mesh.cp):
         group.at_once.all_reduce(counts).wait()
     counts = counts.view(-1, experts)

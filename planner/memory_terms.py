@@ -184,7 +184,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     numbers = numbers + model.qkv_width / t  # queries, keys and values
     numbers = numbers + model.attention_width / t  # attention's result
     numbers = numbers + attention_copies(job) * model.attention_width / t
-    numbers = numbers + f * (model.up_width // model.ffn_hidden) / t  # the activation's input
+    numbers = numbers + f * model.up_matrices / t  # the activation's input
     numbers = numbers + f / t  # its result
     numbers = numbers + normed_width(model) / t
     if model.activation == "swiglu":

@@ -57,7 +57,7 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     ]
     shared = model.shared_ffn_hidden if model.experts > 1 else model.ffn_hidden
     if shared:
-        columns = shared * (model.up_width // model.ffn_hidden)
+        columns = shared * model.up_matrices
         found += [(job.tokens, columns // t, h, 1), (job.tokens, h, shared // t, 1)]
     if model.experts > 1:
         alike = model.experts // job.ep
@@ -119,7 +119,7 @@ def elementwise_bytes(job: Job) -> Pass:
     experts, active = model.mlps
     shared = h / job.sequence_shards
     f = active * model.ffn_hidden + model.shared_ffn_hidden
-    up = f * (model.up_width // model.ffn_hidden)
+    up = f * model.up_matrices
     turned = (model.qkv_width + model.attention_width) / 2
     moved = Pass(4 * shared, 6 * shared)  # two norms: read, write; backward one pass more
     moved += Pass(6 * shared, 6 * shared)  # two residual additions: read, read, write

@@ -27,7 +27,7 @@ ROUNDS = (6, 12, 24)  # of the short schedules that are simulated one after the 
 ENDING = 2  # the last rounds, which are not compared
 COMPARED = 2  # rounds before those, whose actions are compared with earlier ones
 HELD_ROUNDS = 3  # of the short schedule from whose actions the memory is counted
-# Of --vocab-pp: the rounds of two schedules, whose difference is taken for a further round.
+# With --vocab-pp two schedules of these rounds are simulated; their difference is a further round.
 VOCABULARY_ROUNDS = (4, 5)
 # Actions end equally much later if that differs by at most this share of the whole: by rounding.
 ALIKE = 1e-11
