@@ -3,6 +3,8 @@
 Read schema.py, which has the options, before this file.
 """
 
+from dataclasses import replace
+
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 
@@ -59,11 +61,14 @@ def check_run(model: ModelShape, layout: Layout, training: Training) -> None:
             f"--optimizer {training.optimizer} takes whole matrices and would take all "
             f"experts({model.experts}) as one: give adamw, adamw8bit, apex or sgd"
         )
-    check_zero(model, layout)
+    check_zero(model, replace(layout, ep=layout.ep or 1))
 
 
 def check_zero(model: ModelShape, layout: Layout) -> None:
-    """Raise UserError for --zero 3 with experts, unless each rank has all experts of its stage."""
+    """Raise UserError for --zero 3 with experts, unless each rank has all experts of its stage.
+
+    layout: with ep None, the planner chooses ep.
+    """
     if model.experts > 1 and layout.zero == 3 and (layout.ep != 1 or layout.tp > 1):
         raise UserError(
             f"--zero 3 with experts needs --ep 1 and tp(1), not ep({layout.ep or 'automatic'}) and "

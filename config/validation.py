@@ -19,7 +19,6 @@ from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, bat
 def check(config: Config, ranks: int) -> Config:
     """Return the configuration with dp filled in; UserError if it cannot run on `ranks` ranks."""
     layout = with_dp(config.layout, ranks, "ranks")
-    layout = dataclasses.replace(layout, ep=layout.ep or 1)
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
