@@ -8,7 +8,7 @@ tokens (--cp) in distributed/context_parallel.py. Read parallel.py first, for th
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from config.messages import UserError
 from config.schema import ModelShape
 from config.validation import rotary_scaling
-from corpora.attention_masks import (
-    Mask,
-    alibi_slopes,
-    causal_alibi,
-    masked_attention,
-    takes_flex,
-    visible,
-)
 from data import Batch
 from distributed.collectives import Group, sum_both_ways
 from distributed.context_parallel import (
@@ -37,6 +29,9 @@ from distributed.context_parallel import (
     to_tokens,
 )
 from parallel import ColumnLinear, ParamFactory, RowLinear
+
+if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load their module
+    from corpora.attention_masks import Mask
 
 # recomputed(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
 # to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
@@ -91,7 +86,9 @@ class Positions:
                 cp.balanced_shard(sin[:length], 0),
             )
         if self.slopes is not None and not self.masked:
-            self._causal = causal_alibi(
+            from corpora import attention_masks
+
+            self._causal = attention_masks.causal_alibi(
                 self.slopes,
                 self.micro_batch,
                 length,
@@ -100,15 +97,18 @@ class Positions:
                 self._own_places(length),
             )
 
-    def mask(self, batch: Batch | None) -> Mask | None:
+    def mask(self, batch: Batch | None) -> "Mask | None":
         """Return the mask for a batch that says what its tokens see, else that of causal ALiBi.
 
         None: attention is causal and has no ALiBi, so it needs no mask.
         """
         if batch is None or batch.starts is None or batch.stops is None:
             return self._causal
+        from corpora import attention_masks
+
         places = self._own_places(batch.starts.shape[1])
-        return visible(batch.starts, batch.stops, self.slopes, self.factory.dtype, places)
+        dtype = self.factory.dtype
+        return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
 
     def rotary(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines for `rotate`, or None if the model has no rotary positions.
@@ -133,6 +133,8 @@ def own_places(group: Group, length: int, device: torch.device) -> Tensor | None
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
     """Return ALiBi's slopes of this tensor rank's heads, a slice of the model's: (a,)."""
+    from corpora.attention_masks import alibi_slopes
+
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
 
 
@@ -209,16 +211,19 @@ class KeyValueCache:
         bias = -self.slopes.to(self.device)[:, None, None] * distance
         self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
 
-    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Mask]:
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> "tuple[Tensor, Tensor, Mask]":
         """Store a layer's k and v of the new tokens, (s, b, g, d) each. Return the keys and the
         values of all tokens, and the mask for the queries of the new tokens.
         """
+        from corpora import attention_masks
+
         if layer not in self._held:
             self._held[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
         keys, values = self._held[layer]
         keys[self.tokens - len(k) : self.tokens] = k
         values[self.tokens - len(v) : self.tokens] = v
-        return keys[: self.tokens], values[: self.tokens], Mask(self._bias.to(k.dtype))
+        mask = attention_masks.Mask(self._bias.to(k.dtype))
+        return keys[: self.tokens], values[: self.tokens], mask
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -255,7 +260,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Mask | None,
+        mask: "Mask | None",
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -291,7 +296,7 @@ def _split_heads(
     return [q, k, v] if rotary is None else [rotate(q, rotary), rotate(k, rotary), v]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "Mask | None", group: Group) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v over the tokens that the mask shows (None: causal).
 
     q is (s, b, a, d), k and v are (s, b, g, d), the result is (s, b, a d). group: the ranks that
@@ -300,7 +305,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) ->
     k, v = gather_tokens(k, v, group)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
     if mask is not None:
-        mixed = masked_attention(q, k, v, mask)
+        from corpora import attention_masks
+
+        mixed = attention_masks.masked_attention(q, k, v, mask)
     elif group.size > 1:
         mixed = causal_attention(q, k, v, group)
     else:
@@ -353,7 +360,11 @@ def attention_kernel(
     over = f", keys of {mesh.kv.size} ranks" * (mesh.kv.size > 1)
     over += f", heads over {mesh.heads.size} ranks" * (mesh.heads.size > 1)
     of: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
-    flex = takes_flex(model.head_size, **of)
+    flex = False
+    if masked or alibi:
+        from corpora import attention_masks
+
+        flex = attention_masks.takes_flex(model.head_size, **of)
     on_gpu = factory.device.type == "cuda"
     if masked and on_gpu and not flex:
         takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"

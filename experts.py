@@ -39,10 +39,17 @@ from parallel import (
 
 
 class Balance(Protocol):
-    """What a training step adds to a router; optim/balance.py has it."""
+    """What a step adds to a router; optim/balance.py has it."""
 
     def penalized(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
         """Return `weights`; their backward pass adds the gradient of the auxiliary losses."""
+
+
+class Routing(Protocol):
+    """What records or replaces a router's choices; telemetry/routing_file.py has it."""
+
+    def settle(self, chosen: Tensor, places: Tensor, samples: int) -> Tensor:
+        """Return the experts to take for the tokens, (T, k), where the router chose `chosen`."""
 
 
 class Choice(NamedTuple):
@@ -79,21 +86,26 @@ class Router(nn.Module):
         self.load = _constant(factory, f"{name}.load", model.experts, 1.0)
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
         self.balance: Balance | None = None
+        self.routing: Routing | None = None
 
     def forward(
-        self, x: Tensor, samples: Tensor, count: int, kept: list[Tensor]
+        self, x: Tensor, places: Tensor, samples: int, kept: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the experts (T, k), ascending, and their weights (T, k) for tokens x (T, h).
 
-        samples: the sample of each token, (T,), of `count` samples. kept: empty, and then filled
-        with the choice; in the repeated forward pass of recomputation it holds the choice already.
+        places: of the tokens among those of the tensor group, (T,), in the order (s, b); samples:
+        b. kept: empty, and then filled with the choice; in the repeated forward pass of
+        recomputation it holds the choice already.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(exact), self.weight.to(exact))
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
         repeated = bool(kept)
         if not repeated:
-            kept.append(self._choose(scores.detach()))
+            chosen = self._choose(scores.detach())
+            if self.routing is not None and torch.is_grad_enabled():
+                chosen = self.routing.settle(chosen, places, samples)
+            kept.append(chosen)
         experts = kept[0]
         weights = scores.gather(-1, experts)
         if self.model.router_normalised:
@@ -102,7 +114,7 @@ class Router(nn.Module):
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
                 self.counts += occurrences(experts.flatten(), self.model.experts)
-            choice = Choice(logits, scores, experts, samples, count)
+            choice = Choice(logits, scores, experts, places % samples, samples)
             weights = self.balance.penalized(self, weights, choice)
         return experts, weights
 
@@ -178,10 +190,8 @@ class ExpertMLP(nn.Module):
         self.shared = shared
         self.gate: nn.Parameter | None = None
         if model.shared_gate:
-            shape = (1, h)
-            self.gate = factory.parameter(
-                f"{name}.shared_gate.weight", shape, std=factory.std, decay=True
-            )
+            gate = f"{name}.shared_gate.weight"
+            self.gate = factory.parameter(gate, (1, h), std=factory.std, decay=True)
 
     def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
         """Return the sum of the chosen experts' outputs for x. kept: as in Router.forward."""
@@ -193,8 +203,7 @@ class ExpertMLP(nn.Module):
             start, stop = _share(len(tokens), tp)
             own = _OwnTokens.apply(tokens, start, stop, tp)
             own = self._of_tokens(own, start, x.shape[1], kept)
-            y = F.pad(own, (0, 0, start, len(tokens) - stop))
-            y = reduce_from_tp(y, self.factory)
+            y = reduce_from_tp(F.pad(own, (0, 0, start, len(tokens) - stop)), self.factory)
         y = y.view_as(x)
         if self.shared is None:
             return y
@@ -210,7 +219,7 @@ class ExpertMLP(nn.Module):
         (s, b); samples: b.
         """
         places = torch.arange(start, start + len(x), device=x.device)
-        experts, weights = self.router(x, places % samples, samples, kept)
+        experts, weights = self.router(x, places, samples, kept)
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         back = _inverse(order)

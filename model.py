@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from attention import Attention, KeyValueCache, Positions, recomputed
 from config.schema import Layout, ModelShape
-from corpora.attention_masks import Mask
 from data import Batch
 from distributed.collectives import Group
 from loss import cross_entropy
@@ -34,6 +33,9 @@ from parallel import (
     reduce_from_tp,
 )
 from schedules.partition import StageSpec
+
+if TYPE_CHECKING:
+    from corpora.attention_masks import Mask
 
 
 class Norm(nn.Module):
@@ -140,7 +142,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Mask | None,
+        mask: "Mask | None",
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -155,7 +157,7 @@ class Block(nn.Module):
     def _run(
         self,
         x: Tensor,
-        mask: Mask | None,
+        mask: "Mask | None",
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
         choice: list[Tensor],
@@ -214,8 +216,7 @@ class VocabEmbedding(nn.Module):
         local = tokens - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(absent, 0), self.weight, sparse=sparse)
-        rows = rows.masked_fill(absent[..., None], 0.0)
-        return reduce_from_tp(rows, self.factory)
+        return reduce_from_tp(rows.masked_fill(absent[..., None], 0.0), self.factory)
 
 
 class Embedding(nn.Module):
@@ -322,9 +323,8 @@ class VocabularyPart(nn.Module):
             self.weight.passes = 2  # gradients in a micro-batch: of the embedding and the output
         else:
             name = "head.weight"
-            std = factory.std
             self.weight = factory.parameter(
-                name, shape, std=std, dim=0, padded=padded, decay=True, over=over
+                name, shape, std=factory.std, dim=0, padded=padded, decay=True, over=over
             )
         self.spec = self.weight.spec
 

@@ -11,7 +11,7 @@ the model's stages, zero's Optimizer.step turns their gradients into new weights
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -70,6 +70,8 @@ class TrainState(ModelState):
     """One rank's part of a model, with its optimizer: all that training needs."""
 
     optimizer: Optimizer
+    # Called before the passes of each step, with its first sample and the length of its samples.
+    before_passes: list[Callable[[int, int], None]] = field(default_factory=list)
 
 
 def build(config: Config, context: Context | None = None) -> TrainState:
@@ -82,7 +84,13 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     config = model.config
     factory = model.factory
     optimizer = Optimizer(model.stages, factory, config.training, config.layout, config.model)
-    return TrainState(**vars(model), optimizer=optimizer)
+    state = TrainState(**vars(model), optimizer=optimizer)
+    if config.run.routing_file and optimizer.balance:
+        from telemetry.routing_file import Routing  # here, since few runs need the module
+
+        routing = Routing(config, factory, optimizer.balance.routers)
+        state.before_passes.append(routing.begin_step)
+    return state
 
 
 def build_model(config: Config, context: Context | None = None) -> ModelState:
@@ -132,7 +140,8 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     """Run the passes of one micro-batch of the next step and discard the gradients, so that
-    --compile compiles and a GPU loads its kernels (`warms_up`). The step reuses the micro-batch.
+    --compile compiles and a GPU loads its kernels (start_checks.warms_up). The step reuses the
+    micro-batch.
     """
     state.factory.mesh.recorder.enter("warm up")
     _passes(state, samples, consumed, of_warm_up=True)
@@ -147,10 +156,11 @@ def _passes(
     size = config.batches.batch(consumed)
     length = config.length(consumed)
     micro_batches = 1 if of_warm_up else config.micro_batches(size)
-    targets = size * length
     state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
-    loss_weight = state.optimizer.begin_step(targets, micro_batches)
+    loss_weight = state.optimizer.begin_step(size * length, micro_batches)
+    for begin in state.before_passes:
+        begin(consumed, length)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 
 
@@ -208,9 +218,10 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
-        checks = partial(check_replicas, state) if config.run.check_replicas_every else None
-        about = config, mesh, state.optimizer, context, samples, log.note
-        checkpoints = Checkpoints(*about, checks)
+        checks = None
+        if config.run.check_replicas_every:
+            checks = partial(replica_check.check, state.stages, state.optimizer, mesh)
+        checkpoints = Checkpoints(config, mesh, state.optimizer, context, samples, log.note, checks)
         start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
@@ -223,17 +234,6 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
     context.stop(0 if finished else STOPPED_EARLY)
     if listening:  # the caller may go on: restore its signal handlers
         signals.close()
-
-
-def warms_up(config: Config, device: torch.device) -> bool:
-    """Return whether the run calls `warm_up` before its first step.
-
-    It does with --compile, and on GPUs with several stages. A kernel is loaded at its first launch,
-    which waits until nothing runs on the device, messages included. With several micro-batches, two
-    ranks that load kernels at once can each wait for a message that the other receives only later.
-    With one micro-batch no running message waits for its rank's next action (may_be_ahead).
-    """
-    return config.run.compile or (device.type == "cuda" and config.layout.pp > 1)
 
 
 def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
@@ -281,7 +281,7 @@ class Trainer:
         self.after_step: list[StepObserver] = [garbage.collect_after]
         self.write_samples: Callable[[int, bool], None] = lambda iteration, last: None
         self._add_observers()
-        self.cold = warms_up(config, self.device)
+        self.cold = start_checks.warms_up(config, self.device.type)
 
     def _add_observers(self) -> None:
         """Add the observers that the options ask for: a profile, step times, samples of text."""
@@ -442,8 +442,3 @@ class Trainer:
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
-
-
-def check_replicas(state: TrainState, iteration: int) -> None:
-    """Call `replica_check.check` on a run's state; collective over the world."""
-    replica_check.check(state.stages, state.optimizer, state.factory.mesh, iteration)

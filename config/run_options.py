@@ -309,6 +309,14 @@ class Run:
         "fuse norms, rotary positions, SwiGLU and the loss by torch.compile, before step 1",
     )
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
+    record_routing: str = option(
+        None,
+        "write the experts of every token to this file",
+    )
+    pin_routing: str = option(
+        None,
+        "take the experts of every token from this file of a run with --record-routing",
+    )
     torch_profile: int = option(
         None,
         "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json",
@@ -319,6 +327,11 @@ class Run:
     def saves(self) -> bool:
         """Whether the run saves checkpoints regularly, not only when it is stopped."""
         return bool(self.save_every or self.save_every_minutes)
+
+    @property
+    def routing_file(self) -> str | None:
+        """The file of the experts of every token, which the run writes or takes them from."""
+        return self.pin_routing or self.record_routing
 
     @property
     def tracked_runs(self) -> str:

@@ -2,6 +2,7 @@
 
     introduce(config, context, "precision: bf16 ...")     every rank's place, warnings, node checks
     check_compiler(kernels, "cuda", "n1")                 before a kernel is compiled
+    warms_up(config, "cuda")                              whether passes come before step 1
     check_room(config, context, needed=10**9, say=print)  memory and disk for checkpoints
 
 The checks of nodes are in preflight.py. A run on one node does not load that file unless
@@ -79,3 +80,14 @@ def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
         )
     if on_gpu and importlib.util.find_spec("triton") is None:
         raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
+
+
+def warms_up(config: Config, device: str) -> bool:
+    """Return whether the run calls trainer.warm_up before its first step on that kind of device.
+
+    It does with --compile, and on GPUs with several stages. A kernel is loaded at its first launch,
+    which waits until nothing runs on the device, messages included. With several micro-batches, two
+    ranks that load kernels at once can each wait for a message that the other receives only later.
+    With one micro-batch no running message waits for its rank's next action (may_be_ahead).
+    """
+    return config.run.compile or (device == "cuda" and config.layout.pp > 1)

@@ -44,12 +44,13 @@ from checkpointing.state import Progress, count_elements, saved_types, shards_to
 from checkpointing.writer import Writer
 from config.schema import Config, coordinates
 from decoding import Choice, Decoder
+from distributed import start_checks
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
 from emulator.meter import Meter, Peak
 from emulator.recording import COPY, READ, Event, RecordingContext, recording_context
-from telemetry import step_stats
+from telemetry import replica_check, step_stats
 
 FIRST, BETWEEN, LAST = range(3)
 AXES = ("pp", "dp", "cp", "tp")
@@ -300,7 +301,7 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
         state = trainer.build(config, context)
         _classify(state, meter, built=False)
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
-        if trainer.warms_up(config, context.device):
+        if start_checks.warms_up(config, "cuda"):
             trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}
@@ -340,7 +341,8 @@ def _after_steps(
         trainer.evaluate(state, samples, config.data.eval_samples)
     if config.run.check_replicas_every:
         recorder.enter("check replicas")
-        trainer.check_replicas(state, STEPS)
+        mesh = state.factory.mesh
+        replica_check.check(state.stages, state.optimizer, mesh, STEPS)
     if config.run.sample_every:
         recorder.enter("sample")
         state.optimizer.finish_gathering()

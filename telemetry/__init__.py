@@ -8,6 +8,7 @@ step_stats      every rank's seconds and memory at the end of a step; slow ranks
 loss_monitor    loss spikes and losses that are not finite
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard, Weights & Biases and MLflow
+routing_file    the experts that every token takes, written or given
 torch_profile   torch.profiler's trace of one step
 step_times      passes and waits of every rank in some steps, for plan.py gap
 

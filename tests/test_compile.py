@@ -116,11 +116,10 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
     words = "--layers 2 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 2 --device cpu"
     words += f" --global-batch-size 4 --micro-batch-size 1 --no-watchdog --out {tmp_path}"
     config = validation.check(parse(words.split()), 1)
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     two_stages = validation.check(parse([*words.split(), "--pp", "2"]), 2)
-    assert trainer.warms_up(two_stages, gpu)
-    assert not trainer.warms_up(two_stages, cpu)
-    assert not trainer.warms_up(config, gpu)
+    assert start_checks.warms_up(two_stages, "cuda")
+    assert not start_checks.warms_up(two_stages, "cpu")
+    assert not start_checks.warms_up(config, "cuda")
     passes, train = [], Pipeline.train
 
     def counted(pipeline, batches, micro_batches, loss_weight):
@@ -128,7 +127,7 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
         return train(pipeline, batches, micro_batches, loss_weight)
 
     monkeypatch.setattr(Pipeline, "train", counted)
-    monkeypatch.setattr(trainer, "warms_up", lambda config, device: True)
+    monkeypatch.setattr(start_checks, "warms_up", lambda config, device: True)
     trainer.main(config, Launch("python"))
     assert passes == [1, 4, 4]
     assert "warmed up by the passes of a micro-batch in " in (tmp_path / "log.txt").read_text()

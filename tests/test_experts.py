@@ -7,8 +7,10 @@ and a run goes on under another ep. test_families.py compares with transformers.
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import golden_worker
+import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_within
@@ -113,6 +115,41 @@ def test_a_checkpoint_is_resumed_under_another_ep(tmp_path):
         assert max(ours["expert_loads"]) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_choices_are_the_same_in_every_layout_and_can_be_pinned(ranks, tmp_path):
+    """In fp64 each layout writes the bytes that one rank writes. In fp32, where a rounding could
+    change a choice, layouts that take one rank's choices end where that rank does.
+    """
+    cases, expected = [], []
+    for seed in range(10):
+        case = drawn_case(ranks, 500 + seed)
+        files = {name: str(tmp_path / f"{seed}_{name}.npy") for name in ("one", "many", "fp32")}
+        expected.append(reference(case | {"record_routing": files["one"]}))
+        cases.append(case | {"record_routing": files["many"]})
+        case |= {"precision": "fp32"}
+        expected.append(reference(case | {"record_routing": files["fp32"]}))
+        cases.append(case | {"pin_routing": files["fp32"]})
+    results = run_cases(ranks, cases, tmp_path)
+    for case, result, wanted in zip(cases, results, expected, strict=True):
+        bound = 1e-12 if case["precision"] == "fp64" else 1e-6
+        assert_within(distance(result, wanted), bound, case)
+    for seed in range(10):
+        one, many = (np.load(tmp_path / f"{seed}_{name}.npy") for name in ("one", "many"))
+        assert np.array_equal(one, many), cases[2 * seed]
+        assert one.all()
+
+
+def test_choices_of_another_run_that_do_not_fit_are_refused(tmp_path):
+    path = str(tmp_path / "routing.npy")
+    run_of_one_rank(record_routing=path, steps=2)
+    with pytest.raises(UserError, match=r"has \(16, 4, 16, 1\).*but this run has \(24, 4, 16, 1\)"):
+        run_of_one_rank(pin_routing=path, steps=3)
+    Path(path).write_text("no array")
+    with pytest.raises(UserError, match="is no file of --record-routing"):
+        run_of_one_rank(pin_routing=path, steps=2)
+
+
 # ------------------------------------------------------------------------------------------------
 # The router and its balance
 # ------------------------------------------------------------------------------------------------
@@ -130,9 +167,8 @@ def router_of(model: schema.ModelShape) -> Router:
 def test_a_bias_changes_the_choice_and_not_the_weights():
     router = router_of(model_with(router="sigmoid", router_normalised=False))
     x = torch.randn(20, 16, dtype=torch.float64)
-    samples = torch.zeros(20, dtype=torch.int64)
     router.bias[3] = 10.0
-    experts, weights = router(x, samples, 1, [])
+    experts, weights = router(x, torch.arange(20), 1, [])
     assert (experts == 3).any(-1).all()
     scores = (x @ router.weight.t()).sigmoid()
     assert_close(weights, scores.gather(-1, experts), 1e-12)
@@ -140,14 +176,14 @@ def test_a_bias_changes_the_choice_and_not_the_weights():
 
 def test_groups_limit_the_choice():
     router = router_of(model_with(router_groups=4, router_groups_per_token=1))
-    experts, _ = router(torch.randn(50, 16, dtype=torch.float64), torch.zeros(50).long(), 1, [])
+    experts, _ = router(torch.randn(50, 16, dtype=torch.float64), torch.arange(50), 1, [])
     assert (experts[:, 0] // 2 == experts[:, 1] // 2).all()
 
 
 def test_the_choice_that_was_kept_is_taken_again():
     router = router_of(model_with())
     kept = [torch.tensor([[0, 7]] * 5)]
-    experts, _ = router(torch.randn(5, 16, dtype=torch.float64), torch.zeros(5).long(), 1, kept)
+    experts, _ = router(torch.randn(5, 16, dtype=torch.float64), torch.arange(5), 1, kept)
     assert experts.tolist() == kept[0].tolist()
 
 
@@ -155,7 +191,7 @@ def penalty_of(model: schema.ModelShape, kind: str, x: torch.Tensor) -> torch.Te
     """The gradient that a balance of rate 1 gives the router's weight, for one sample."""
     router = router_of(model)
     router.balance = Penalty(kind, 1.0, 0.0, 1.0)
-    _, weights = router(x, torch.zeros(len(x)).long(), 1, [])
+    _, weights = router(x, torch.arange(len(x)), 1, [])
     (weights * 0).sum().backward()
     return router.weight.grad
 
