@@ -28,7 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.schema import ModelShape
-from distributed.collectives import Group
+from distributed.token_exchange import (
+    Exchange,
+    OwnTokens,
+    counts_on_host,
+    exchange_counts,
+    order_by_expert,
+    share,
+)
 from parallel import (
     DeferredGradients,
     ParamFactory,
@@ -200,8 +207,8 @@ class ExpertMLP(nn.Module):
             y = self._of_tokens(x.flatten(0, 1), 0, x.shape[1], kept)
         else:
             tokens = x.flatten(0, 1)
-            start, stop = _share(len(tokens), tp)
-            own = _OwnTokens.apply(tokens, start, stop, tp)
+            start, stop = share(len(tokens), tp)
+            own = OwnTokens.apply(tokens, start, stop, tp)
             own = self._of_tokens(own, start, x.shape[1], kept)
             y = reduce_from_tp(F.pad(own, (0, 0, start, len(tokens) - stop)), self.factory)
         y = y.view_as(x)
@@ -226,7 +233,7 @@ class ExpertMLP(nn.Module):
         counts = occurrences(chosen, self.experts)
         rows = _Repeat.apply(x, order, back, self.chosen)
         if self.factory.mesh.experts.size == 1:
-            rows = self._mlp(rows, self.factory.mesh.experts.values(counts))
+            rows = self._mlp(rows, counts_on_host(self.factory.mesh.experts, counts, len(rows)))
         else:
             rows = self._on_other_ranks(rows, counts)
         rows = _Permute.apply(rows, back, order)
@@ -239,29 +246,14 @@ class ExpertMLP(nn.Module):
         counts: the rows of each expert, (E,), which `rows` has in this order.
         """
         group = self.factory.mesh.experts
-        sent, received, counts_by_rank = self._exchange_counts(counts)
-        rows = _Exchange.apply(rows, group, received, sent)
-        by_expert = _order_by_expert(counts_by_rank, rows.device)
+        sent, received, counts_by_rank = exchange_counts(group, counts, len(rows))
+        rows = Exchange.apply(rows, group, received, sent)
+        by_expert = order_by_expert(counts_by_rank, rows.device)
         by_rank = _inverse(by_expert)
         rows = _Permute.apply(rows, by_expert, by_rank)
         rows = self._mlp(rows, [sum(column) for column in zip(*counts_by_rank)])
         rows = _Permute.apply(rows, by_rank, by_expert)
-        return _Exchange.apply(rows, group, sent, received)
-
-    def _exchange_counts(self, counts: Tensor) -> tuple[list[int], list[int], list[list[int]]]:
-        """Return the rows that go to each rank of `ep`, those that come from each, and the latter
-        by this rank's experts. counts: the rows of this rank's tokens by expert, (E,).
-
-        The host waits for the device here, once in a forward pass.
-        """
-        group = self.factory.mesh.experts
-        by_rank = counts.view(group.size, -1)
-        arriving = torch.empty_like(by_rank)
-        group.at_once.all_to_all(arriving, by_rank).wait()
-        leaving, arrived = group.values(torch.stack([by_rank, arriving]))
-        sent = [sum(row) for row in leaving]
-        received = [sum(row) for row in arrived]
-        return sent, received, arrived
+        return Exchange.apply(rows, group, sent, received)
 
     def _mlp(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return the MLPs' outputs for rows (n, h), which are ordered by this rank's experts."""
@@ -271,11 +263,6 @@ class ExpertMLP(nn.Module):
         deferred = self.factory.deferred
         inner = self.activation(grouped_linear(rows, self.up, up, counts, deferred))
         return grouped_linear(inner, self.down, down, counts, deferred)
-
-
-def _share(count: int, group: Group) -> tuple[int, int]:
-    """Return the first and the last place of this rank's part of `count` tokens, in group order."""
-    return count * group.rank // group.size, count * (group.rank + 1) // group.size
 
 
 def occurrences(numbers: Tensor, count: int) -> Tensor:
@@ -291,32 +278,6 @@ def _inverse(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
-
-
-def _order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:
-    """Return the order in which rows that arrived by rank, then expert, are by expert, then rank.
-
-    counts: the number of rows from each rank for each of this rank's experts.
-    """
-    experts = torch.arange(len(counts[0])).repeat(len(counts))
-    of_rows = experts.repeat_interleave(torch.tensor(counts).flatten())
-    return of_rows.argsort(stable=True).to(device)
-
-
-class _OwnTokens(torch.autograd.Function):
-    """x[start:stop] of tokens x that all tensor ranks have; the backward pass is an all-reduce."""
-
-    @staticmethod
-    def forward(ctx, x, start, stop, tp):
-        ctx.tp = tp
-        ctx.padding = (0, 0, start, len(x) - stop)
-        return x[start:stop]
-
-    @staticmethod
-    def backward(ctx, grad):
-        whole = F.pad(grad, ctx.padding)
-        ctx.tp.at_once.all_reduce(whole).wait()
-        return whole, None, None, None
 
 
 class _Repeat(torch.autograd.Function):
@@ -346,27 +307,6 @@ class _Permute(torch.autograd.Function):
     def backward(ctx, grad):
         (back,) = ctx.saved_tensors
         return grad[back], None, None
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows with unequal parts; its backward pass sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx, rows, group, received, sent):
-        ctx.group = group
-        ctx.received = received
-        ctx.sent = sent
-        return _exchange(rows, group, received, sent)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _exchange(grad, ctx.group, ctx.sent, ctx.received), None, None, None
-
-
-def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
-    output = rows.new_empty(sum(received), rows.shape[-1])
-    group.at_once.all_to_all(output, rows.contiguous(), (received, sent)).wait()
-    return output
 
 
 # ---- Products of each expert's rows with its matrix ----------------------------------------------

@@ -9,6 +9,8 @@ All of train.py's options are taken, and these:
     --nodes N       on so many nodes, default: as few as the GPUs of a node allow
     --gpu NAME      a machine as for plan.py, default a100-80; with --on cpu: cpu
     --calibration FILE  what was measured of --gpu, its memory too, as for plan.py
+    --routing even|one-rank  of tokens to experts: as many to each, or all that a group of --ep
+                    ranks has to its first rank, which then holds the most
     --all-ranks     run every rank, not only those that may differ
     --json FILE     write the answers as data too
     --verbose       for developers of Trine: also where its code stops the host, and its kernels
@@ -66,11 +68,6 @@ def _rehearse(arguments: list[str]) -> int:
     found = [note_of(config.layout, choice)] if choice else []
     for note in [*filter(None, [machine.note]), *request.notes, *fused, *other, *found]:
         print(f"note: {note}", file=sys.stderr)
-    if config.model.experts > 1:
-        why = "how many tokens each rank receives depends on the data"
-        raise UserError(
-            f"experts({config.model.experts}) are not rehearsed yet: {why}; use plan.py"
-        )
     if options.on:
         return _emulate(options, config, replace(machine, node=options.gpus // nodes))
     if options.links:
@@ -81,7 +78,9 @@ def _rehearse(arguments: list[str]) -> int:
     device_guard.load()
     from emulator import answers, rehearsal
 
-    case = rehearsal.Case(config, options.gpus, nodes, machine.device, options.all_ranks)
+    case = rehearsal.Case(
+        config, options.gpus, nodes, machine.device, options.all_ranks, options.routing
+    )
     show = Progress("ranks rehearsed", len(rehearsal.ranks_of(case)))
     try:
         (run,) = rehearsal.rehearse([case], show)
@@ -99,6 +98,8 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         raise UserError("--all-ranks is about operations: --on runs one rank of each stage")
     if config.layout.zero == 3 and options.gpus > 1:
         raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
+    if config.model.experts > 1:
+        raise UserError("--on does not emulate experts: how long they take depends on the routing")
     if config.layout.vocab_pp:
         raise UserError("--on does not emulate --vocab-pp: its passes wait for other stages")
     if config.layout.schedule not in ("gpipe", "1f1b", "zb-h1"):
@@ -162,6 +163,7 @@ def _parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_gpus("ranks of the run", default=1)
     parser.add_argument("--nodes", type=int)
+    parser.add_argument("--routing", choices=("even", "one-rank"), default="even")
     parser.add_argument("--all-ranks", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--on", choices=("cpu", "cuda"))

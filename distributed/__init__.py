@@ -11,6 +11,7 @@ gpus             the GPU that a rank takes
 mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
 context_parallel attention of ranks that share the tokens of a sample
+token_exchange   tokens on their way to experts on other ranks
 store            small values between ranks without a collective
 run_lock         one run at a time in an --out folder
 start_checks     what is said and checked before a model is built

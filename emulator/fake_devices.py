@@ -22,8 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import _disable_current_modes
 
+import experts
 import parallel
 from corpora import attention_masks
+from distributed import token_exchange
+from distributed.collectives import Group
 from emulator.meter import Meter
 from emulator.recording import RecordingContext
 from parallel import DRAWN_AT_ONCE
@@ -36,11 +39,14 @@ LOWER_RIGHT = object()  # stands in for the mask of torch.nn.attention.bias.caus
 
 
 @contextlib.contextmanager
-def fake_devices(context: RecordingContext, gpu: str) -> Iterator[Meter]:
-    """Make torch see GPUs of that name, all of them fake, and meter what happens on them."""
+def fake_devices(context: RecordingContext, gpu: str, routing: str = "even") -> Iterator[Meter]:
+    """Make torch see GPUs of that name, all of them fake, and meter what happens on them.
+
+    routing: how many tokens each expert gets, one of ROUTINGS.
+    """
     meter = Meter(context.trace)
     with contextlib.ExitStack() as stack:
-        for owner, name, value in _replacements(context, meter, gpu):
+        for owner, name, value in _replacements(context, meter, gpu, routing):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(_Mode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
@@ -72,6 +78,7 @@ def _replacements(
     context: RecordingContext,
     meter: Meter,
     gpu: str,
+    routing: str,
 ) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, value) of everything that is replaced."""
     cuda = torch.cuda
@@ -117,7 +124,34 @@ def _replacements(
     draw = parallel.draw_normal
     bit_hash = replica_check.bit_hash
     yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
+    for module in (experts, token_exchange):
+        yield module, "counts_on_host", counts_of_routing(meter, routing)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
+
+
+EVEN, ONE_RANK = ROUTINGS = ("even", "one-rank")
+
+
+def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, int], list]:
+    """Return a function that stands for token_exchange.counts_on_host, with counts of that routing.
+
+    EVEN: each expert gets as many rows as another, or one row less. ONE_RANK: the experts of each
+    group's first rank get all rows. All ranks are taken to have as many rows as this one.
+    """
+
+    def counts(group: Group, tensor: Tensor, rows: int) -> list:
+        meter.values(tensor)  # the host reads the counts
+        experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
+        held = experts // group.size
+        used = experts if routing == EVEN else held
+        of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
+        of_expert += [0] * (experts - used)
+        if tensor.dim() == 1:
+            return of_expert
+        leaving = [of_expert[i : i + held] for i in range(0, experts, held)]
+        return [leaving, [leaving[group.rank]] * group.size]
+
+    return counts
 
 
 def _one_number(tensor: Tensor, **_: Any) -> np.ndarray:

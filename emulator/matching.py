@@ -20,6 +20,7 @@ Runs all ranks' traces by the rules of NCCL and CUDA, without time: do all come 
 Ranks that do the same among the same neighbours are simulated once.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,11 +53,12 @@ class Operations:
 @dataclass
 class World:
     """All ranks. rows: the ranks of every group by role; traces: the events of every rank, of which
-    ranks that do the same share one.
+    ranks that do the same share one. ran: the ranks whose trace is their own; None: all.
     """
 
     rows: dict[str, list[tuple[int, ...]]]
     traces: list[list[Event]]
+    ran: frozenset[int] | None = None
     _of: dict[int, Operations] = field(default_factory=dict)
 
     def operations(self, rank: int) -> Operations:
@@ -80,12 +82,14 @@ def mismatches(world: World) -> list[str]:
     compared = set()
     for role, rows in world.rows.items():
         for row in rows:
-            alike = (role, *(id(world.traces[rank]) for rank in row))
+            alike: tuple = (role, *(id(world.traces[rank]) for rank in row))
+            alike += tuple(rank for rank in row if world.ran and rank in world.ran)
             if len(row) == 1 or alike in compared:
                 continue
             compared.add(alike)
             found += _collectives(world, role, row)
             found += _messages(world, role, row)
+            found += _unequal_blocks(world, role, row)
             if len(found) >= MOST_SENTENCES:
                 return found[:MOST_SENTENCES]
     return found
@@ -117,7 +121,9 @@ def _common(event: Event) -> Event:
     """Return the event with only those values that must be equal on all members of its group.
 
     In a broadcast or reduce the root's code may run at another line and place than the others'.
+    The rows of unequal blocks are compared by _unequal_blocks.
     """
+    event = event._replace(rows=())
     return event._replace(line="", place="") if event.kind in ONE_SIDED else event
 
 
@@ -138,6 +144,21 @@ def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
                     lines = f"{one.line} and {two.line}"
                     yield f"{name}: sent by {action}, received for {taken}, at {lines}"
                     break
+
+
+def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
+    """Sentences about all-to-alls: what each member sends to another against what that expects.
+
+    The rows depend on a member's place in the group, so only ranks that were run are compared.
+    """
+    ran = [(i, rank) for i, rank in enumerate(row) if world.ran is None or rank in world.ran]
+    for (i, sender), (j, receiver) in itertools.permutations(ran, 2):
+        both = [world.operations(rank).collectives.get(role, []) for rank in (sender, receiver)]
+        for number, (one, two) in enumerate(zip(*both), start=1):
+            if one.rows and two.rows and one.rows[1][j] != two.rows[0][i]:
+                sides = f"{sender} sends {one.rows[1][j]} rows, {receiver} expects {two.rows[0][i]}"
+                yield f"operation {number} of {_group(role, row)}: {sides}, at {one.line}"
+                break
 
 
 def _group(role: str, row: tuple[int, ...]) -> str:

@@ -60,7 +60,8 @@ class Event(NamedTuple):
     number: of the group's collectives, or of the messages to or from that peer, from 1; of a wait,
     the index of its operation in the trace. op: of a reduction, and the rank that gives or takes;
     of a stop, what was done. peer: position in the group. line: of the code that called; place:
-    step, action and micro-batch.
+    step, action and micro-batch. rows: of an all_to_all with unequal blocks, the rows that come
+    from each member and those that go to each; its bytes are then those of one row.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Event(NamedTuple):
     peer: int = -1
     line: str = ""
     place: str = ""
+    rows: tuple[tuple[int, ...], ...] = ()
 
 
 class Trace:
@@ -154,7 +156,13 @@ class RecordingGroup(Group):
     def all_to_all(
         self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] | None = None
     ) -> Handle:
-        return self._record("all_to_all", source)
+        if rows is None:
+            return self._record("all_to_all", source)
+        handle = self._record("all_to_all", source)
+        row = source.shape[1:].numel() * source.itemsize
+        last = self.trace.events[-1]
+        self.trace.events[-1] = last._replace(bytes=row, rows=tuple(map(tuple, rows)))
+        return handle
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         return self._record("broadcast", tensor, f"from {source}")

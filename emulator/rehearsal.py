@@ -75,6 +75,8 @@ def chosen(config: Config) -> list[int]:
         wanted.add(tuple(_position(kind, size) for kind, size in zip(kinds, sizes)))
     places = _places(config)
     ranks = {rank for rank, place in enumerate(places) if place in wanted}
+    if config.model.experts > 1:  # two ranks of one group, whose exchanges are compared
+        ranks |= {stage[(config.layout.ep or 1) - 1] for stage in stages_of(config)}
     return sorted(ranks | {group[0] for group in _alike(config, places)})
 
 
@@ -187,7 +189,8 @@ class Rehearsal:
 
 class Case(NamedTuple):
     """What to rehearse: a checked configuration, in which the layout's automatic options are
-    decided; its ranks and nodes, and the driver's GPU name.
+    decided; its ranks and nodes, and the driver's GPU name. routing: of tokens to experts, as in
+    fake_devices.ROUTINGS.
     """
 
     config: Config
@@ -195,6 +198,7 @@ class Case(NamedTuple):
     nodes: int
     gpu: str
     all_ranks: bool = False
+    routing: str = "even"
 
 
 def rehearse(
@@ -209,7 +213,7 @@ def rehearse(
     short = [shortened(case.config) for case in cases]
     ranks = [ranks_of(case) for case in cases]
     jobs = [
-        (few, rank, case.world, case.nodes, case.gpu)
+        (few, rank, case.world, case.nodes, case.gpu, case.routing)
         for few, case, own in zip(short, cases, ranks)
         for rank in own
     ]
@@ -241,7 +245,7 @@ def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     config = case.config
     of_rank = {record.rank: record.events for record in records}
     stands_in = taken_as(config, list(of_rank))
-    world = World(records[0].rows, [of_rank[rank] for rank in stands_in])
+    world = World(records[0].rows, [of_rank[rank] for rank in stands_in], frozenset(of_rank))
     most = max(level.batch for level in config.levels)
     count = few.micro_batches(few.training.global_batch_size)
     of_run = config.micro_batches(most)
@@ -288,7 +292,9 @@ def stages_of(config: Config) -> list[list[int]]:
 # ---- One rank ------------------------------------------------------------------------------------
 
 
-def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> RankRecord:
+def run_rank(
+    config: Config, rank: int, world: int, nodes: int, gpu: str, routing: str = "even"
+) -> RankRecord:
     """Run one rank; `config` is `shortened`."""
     began = time.monotonic()
     context = recording_context(world, rank, nodes)
@@ -297,7 +303,7 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
     with contextlib.ExitStack() as stack:
         if config.layout.zero == 3 and world > 1:
             stack.enter_context(_fake_process_groups(context))
-        meter = stack.enter_context(fake_devices(context, gpu))
+        meter = stack.enter_context(fake_devices(context, gpu, routing))
         state = trainer.build(config, context)
         _classify(state, meter, built=False)
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)

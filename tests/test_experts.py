@@ -6,6 +6,7 @@ and a run goes on under another ep. test_families.py compares with transformers.
 
 import json
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,13 +15,15 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_within
-from ranks import fork_one, start_ranks
+from ranks import start, start_ranks
 from test_golden import distance, reference, run_cases
 
 import trainer
 from config import schema, validation
 from config.messages import UserError
 from distributed.mesh import Mesh
+from emulator.matching import World, mismatches
+from emulator.recording import Event
 from experts import ExpertMLP, Router
 from optim.balance import Penalty
 from parallel import ParamFactory
@@ -272,8 +275,36 @@ def test_what_does_not_go_together_is_one_sentence(options, sentence):
         validation.check(golden_worker.options(case), 4)
 
 
-def test_a_rehearsal_refuses_experts():
-    words = "--gpus 4 --experts 8 --experts-per-token 2 --no-bias --layers 2 --hidden 32 --heads 4"
-    outcome = fork_one("rehearse.py", *words.split(), "--steps", "1")
-    assert outcome.status == 2
-    assert "experts(8) are not rehearsed yet" in outcome.err
+# ------------------------------------------------------------------------------------------------
+# The rehearsal
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["--tp 2 --pp 2 --ep 4", "--tp 2 --ep 2 --sequence-parallel"])
+def test_a_rehearsal_of_experts_meets_and_shows_the_worst_memory(way, tmp_path):
+    words = "--gpus 8 --experts 8 --experts-per-token 2 --no-bias --layers 2 --hidden 256 --heads 4"
+    words += " --vocab-size 512 --seq-length 1024 --global-batch-size 8 --steps 1 --all-ranks "
+    peaks = {}
+    for routing in ("even", "one-rank"):
+        path = tmp_path / f"{routing}.json"
+        line = [*words.split(), *way.split(), "--routing", routing, "--json", str(path)]
+        outcome = start([sys.executable, "rehearse.py", *line])
+        assert outcome.status == 0, outcome.out + outcome.err
+        answer = json.loads(path.read_text())
+        assert not answer["finding"]
+        peaks[routing] = answer["stages"][0]["peaks"]["forward"]
+        if routing == "even":
+            assert abs(answer["stages"][0]["difference"]) < 0.1
+    assert peaks["one-rank"] > 1.1 * peaks["even"], "the first rank has all rows"
+
+
+def test_unequal_blocks_are_compared_pair_by_pair():
+    """Rank 0 sends 3 rows to rank 1, which expects 3; then 2, which does not come from anyone."""
+    one = Event("all_to_all", "experts", 1, 64, rows=((1, 2), (1, 3)))
+    two = one._replace(rows=((3, 4), (2, 4)))
+    rows = {"experts": [(0, 1)]}
+    assert mismatches(World(rows, [[one], [two]])) == []
+    wrong = two._replace(rows=((2, 4), (2, 4)))
+    (sentence,) = mismatches(World(rows, [[one], [wrong]]))
+    assert "0 sends 3 rows, 1 expects 2" in sentence
+    assert mismatches(World(rows, [[one], [wrong]], frozenset([0]))) == []

@@ -1,0 +1,91 @@
+"""The exchange of tokens between the ranks that divide a block's experts (`--ep`).
+
+    rows for each expert, counted by this rank         exchange_counts: what comes from whom
+        --Exchange, an all-to-all of unequal blocks--> rows by rank, then expert
+        --order_by_expert--> rows by expert, then rank
+
+experts.py calls these functions; read it first.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distributed.collectives import Group
+
+
+def share(count: int, group: Group) -> tuple[int, int]:
+    """Return the first and the last place of this rank's part of `count` tokens, in group order."""
+    return count * group.rank // group.size, count * (group.rank + 1) // group.size
+
+
+class OwnTokens(torch.autograd.Function):
+    """x[start:stop] of tokens x that all tensor ranks have; the backward pass is an all-reduce."""
+
+    @staticmethod
+    def forward(ctx, x, start, stop, tp):
+        ctx.tp = tp
+        ctx.padding = (0, 0, start, len(x) - stop)
+        return x[start:stop]
+
+    @staticmethod
+    def backward(ctx, grad):
+        whole = F.pad(grad, ctx.padding)
+        ctx.tp.at_once.all_reduce(whole).wait()
+        return whole, None, None, None
+
+
+def counts_on_host(group: Group, counts: Tensor, rows: int) -> list:
+    """Return counts.tolist(). rows: of this rank's tokens, of which a rehearsal, whose tensors have
+    no elements, makes the counts.
+    """
+    return group.values(counts)
+
+
+def exchange_counts(
+    group: Group, counts: Tensor, rows: int
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return the rows that go to each rank of `group`, those that come from each, and the latter by
+    this rank's experts. counts: this rank's rows by expert, (E,); rows: their sum.
+
+    The host waits for the device here, once in a forward pass.
+    """
+    by_rank = counts.view(group.size, -1)
+    arriving = torch.empty_like(by_rank)
+    group.at_once.all_to_all(arriving, by_rank).wait()
+    leaving, arrived = counts_on_host(group, torch.stack([by_rank, arriving]), rows)
+    sent = [sum(row) for row in leaving]
+    received = [sum(row) for row in arrived]
+    return sent, received, arrived
+
+
+def order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:
+    """Return the order in which rows that arrived by rank, then expert, are by expert, then rank.
+
+    counts: the number of rows from each rank for each of this rank's experts.
+    """
+    experts = torch.arange(len(counts[0])).repeat(len(counts))
+    rows = sum(map(sum, counts))
+    of_rows = experts.repeat_interleave(torch.tensor(counts).flatten(), output_size=rows)
+    return of_rows.argsort(stable=True).to(device)
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all of rows with unequal parts; its backward pass sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows, group, received, sent):
+        ctx.group = group
+        ctx.received = received
+        ctx.sent = sent
+        return _exchange(rows, group, received, sent)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.group, ctx.sent, ctx.received), None, None, None
+
+
+def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
+    output = rows.new_empty(sum(received), rows.shape[-1])
+    group.at_once.all_to_all(output, rows.contiguous(), (received, sent)).wait()
+    return output
