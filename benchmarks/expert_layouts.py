@@ -1,0 +1,117 @@
+"""How far random layouts of a model with experts are from one rank.
+
+    python benchmarks/expert_layouts.py --keep RESULTS.jsonl [--minutes 5]
+
+Draws LAYOUTS layouts as tests/test_experts.py does, each with its own model, router and balance,
+and runs ten steps of each twice. In fp64 the layout records the experts of every token, as one rank
+does: the two files must be equal. In fp32 it takes those that one rank chose. The largest relative
+difference of losses, gradient norms and weights is listed in benchmarks/results/experts.md.
+
+Results are kept in RESULTS.jsonl, a row for each start of ranks, so that the list can be made in
+parts: rows that are there are not made again, and with --minutes none is begun after that.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from kept import Kept, machine
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from test_experts import drawn_case
+from test_golden import distance, reference, run_cases
+
+RESULTS = ROOT / "benchmarks" / "results" / "experts.md"
+LAYOUTS = {2: 120, 4: 140, 8: 100, 16: 40}  # by the number of ranks
+AT_ONCE = 10  # layouts of one start of ranks
+FIRST_SEED = 10_000  # the suite's own layouts have seeds below 1,000
+STEPS = 10
+
+
+def starts() -> Iterator[str]:
+    """The names of all starts: `16/3` runs layouts 30 to 39 of those on 16 ranks."""
+    for ranks, layouts in LAYOUTS.items():
+        for part in range(layouts // AT_ONCE):
+            yield f"{ranks}/{part}"
+
+
+def run(name: str) -> list[dict]:
+    """Run the layouts of a start; a row for each, with its differences."""
+    ranks, part = map(int, name.split("/"))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        cases, expected = [], []
+        for place in range(AT_ONCE):
+            seed = FIRST_SEED + AT_ONCE * part + place
+            case = drawn_case(ranks, seed) | {"steps": STEPS}
+            exact, pinned = case, case | {"precision": "fp32"}
+            expected.append(reference(exact | {"record_routing": f"{folder}/{seed}.one"}))
+            cases.append(exact | {"record_routing": f"{folder}/{seed}.many"})
+            expected.append(reference(pinned | {"record_routing": f"{folder}/{seed}.fp32"}))
+            cases.append(pinned | {"pin_routing": f"{folder}/{seed}.fp32"})
+            rows.append({"start": name, "ranks": ranks, "seed": seed, "layout": layout_of(case)})
+        results = run_cases(ranks, cases, Path(folder))
+        for place, row in enumerate(rows):
+            row["fp64"] = distance(results[2 * place], expected[2 * place])
+            row["fp32"] = distance(results[2 * place + 1], expected[2 * place + 1])
+            files = [np.load(f"{folder}/{row['seed']}.{side}") for side in ("one", "many")]
+            row["elsewhere"] = int((files[0] != files[1]).any(-1).sum())
+            row["tokens"] = int(np.prod(files[0].shape[:-1]))
+    return rows
+
+
+def layout_of(case: dict) -> str:
+    """The layout in words: tp 2, pp 1, ..."""
+    return ", ".join(f"{name} {case[name]}" for name in ("tp", "pp", "cp", "ep", "zero"))
+
+
+def report(rows: list[dict]) -> str:
+    """The text of the results file."""
+    lines = [
+        "# Experts in random layouts, against one rank",
+        "",
+        "    python benchmarks/expert_layouts.py --keep RESULTS.jsonl",
+        "",
+        f"{machine()}. {STEPS} steps of each layout; the largest",
+        "relative difference of a loss, gradient norm or sum of a tensor's weights. Elsewhere: tokens",
+        "that a layout sends to other experts than one rank does, in fp64, counted in each block and",
+        "step. In fp32 the choices of one rank are taken.",
+        "",
+        "| ranks | layouts | fp64 | fp32, pinned | elsewhere, of tokens | farthest in fp64 |",
+        "| --: | --: | --: | --: | --: | --- |",
+    ]
+    for ranks in LAYOUTS:
+        own = [row for row in rows if row["ranks"] == ranks]
+        if not own:
+            continue
+        worst = max(own, key=lambda row: row["fp64"])
+        fp32 = max(row["fp32"] for row in own)
+        elsewhere = sum(row["elsewhere"] for row in own)
+        tokens = sum(row["tokens"] for row in own)
+        lines.append(
+            f"| {ranks} | {len(own)} | {worst['fp64']:.1e} | {fp32:.1e} "
+            f"| {elsewhere} of {tokens:,} | {worst['layout']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run what is not kept yet, and write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    given = parser.parse_args()
+    kept = Kept(given.keep, given.minutes)
+    done = {row["start"] for row in kept.rows()}
+    kept.run(run, [name for name in starts() if name not in done])
+    RESULTS.write_text(report(kept.rows()))
+
+
+if __name__ == "__main__":
+    main()
