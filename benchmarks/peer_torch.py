@@ -41,6 +41,8 @@ SCHEDULES = {
     "zb": pipelining.ScheduleInterleavedZeroBubble,
 }
 
+EXPERTS = {"hf-eager": "eager", "hf-grouped": "grouped_mm"}  # transformers' experts
+
 
 # ---- The model -----------------------------------------------------------------------------------
 
@@ -227,6 +229,10 @@ def make(job: dict, shape: Shape):
         return PipelineLoop(shape, weights, kind, job["blocks"], tp)
     if kind == "hand":
         return TensorParallelByHand(shape, weights)
+    if kind in EXPERTS:
+        from peer_transformers import qwen3_moe
+
+        return Loop(qwen3_moe(shape, weights, EXPERTS[kind]))
     with torch.device("meta"):
         model = GPT(shape, range(shape.layers))
     if kind == "dtensor":

@@ -25,7 +25,11 @@ Batch = tuple[Tensor, Tensor]  # tokens and labels of a micro-batch, (b, s) each
 
 @dataclass(frozen=True)
 class Shape:
-    """The model and the batch of a comparison; micro_batches: of one replica in a step."""
+    """The model and the batch of a comparison; micro_batches: of one replica in a step.
+
+    experts: of a block, each with an MLP of width ffn, of which a token takes `chosen`. With
+    experts the model is a Qwen3-MoE, else a GPT-2.
+    """
 
     layers: int
     hidden: int
@@ -34,6 +38,9 @@ class Shape:
     seq: int
     micro_batch: int
     micro_batches: int
+    experts: int = 1
+    chosen: int = 1
+    ffn: int = 0
 
     def samples(self, dp: int) -> int:
         """Samples of a step."""
@@ -48,6 +55,12 @@ class Shape:
             f"--seed {SEED} --clip-grad {CLIP} --weight-decay {DECAY} --adam-beta1 {BETAS[0]} "
             f"--adam-beta2 {BETAS[1]} --adam-eps {EPS} --steps 1000000 --device cpu"
         )
+        if self.experts > 1:
+            words += (
+                f" --experts {self.experts} --experts-per-token {self.chosen} --ffn-hidden "
+                f"{self.ffn} --activation swiglu --norm rmsnorm --positions rotary --no-bias "
+                "--qk-norm head"
+            )
         return words.split()
 
 
@@ -83,7 +96,7 @@ def adamw(parameters, **more) -> dict:
     """Arguments of AdamW as Trine runs it: matrices decay; kinds that no one call takes apart."""
     groups: dict[tuple, list] = {}
     for p in parameters:
-        groups.setdefault((p.dim() == 2, type(p.data)), []).append(p)
+        groups.setdefault((p.dim() >= 2, type(p.data)), []).append(p)
     rows = [
         {"params": params, "weight_decay": DECAY if matrix else 0.0}
         for (matrix, _), params in groups.items()

@@ -44,9 +44,11 @@ from config.messages import Parser, UserError, exit_with
 SHAPES = {
     "4 x 256": Shape(4, 256, 8, 8192, 256, 2, 4),
     "8 x 512": Shape(8, 512, 8, 32768, 512, 2, 8),
+    "8 experts": Shape(4, 256, 8, 8192, 256, 2, 4, experts=8, chosen=2, ffn=512),
     "tiny": Shape(4, 32, 4, 128, 16, 2, 4),
+    "tiny experts": Shape(2, 32, 4, 128, 16, 2, 2, experts=4, chosen=2, ffn=48),
 }
-STEPS = {"4 x 256": 4, "8 x 512": 1, "tiny": 2}  # of a block
+STEPS = {"4 x 256": 4, "8 x 512": 1, "8 experts": 2, "tiny": 2, "tiny experts": 2}  # of a block
 
 PARTS = {
     "plain": "plain PyTorch loop",
@@ -55,6 +57,8 @@ PARTS = {
     "1f1b": "pipelining, 1F1B",
     "zb": "pipelining, zero-bubble",
     "ddp": "DistributedDataParallel",
+    "hf-eager": "transformers' Qwen3-MoE, eager experts",
+    "hf-grouped": "transformers' Qwen3-MoE, grouped experts",
     "zero1": "DistributedDataParallel, ZeroRedundancyOptimizer",
 }
 
@@ -88,6 +92,7 @@ ROWS = (
     Row("dp2", "4 x 256", 1, 1, 2, "--zero 0", ("ddp",)),
     Row("dp2-zero1", "4 x 256", 1, 1, 2, "--zero 1", ("zero1",)),
     Row("tp2-pp2", "4 x 256", 2, 2, 1, "", ("1f1b 2,2", "1f1b 3,1")),
+    Row("experts", "8 experts", 1, 1, 1, "", ("hf-eager", "hf-grouped")),
     Row("tp2-large", "8 x 512", 2, 1, 1, "", ("dtensor", "hand")),
 )
 
@@ -195,10 +200,13 @@ def header(rounds: int, words: list[str]) -> str:
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     shapes = [
         f"`{name}`: {s.layers} blocks, hidden {s.hidden}, {s.heads} heads, vocabulary {s.vocab:,}, "
-        f"sequence {s.seq}, micro-batch {s.micro_batch}, {s.micro_batches} micro-batches each; "
+        f"sequence {s.seq}, micro-batch {s.micro_batch}, {s.micro_batches} micro-batches each"
+        + f"; {s.experts} experts of width {s.ffn}, {s.chosen} for a token"
+        * (s.experts > 1)
+        + f"; "
         f"{STEPS[name]} steps a block."
         for name, s in SHAPES.items()
-        if name != "tiny"
+        if "tiny" not in name
     ]
     lines = [
         "# Trine beside torch's own parallel parts",

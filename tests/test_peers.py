@@ -71,6 +71,15 @@ def test_every_kind_of_side_computes_the_same():
             assert min(peaks) > 20
 
 
+@pytest.mark.slow
+def test_transformers_with_experts_compute_the_same():
+    pytest.importorskip("transformers")
+    words = ["--rows", "experts", "--rounds", "1", "--shape", "tiny experts"]
+    done = start([*BENCHMARK, *words], timeout=600, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err
+    assert done.out.count("transformers' Qwen3-MoE") == 2
+
+
 def test_sides_that_agree_pass(side):
     ours, norms = [9.0, 8.9, 8.8], [3.0, 2.0, 1.0]
     near = [loss * (1 + LOSS_ERROR / 2) for loss in ours]
