@@ -1,4 +1,7 @@
-"""Draws the loss of a run: `python scripts/plot_loss.py runs/demo` writes runs/demo/loss.png."""
+"""Draws the loss of a run: `python scripts/plot_loss.py runs/demo` writes runs/demo/loss.png.
+
+Below the loss of a model with experts is the load of each block's busiest expert.
+"""
 
 import json
 import sys
@@ -69,12 +72,20 @@ def draw(folder: Path) -> Path:
 
     width = max(1, len(losses) // 25)
     mean = np.convolve(losses, np.ones(width) / width, mode="valid")
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    loads = [row["expert_loads"] for row in steps if "expert_loads" in row]
+    panels = 2 if len(loads) == len(steps) else 1
+    size = (8, 4.5 if panels == 1 else 7)
+    figure, grid = plt.subplots(
+        panels, figsize=size, layout="constrained", sharex=True, squeeze=False
+    )
+    axes, *others = grid[:, 0]
+    for below in others:
+        _draw_loads(below, tokens, np.array(loads))
     axes.plot(tokens, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="each step")
     axes.plot(tokens[width - 1 :], mean, color="tab:blue", label=f"mean of {width} steps")
     values = [row["validation_loss"] for row in evaluations]
     axes.plot(places, values, "o", color="tab:orange", label="validation")
-    axes.set_xlabel("tokens")
+    (axes, *others)[-1].set_xlabel("tokens")
     axes.set_ylabel("loss, nats per token")
     axes.set_title(title)
     axes.grid(alpha=0.3)
@@ -82,6 +93,16 @@ def draw(folder: Path) -> Path:
     path = folder / "loss.png"
     figure.savefig(path, dpi=150)
     return path
+
+
+def _draw_loads(axes: Any, tokens: np.ndarray, loads: np.ndarray) -> None:
+    """Draw the rows of each block's busiest expert over the mean: (steps, blocks)."""
+    for block, load in enumerate(loads.T):
+        axes.plot(tokens, load, linewidth=0.8, label=f"block {block}")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("busiest expert, rows over the mean")
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=max(1, loads.shape[1] // 4))
 
 
 def main() -> None:
