@@ -9,6 +9,7 @@ for each layout. The formulas are the same for both.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -77,6 +78,13 @@ class Job(NamedTuple):
             return 1
         wanted = self.layout.ep or math.gcd(experts, self.machine.node)
         return np.gcd(wanted, self.shards * self.layout.tp)
+
+    @property
+    def layout_with_ep(self) -> Layout:
+        """The layout of a model with experts with the `ep` that is planned, in place of None."""
+        if self.model.experts == 1:
+            return self.layout
+        return replace(self.layout, ep=int(self.ep))
 
     @property
     def block_parameters(self) -> Column:

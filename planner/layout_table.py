@@ -162,8 +162,6 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
     It starts as it is: data and length that were not given are synthetic and STEPS.
     """
     run, name = question.config, question.options.model
-    if run.model.experts > 1:
-        layout = replace(layout, ep=int(Job(run.model, layout, run.training, question.machine).ep))
     run = replace(run, layout=layout)
     words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
     if name:

@@ -110,7 +110,11 @@ def _ranked(
         ranking.run(most)
         slower = len(ranking.waiting)
     lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
-    ranked = [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
+    ranked = []
+    for line in lines:
+        job = Job(asked.model, line.layout, asked.training, asked.machine)
+        verdict = rampup_verdict(line.layout, schedule)
+        ranked.append(Ranked(job.layout_with_ep, line.prediction, verdict))
     return Answer(ranked, rejected + ranking.rejected(), slower)
 
 

@@ -10,7 +10,7 @@ from config import model_stats
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
-from planner import hardware, memory, op_costs, questions, step_time
+from planner import hardware, layouts, memory, op_costs, questions, step_time
 from planner.job import Job
 
 H100, A100 = hardware.load("h100"), hardware.load("a100-80")
@@ -67,6 +67,19 @@ def test_the_table_has_a_column_of_ep_for_experts_alone():
     head, first = ask(line + "mixtral-8x7b").text.splitlines()[1:3]
     assert dict(zip(head.split(), first.split(), strict=False))["ep"] == "8"
     assert "ep" not in ask(line + "gpt2-1.5b").text.splitlines()[1].split()
+
+
+def test_the_planned_ep_is_what_a_rehearsal_and_a_trial_run():
+    """All take the flags of a line, or its layout; without ep the run would have ep 1."""
+    line = "layouts --gpu h100 --nodes 2 --global-batch-size 64 --tp 2 --pp 2 --cp 1 --model "
+    for row in ask(line + "mixtral-8x7b").data["ranked"]:
+        assert "--ep 8" in " ".join(row["flags"])
+    model = preset("mixtral-8x7b")
+    training = Training(global_batch_size=64, precision="bf16")
+    found = layouts.rank(model, training, H100, 16, {"tp": 2, "pp": 2})
+    assert {one.layout.ep for one in found.ranked} == {8}
+    dense = layouts.rank(preset("gpt2-1.5b"), training, H100, 16, {"tp": 1, "pp": 2})
+    assert {one.layout.ep for one in dense.ranked} == {None}
 
 
 def test_by_default_experts_stay_on_a_node():

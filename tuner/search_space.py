@@ -85,6 +85,7 @@ class Candidate:
         parts[0] = parts[0].replace(" dp", f" cp{layout.cp} dp" if layout.cp > 1 else " dp")
         blocks = "" if layout.recompute_layers is None else f" {layout.recompute_layers}"
         parts += [f"{layout.recompute}{blocks}"] * (layout.recompute != "none")
+        parts += [f"ep{layout.ep}"] * (layout.ep is not None)
         parts += [f"zero{layout.zero}"] * (layout.dp * layout.cp > 1)
         parts += ["sp"] * bool(layout.sequence_parallel)
         virtual = "" if layout.virtual_stages is None else f" {layout.virtual_stages}"
