@@ -28,7 +28,7 @@ def linked_files(page: Path) -> set[Path]:
 
 def help_of(path: str) -> str:
     """Return what a program prints with --help; CalledProcessError if it fails."""
-    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    environment = os.environ | {"COLUMNS": "76", "NO_COLOR": "1"}
     words = [sys.executable, path, "--help"]
     done = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
