@@ -141,14 +141,14 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
 
     def counts(group: Group, tensor: Tensor, rows: int) -> list:
         meter.values(tensor)  # the host reads the counts
-        experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
-        held = experts // group.size
-        used = experts if routing == EVEN else held
+        count = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
+        held = count // group.size
+        used = count if routing == EVEN else held
         of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
-        of_expert += [0] * (experts - used)
+        of_expert += [0] * (count - used)
         if tensor.dim() == 1:
             return of_expert
-        leaving = [of_expert[i : i + held] for i in range(0, experts, held)]
+        leaving = [of_expert[i : i + held] for i in range(0, count, held)]
         return [leaving, [leaving[group.rank]] * group.size]
 
     return counts

@@ -38,6 +38,7 @@ class RoutingFile:
         model = config.model
         self.layout = config.layout
         self.mesh = factory.mesh
+        self.experts = model.experts
         self.pinned = config.run.pin_routing is not None
         self.path = config.run.routing_file or ""
         of_sample = (model.layers, model.seq_length, model.experts_per_token)
@@ -136,6 +137,9 @@ class BlockRouting:
             if (taken < 0).any():
                 last = first + samples
                 raise UserError(f"--pin-routing {file.path} has no experts for sample {last}")
+            if (taken >= file.experts).any():
+                both = f"expert {taken.max()}, but this run has experts({file.experts})"
+                raise UserError(f"--pin-routing {file.path} has {both}")
             return torch.from_numpy(taken).to(chosen.device)
         rows = chosen.cpu().numpy()
         for sample in range(samples):

@@ -148,6 +148,8 @@ def test_choices_of_another_run_that_do_not_fit_are_refused(tmp_path):
     run_of_one_rank(record_routing=path, steps=2)
     with pytest.raises(UserError, match=r"has \(16, 4, 16, 1\).*but this run has \(24, 4, 16, 1\)"):
         run_of_one_rank(pin_routing=path, steps=3)
+    with pytest.raises(UserError, match=r"has expert 3, but this run has experts\(2\)"):
+        run_of_one_rank(pin_routing=path, steps=2, experts=2)
     Path(path).write_text("no array")
     with pytest.raises(UserError, match="is no file of --record-routing"):
         run_of_one_rank(pin_routing=path, steps=2)

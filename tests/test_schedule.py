@@ -123,6 +123,17 @@ def test_the_v_leaves_less_than_a_third_in_the_memory_of_1f1b(ranks, more):
 
 @settings(deadline=None, max_examples=50)
 @given(RANKS, MICRO_BATCHES, st.sampled_from(list(orders.ORDERS)), st.integers(1, 4))
+def test_a_stage_does_its_forward_passes_in_the_order_of_micro_batches(ranks, count, name, virtual):
+    """telemetry/routing_file.py knows by that which micro-batch a pass is of."""
+    order = orders.build(name, ranks, count, virtual if name == "interleaved" else 1)
+    for row in order.ranks:
+        for stage in {action.stage for action in row}:
+            passes = [a.micro_batch for a in row if (a.kind, a.stage) == ("F", stage)]
+            assert passes == list(range(count))
+
+
+@settings(deadline=None, max_examples=50)
+@given(RANKS, MICRO_BATCHES, st.sampled_from(list(orders.ORDERS)), st.integers(1, 4))
 def test_no_named_schedule_is_slower_than_1f1b(ranks, count, name, virtual):
     """A micro-batch takes three units on every rank, in whatever stages and passes."""
     order = orders.build(name, ranks, count, virtual if name == "interleaved" else 1)
