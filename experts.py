@@ -46,14 +46,14 @@ from parallel import (
 
 
 class Balance(Protocol):
-    """What a step adds to a router; optim/balance.py has it."""
+    """The auxiliary losses that a step adds to a router: a class of optim/balance.py."""
 
     def penalized(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
         """Return `weights`; their backward pass adds the gradient of the auxiliary losses."""
 
 
 class Routing(Protocol):
-    """What records or replaces a router's choices; telemetry/routing_file.py has it."""
+    """Records or replaces a router's choices: a class of telemetry/routing_file.py."""
 
     def settle(self, chosen: Tensor, places: Tensor, samples: int) -> Tensor:
         """Return the experts to take for the tokens, (T, k), where the router chose `chosen`."""

@@ -44,7 +44,7 @@ with messages.installed("planning needs no other, `pip install numpy`"):
     )
     from planner.questions import Answer, Question
 
-# Of questions that neither try layouts nor take one whole: what they read of it.
+# Some questions neither try layouts nor take a whole one. These are the layout's options they read.
 READ_OF_LAYOUT = {"model": (), "rampup": ("tp", "pp", "cp")}  # a ramp-up without --deadline
 READ_OF_LAYOUT["shapes"] = ("tp", "cp", "micro_batch_size", "recompute")
 LEANEST = ("largest", "smallest")  # questions that try layouts of their own
@@ -148,7 +148,9 @@ def _machine(name: str, calibration: str | None = None) -> hardware.Machine:
 def _defaults(
     name: str, machine: hardware.Machine, before: dict[str, Any], given: Collection[str]
 ) -> dict[str, Any]:
-    """What neither flags nor a file gave: the options `before` of a run, then the question's."""
+    """Return the defaults of what neither flags nor a file gave: the options `before` of a run,
+    then the question's.
+    """
     if "model" in given:
         own = {field.name for field in fields(ModelShape)}
         before = {key: value for key, value in before.items() if key not in own}
@@ -216,7 +218,7 @@ def _rehearsed(question: Question, found: Answer, rest: list[str]) -> Answer:
 
 
 def _submitted(stages: str) -> str:
-    """What scripts/stages.py prints when it submits the first stage; UserError if it cannot."""
+    """Return what scripts/stages.py prints when it submits the first stage, or raise UserError."""
     program = str(Path(__file__).parent / "scripts" / "stages.py")
     words = [sys.executable, program, "submit", stages]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -226,7 +228,7 @@ def _submitted(stages: str) -> str:
 
 
 def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: int) -> str:
-    """What a rehearsal says about a layout of the table, in a line."""
+    """Return the verdict of a rehearsal about a layout of the table, in a line."""
     words = [*rest, *row["flags"]]
     name = "tp {tp} pp {pp} dp {dp} micro-batch {micro_batch_size} {recompute}".format(**row)
     program = str(Path(__file__).with_name("rehearse.py"))

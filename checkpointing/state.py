@@ -1,4 +1,6 @@
-"""What of a run is saved: its progress, and this rank's shards of tensors, with their sizes."""
+"""The parts of a run that are saved: its progress, and this rank's shards of tensors, with their
+sizes.
+"""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""What a run is: its options, how they are read, and which go together. No torch.
+"""The description of a run: its options, how they are read, and which go together. No torch.
 
 schema          the dataclasses of all options, and the axes of the mesh of ranks
 run_options     of these the options of training, data and run

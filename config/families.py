@@ -22,7 +22,8 @@ from config.validation import ROTARY_SCALING, rotary_scaling
 
 MOST_BYTES = 2**26  # of a JSON file
 WINDOW = 4096  # that of Mistral where config.json has no sliding_window
-# What values of config.json are here, by our option; the first of several is written.
+# The values of config.json and ours, by our option. Of several that mean one of ours, the first is
+# written.
 _VALUES: dict[str, dict[Any, Any]] = {
     "activation": {
         "gelu_new": "gelu_tanh",
@@ -60,7 +61,7 @@ class Family:
     skipped_rows: int = 0
 
     def obstacles(self, model: ModelShape) -> list[str]:
-        """What of a model the family has not, as `bias True, not False`."""
+        """Return what a model has and the family has not, such as `bias True, not False`."""
         free = {"seq_length", *self.fields}
         free |= {"max_positions"} if model.positions == "learned" else set()
         values = {name: getattr(model, name) for name in free}
@@ -232,7 +233,7 @@ def read_object(path: str, opened: Callable[[str], BinaryIO] = _open) -> dict[st
 def from_config(
     config: dict[str, Any], where: str, seq_length: int | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """As `read`, of the contents of a config.json, which messages call `where`."""
+    """Return what `read` does, for the contents of a config.json, which messages call `where`."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         name = config.get("model_type")

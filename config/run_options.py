@@ -40,7 +40,7 @@ OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 
 @dataclass(frozen=True)
 class Training:
-    """What is optimised, in which precision, for how long."""
+    """Optimizer, precision, and the length of training."""
 
     global_batch_size: int = option(
         None,

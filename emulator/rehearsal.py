@@ -148,8 +148,9 @@ STEADY = ("forward", "backward", "optimizer")  # phases of a step
 
 @dataclass
 class RankRecord:
-    """What one rank did. peaks: by phase; those of a step are the second one's. kernels: launched
-    in that step by phase. stops: of the host in it, by kind, what and line. saved: bytes.
+    """A record of one rank. peaks: the most bytes in each phase; for the phases of a step, in the
+    second step. kernels: the number launched in that step, by phase. stops: how often the host
+    waited in that step, by kind, reason and line. saved: bytes of its part of a checkpoint.
     """
 
     rank: int
@@ -188,7 +189,7 @@ class Rehearsal:
 
 
 class Case(NamedTuple):
-    """What to rehearse: a checked configuration, in which the layout's automatic options are
+    """A run to rehearse: a checked configuration, in which the layout's automatic options are
     decided; its ranks and nodes, and the driver's GPU name. routing: of tokens to experts, as in
     fake_devices.ROUTINGS.
     """

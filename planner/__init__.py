@@ -1,4 +1,4 @@
-"""What fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
+"""Predicts what fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
 
 hardware        machines: rates, links, coefficients, from hardware/*.toml
 job, plan_only  what every formula takes; experts and fp8, which are only planned

@@ -90,8 +90,8 @@ def errors(runs: Sequence[Run], machine: Machine) -> list[float]:
 
 
 def mean_error(runs: Sequence[Run], machine: Machine) -> float:
-    """What the fit minimises: the root of the mean square of the errors, in which a run counts the
-    more, the better its steps repeat.
+    """Return what the fit minimises: the root of the mean square of the errors, in which a run
+    counts the more, the better its steps repeat.
     """
     return float(np.linalg.norm(_off(runs, machine)) / np.linalg.norm(_weights(runs)))
 
@@ -134,8 +134,8 @@ def _unsure(spread: float) -> str:
 def _independent(
     runs: Sequence[Run], machine: Machine, names: Sequence[str]
 ) -> tuple[list[str], dict[str, float]]:
-    """Of these constants those that are determined, clearest first; and how sure each one is: a
-    standard deviation of its logarithm, if those chosen before it were known.
+    """Return those of the constants that are determined, clearest first; and how sure each one is:
+    a standard deviation of its logarithm, if those chosen before it were known.
     """
     left = {name: _column(runs, machine, name) for name in names}
     chosen: list[str] = []
@@ -196,7 +196,7 @@ def origins(found: Fit, names: str) -> dict[str, str]:
 
 
 def answer(found: Fit, path: str | None) -> Answer:
-    """What was fitted, as text and as data; written if there is a path."""
+    """Return what was fitted, as text and as data; written if there is a path."""
     if path and not path.endswith(".toml"):
         raise UserError(f"--write {path}: a machine's file ends in .toml")
     lines = [

@@ -1,4 +1,5 @@
-"""What every row of a table takes at least, in seconds and in bytes, before any schedule is built.
+"""Computes what every row of a table takes at least, in seconds and in bytes, before any schedule
+is built.
 
     ranks = Ranks.of(table)
     fits = fitting(table, ranks, room=80e9)     # how many blocks each row recomputes for that
@@ -49,7 +50,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, table: Table) -> "Ranks":
-        """Those of a table; ways with the same stages have them in common."""
+        """Return the ranks of a table; ways with the same stages have them in common."""
         kinds: dict[tuple, int] = {}
         of_kind, kind_of_way = list[list[tuple[int, ...]]](), list[int]()
         for way in table.ways:
@@ -66,7 +67,7 @@ class Ranks(NamedTuple):
 
     @property
     def parts(self) -> Parts:
-        """What all stages of a rank hold together."""
+        """Return what all stages of a rank hold together."""
         return Parts(self.blocks, self.embedding, self.head, self.tied)
 
 
@@ -106,8 +107,8 @@ def least_seconds(
 
 
 def _waiting(job: Job, ranks: Ranks) -> np.ndarray:
-    """What a rank likely waits, over the pipeline's least seconds: an interleaved one often while
-    another one is at a stage with more blocks.
+    """Return how long a rank likely waits, over the pipeline's least seconds: an interleaved one
+    often while another one is at a stage with more blocks.
     """
     name = job.layout.schedule
     uneven = job.layout.stages_per_rank * ranks.most / np.maximum(1, ranks.blocks) - 1
@@ -174,7 +175,7 @@ def _least_redone(ranks: Ranks, stages: Column, recomputed: np.ndarray) -> np.nd
 
 
 def _most(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> Most:
-    """What hides and shares the traffic after the pipeline: no less than it is."""
+    """Return upper bounds of what hides and shares the traffic after the pipeline."""
     ends = ~np.bool_(job.layout.vocab_pp)
     redone = np.minimum(recomputed, ranks.most)
     stage = passes.block * (ranks.most - redone)
@@ -236,7 +237,9 @@ def _beside_activations(job: Job, ranks: Ranks, flying: np.ndarray) -> np.ndarra
 
 
 def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:
-    """Of how many micro-batches a rank surely keeps the activations of all its stages at once."""
+    """Return the number of micro-batches whose activations in all its stages a rank surely keeps
+    at once.
+    """
     layout, count, rank = job.layout, job.micro_batches, ranks.rank
     name = layout.schedule
     # An interleaved rank runs so many forwards ahead, a group of micro-batches through each stage.

@@ -30,8 +30,8 @@ from schedules.partition import blocks_per_stage
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # auto only if it is asked for
 ZERO_STAGES = (1, 0, 2, 3)  # of equally fast ones the first is taken
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-# What is worth recomputing, the fastest first: a flash kernel recomputes the scores anyway, so that
-# `selective` saves nothing.
+# The recomputations that are worth it, the fastest first: a flash kernel recomputes the scores
+# anyway, so that `selective` saves nothing.
 RECOMPUTATIONS = ("none", "full")
 LONG = 4096  # tokens of a sample from which on cp is varied
 
@@ -185,7 +185,7 @@ def _context_sizes(asked: Asked) -> list[int]:
 
 
 def _with_cp(asked: Asked, cp: int) -> Iterator[list[Layout] | Rejected]:
-    """As `_placed`, with one cp."""
+    """Do what `_placed` does, with one cp."""
     gpus, node = asked.gpus, asked.machine.node
     held = {name: value for name, value in asked.fixed.items() if asked.holds(name)}
     for tp in asked.values("tp", divisors(gpus)):
@@ -275,7 +275,7 @@ def _rows(
 
 
 def _splits(asked: Asked, ways: list[Layout], split: bool) -> np.ndarray:
-    """Of which ways there are rows with, or without, sequence parallelism."""
+    """Return which ways have rows with, or without, sequence parallelism."""
     if not asked.holds("sequence_parallel"):
         tried = split in asked.values("sequence_parallel", (True, False))
         return np.array([_has_rows(asked.model, way, split, tried) for way in ways])
@@ -285,7 +285,9 @@ def _splits(asked: Asked, ways: list[Layout], split: bool) -> np.ndarray:
 
 
 def _has_rows(model: ModelShape, way: Layout, split: bool, tried: bool) -> bool:
-    """As `_splits`; tried: whether this is asked for. What cannot be split is listed without."""
+    """Return what `_splits` does; tried: whether this is asked for. What cannot be split is listed
+    without.
+    """
     possible = _can_split(model, way)
     return possible and tried if split else tried or not possible
 

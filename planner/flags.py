@@ -33,7 +33,7 @@ class Flag:
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
+        """Return the flag as it is typed."""
         return f"--{self.name.replace('_', '-')}"
 
     def is_read_by(self, question: str) -> bool:

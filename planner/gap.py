@@ -37,7 +37,7 @@ LEAST_SHARE = 0.005  # a flag is proposed if it wins this share of a step, and i
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run's measured steps took.
+    """The times of a run's measured steps.
 
     seconds: of a step, with its share of saves and evaluations. passes: seconds by kind and stage,
     with collectives; sent: of a message; notes: by cause, where.

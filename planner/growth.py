@@ -168,7 +168,9 @@ def _at_size(question: Question, level: Level) -> Config:
 
 
 def _seconds(question: Question, layout: Layout, level: Level) -> float:
-    """Of a step; inf if the layout cannot run that batch size, or not at the accepted risk."""
+    """Return the seconds of a step; inf if the layout cannot run that batch size, or not at the
+    accepted risk.
+    """
     if level.batch % (layout.micro_batch_size * layout.dp):
         return math.inf
     if layout.schedule == "auto":  # never slower, and searched for when the run starts

@@ -20,7 +20,7 @@ from config.command_line import read_toml
 from config.messages import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
-# Those of op_costs.KERNELS.
+# The names of op_costs.KERNELS.
 KERNEL_NAMES = ("flash", "flash1", "flash2", "triton", "efficient", "flash3", "cudnn")
 FITTED, FAMILIES = "fitted", "families"  # the files of the folder that are not a machine
 
@@ -109,7 +109,7 @@ class Machine:
 
     @property
     def precision(self) -> str:
-        """What --precision auto is on this device: optim/precision.py decides so for a run."""
+        """Return what --precision auto is here; optim/precision.py decides so for a run."""
         if self.device == "CPU":
             return "fp32"
         return "bf16" if self.bf16 else "fp16"

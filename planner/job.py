@@ -1,4 +1,4 @@
-"""What every formula of the planner is about, and what follows from it at once.
+"""The subject of every formula of the planner, and what follows from it at once.
 
     job = Job(preset("bloom-176b"), Layout(tp=4, pp=12, dp=8), training, hardware.load("a100-80"))
     memory.stages(job)
@@ -31,12 +31,12 @@ class Columns(Layout):
 
     @property
     def splits_backward(self) -> Any:
-        """As of a Layout."""
+        """Do what the property of a Layout does, for columns."""
         return np.char.startswith(cast(Any, self.schedule), "zb")
 
     @property
     def stages_per_rank(self) -> Any:
-        """As of a Layout."""
+        """Do what the property of a Layout does, for columns."""
         folded = np.where(np.char.endswith(cast(Any, self.schedule), "-v"), 2, 1)
         several = np.maximum(self.virtual_stages, 2)
         return np.where(cast(Any, self.schedule) == "interleaved", several, folded)
@@ -93,8 +93,8 @@ class Job(NamedTuple):
 
     @property
     def expert_parameters(self) -> Column:
-        """Of `block_parameters`, those of the experts, if there are several: each rank of the
-        tensor group holds whole ones.
+        """The part of `block_parameters` that is the experts', if there are several: each rank of
+        the tensor group holds whole experts.
         """
         if self.model.experts == 1:
             return 0.0
@@ -164,7 +164,9 @@ class Job(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """What is outside the range that the machine's constants were fitted on, in sentences."""
+        """Return what is outside the range that the machine's constants were fitted on, in
+        sentences.
+        """
         values = {"hidden": self.model.hidden, "seq_length": self.model.seq_length}
         values |= {"gpus": self.gpus, "micro_batch_size": self.layout.micro_batch_size}
         found = []

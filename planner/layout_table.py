@@ -89,7 +89,7 @@ def _is_trained(question: Question) -> bool:
 
 
 def _commands(question: Question, first: layouts.Ranked) -> tuple[dict[str, Any], list[str]]:
-    """What to type for the first layout, and for a simple one if it is nearly as fast."""
+    """Return the commands for the first layout, and for a simple one if it is nearly as fast."""
     launcher, words = _launcher(question), _command(question, first.layout)
     data: dict[str, Any] = {"launcher": launcher, "command": words, "recommended": None}
     lines = []
@@ -131,7 +131,7 @@ def _recommended(question: Question, first: layouts.Ranked) -> layouts.Ranked | 
 
 
 def _given_up(simple: layouts.Ranked, first: layouts.Ranked) -> str:
-    """What the recommended layout is, and what it costs."""
+    """Return what the recommended layout is, and what it costs."""
     seconds = simple.prediction.seconds
     more = seconds / first.prediction.seconds - 1
     return (
@@ -157,7 +157,7 @@ def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[
 
 
 def _command(question: Question, layout: schema.Layout) -> list[str]:
-    """What to type after the launcher to train on a layout, with --model as it was given.
+    """Return the words after the launcher that train on a layout, with --model as it was given.
 
     It starts as it is: data and length that were not given are synthetic and STEPS.
     """
@@ -176,7 +176,7 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
 
 
 def _launcher(question: Question) -> list[str]:
-    """What starts the ranks: mpirun on one node, srun on several."""
+    """Return the words that start the ranks: mpirun on one node, srun on several."""
     if question.gpus == 1:
         return []
     if question.gpus <= question.machine.node:

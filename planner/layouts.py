@@ -82,8 +82,9 @@ def rank_all(
     accepted: float,
     most: float = math.inf,
 ) -> Answer:
-    """As `rank`, all layouts whose risk is at most `accepted`; of more than `most` those that are
-    likely the fastest. The answer's `slower` counts the others. `--schedule auto` is not searched.
+    """Rank all layouts whose risk is at most `accepted`; of more than `most` those that are likely
+    the fastest. The answer's `slower` counts the others. `--schedule auto` is not searched. The
+    arguments are those of `rank`.
     """
     question = Asked(model, training, machine, gpus, fixed)
     return _ranked(question, refusal, accepted, most, every=True)
@@ -96,7 +97,7 @@ def _ranked(
     most: float,
     every: bool,
 ) -> Answer:
-    """As `rank_all`, or without `every` as `rank`."""
+    """Do what `rank_all` does, or without `every` what `rank` does."""
     check_shape(asked.model)
     schedule = batch_schedule(asked.training, asked.model.seq_length)
     table, rejected = every_layout(asked)

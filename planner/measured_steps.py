@@ -176,7 +176,7 @@ class MeasuredSteps:
             self.passes[action] = one
 
     def timing_of(self, action: Action) -> Timing:
-        """What an action takes in the simulation, in every step and pipeline."""
+        """Return the seconds of an action in the simulation, in every step and pipeline."""
         host, data, message, *waits_and_compute = self.passes[action]
         return Timing(host + data, message, sum(waits_and_compute))
 

@@ -88,7 +88,7 @@ def kept_of_stages(job: Job, specs: list[StageSpec]) -> np.ndarray:
 def most_in_flight(
     job: Job, kept: np.ndarray, ends: list[float]
 ) -> tuple[list[float], list[float]]:
-    """What each pipeline rank keeps at the most of all micro-batches in flight: bytes of
+    """Return the most that each pipeline rank keeps of all micro-batches in flight: bytes of
     activations, and outputs of the head. kept, ends: of one micro-batch, by stage.
     """
     layout = job.layout
@@ -122,7 +122,9 @@ def of_run(config: Config) -> list[dict[str, float]]:
 
 
 def least_of_run(config: Config) -> list[dict[str, float]]:
-    """As `of_run`; for --precision auto, which GPUs decide later, that of what takes least."""
+    """Return what `of_run` does; for --precision auto, which GPUs decide later, that of what takes
+    least.
+    """
     names = ["fp32"] if config.run.device == "cpu" else ["fp32", "bf16"]
     tables = [of_run(config.with_precision(name)) for name in names]
     return min(tables, key=lambda table: max(map(_certain, table)))

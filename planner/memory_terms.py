@@ -24,8 +24,9 @@ SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor":
 
 
 class Parts(NamedTuple):
-    """What stages hold of a model, as arrays that broadcast with the columns of a job: number of
-    blocks, and whether there is the embedding, the head, and a copy of a tied vocabulary's matrix.
+    """The parts of a model that stages hold, as arrays that broadcast with the columns of a job:
+    number of blocks, and whether there is the embedding, the head, and a copy of a tied
+    vocabulary's matrix.
     """
 
     blocks: Column
@@ -35,7 +36,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, specs: list[StageSpec]) -> "Parts":
-        """Those of one layout's stages."""
+        """Return the parts of one layout's stages."""
         rows = [(spec.blocks, spec.embedding, spec.head, spec.tied) for spec in specs]
         blocks, *flags = zip(*rows, strict=True)
         return cls(np.array(blocks), *(np.array(flag) for flag in flags))
@@ -149,7 +150,7 @@ def buffers_of(job: Job) -> Column:
 
 def kept_of_block(job: Job) -> tuple[Column, Column]:
     """Bytes of one micro-batch that a block keeps which is recomputed, and one which is not."""
-    # What is kept is allocated between what is not, which leaves gaps.
+    # Tensors that are kept are allocated between others that are freed, which leaves gaps.
     return kept_bytes(job) * job.machine.activation_overhead, block_activations(job, True)
 
 

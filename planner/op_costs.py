@@ -88,8 +88,8 @@ def linear(machine: Machine, rows: Column, outs: Column, ins: Column, size: int 
 
 
 def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pass:
-    """As `linear`, with products in fp8: inputs and gradients are read, and written in fp8 as they
-    are and transposed.
+    """Return what `linear` does, with products in fp8: inputs and gradients are read, and written
+    in fp8 as they are and transposed.
     """
     faster = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
     casts = Pass(4.0 * rows * ins, 4.0 * rows * outs)

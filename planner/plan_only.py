@@ -1,4 +1,4 @@
-"""What can be planned although the engine cannot train it: fp8 arithmetic.
+"""The one thing that can be planned although the engine cannot train it: fp8 arithmetic.
 
     machine, notes = applied(options, model, machine)
 

@@ -1,4 +1,4 @@
-"""What a question to the planner is, and what an answer is: text for people, and data.
+"""A question to the planner, and its answer: text for people, and data.
 
 question = Question(options, request.config, request.given, hardware.load("a100-80"))
 question.rank().ranked[0].layout
@@ -26,7 +26,7 @@ BATCH = 2048  # global batch if none is given: that of every published run of a 
 EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
 EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
-# Of the kind that measured runs have.
+# The kind of layout that measured runs have.
 PLAIN: dict[str, Any] = {"schedule": "1f1b", "vocab_pp": None, "cp": 1}
 SEARCHED = ("layouts", "days")  # questions for which all schedules are searched
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
@@ -34,7 +34,7 @@ BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question found: text for people, data for --json."""
+    """The answer to a question: text for people, data for --json."""
 
     text: str
     data: object
@@ -100,7 +100,7 @@ def _refusal(run: Config, gpus: int) -> str:
 
 
 def flags(layout: schema.Layout) -> list[str]:
-    """What to type after train.py for a layout: what is not its default, but for dp."""
+    """Return the words after train.py for a layout: what is not its default, but for dp."""
     return to_words(layout, without="dp")
 
 

@@ -97,7 +97,7 @@ def _fitted(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Seco
 
 
 def changes(before: Layout, after: Layout) -> str:
-    """What to type to change a layout, but for dp, which follows."""
+    """Return the words that change a layout, but for dp, which follows."""
     names = [field.name for field in fields(Layout)]
     kept = [name for name in names if getattr(before, name) == getattr(after, name)]
     nothing: dict[str, Any] = dict.fromkeys(kept)

@@ -26,12 +26,13 @@ from schedules.long_schedule import long_layout, long_schedule
 from schedules.orders import stage_costs
 from schedules.partition import StageCosts, executed_flops, stage_specs
 
-# Of a datasheet's rate: reductions over many nodes were measured at a half to a quarter of it.
+# Shares of a datasheet's rate: reductions over many nodes were measured at a half to a quarter of
+# it.
 NETWORK_SHARES = (1.0, 0.5, 0.25)
 
 
 class Passes(NamedTuple):
-    """Those of a block that is not recomputed, of one that is, of the embedding and the head."""
+    """The passes of a block that is not recomputed, of one that is, of embedding and head."""
 
     block: Pass
     redone: Pass
@@ -41,7 +42,7 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout is predicted to do. Seconds per step, bytes of the fullest stage's GPU."""
+    """The prediction for a layout. Seconds per step, bytes of the fullest stage's GPU."""
 
     seconds: float
     interval: tuple[float, float]  # seconds that hold 90 of 100 runs
@@ -171,7 +172,8 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         own = vocabulary_seconds(job)
         actions = action_seconds(passes) | own
         seconds = long_layout(job.model, layout, count).makespan(actions, sent)
-        # Of a micro-batch a rank's link carries two messages of its stage, and those of E, S, T, G.
+        # For a micro-batch a rank's link carries two messages of its stage, and those of E, S, T,
+        # G.
         seconds = max(seconds, count * 6 * sent)
         busy += count * sum(own.values()) / layout.pp
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
@@ -223,7 +225,7 @@ def action_seconds(
 
 
 def vocabulary_seconds(job: Job) -> dict[tuple[str, int], float]:
-    """As `action_seconds`, of the passes for a vocabulary that all ranks share."""
+    """Return what `action_seconds` does, for the passes for a vocabulary that all ranks share."""
     front, back = time_terms.embedding(job), time_terms.head(job)
     each = {"E": front.forward, "S": back.forward, "T": back.backward, "G": front.backward}
     return {(kind, s): float(one) for kind, one in each.items() for s in range(job.layout.pp)}
@@ -245,8 +247,9 @@ def stage_weights(job: Job) -> list[float]:
 
 
 class Most(NamedTuple):
-    """Of a layout's pipeline ranks and stages the largest: parameters of a rank, and seconds of a
-    stage's forward and backward; and whether a second rank has a copy of the vocabulary's matrix.
+    """The largest figures of a layout's pipeline ranks and stages: parameters of a rank, and
+    seconds of a stage's forward and backward; and whether a second rank has a copy of the
+    vocabulary's matrix.
     """
 
     parameters: Column
@@ -266,7 +269,7 @@ def step_parts(job: Job) -> dict[str, float]:
 
 
 def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
-    """As `step_parts`, of one layout or of columns."""
+    """Return what `step_parts` does, for one layout or for columns."""
     layout, held = job.layout, most.parameters
     blocks = -(-job.model.layers // layout.pp)
     experts = blocks * job.expert_parameters / layout.tp

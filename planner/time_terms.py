@@ -170,8 +170,8 @@ def accumulated(job: Job, parameters: Column) -> Column:
 
 @term
 def selective_seconds(job: Job, forward: Column) -> Column:
-    """What selective recomputation does again in a block whose forward takes so long: nothing,
-    since a flash kernel recomputes attention's scores itself.
+    """Return the seconds of what selective recomputation does again in a block whose forward takes
+    so long: nothing, since a flash kernel recomputes attention's scores itself.
     """
     return 0.0
 
@@ -184,7 +184,9 @@ def operations(job: Job) -> Column:
 
 
 def block_weights(job: Job) -> Column:
-    """Of a block's backward, the gradients of its weights: half of the products, and their sums."""
+    """Return the part of a block's backward that is the gradients of its weights: half of the
+    products, and their sums.
+    """
     added = accumulated(job, job.block_parameters / job.layout.tp)
     return sum(product.backward / 2 for product in products(job)) + added
 
@@ -215,7 +217,7 @@ def head_product(job: Job) -> Pass:
 
 
 def head_weights(job: Job) -> Column:
-    """Of the head's backward, the gradient of its matrix, and its sum."""
+    """Return the part of the head's backward that is its matrix's gradient, and its sum."""
     added = accumulated(job, job.vocab_columns * job.model.hidden)
     return head_product(job).backward / 2 + added
 
@@ -269,7 +271,7 @@ def expert_ring_seconds(job: Job, count: Column) -> Column:
 
 
 def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str, Column]:
-    """What follows the last backward and nothing hides, by the parts of a step.
+    """Return what follows the last backward and nothing hides, by the parts of a step.
 
     held, shard: parameters of a rank, and those that it updates. tied: whether a second stage has
     a copy of the vocabulary's matrix.

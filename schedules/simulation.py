@@ -152,8 +152,8 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
 
 
 class _Latest(NamedTuple):
-    """Of a pass that all stages do: the latest end, the stage that it is of, and the latest end of
-    the other stages.
+    """The latest end of a pass that all stages do, its stage, and the latest end of the other
+    stages.
     """
 
     end: float

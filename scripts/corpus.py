@@ -68,7 +68,7 @@ def verify(prefix: str) -> str:
 
 
 def show(prefix: str, seq_length: int) -> str:
-    """What a corpus holds, and how many samples an epoch of it has."""
+    """Print what a corpus holds, and how many samples an epoch of it has."""
     dataset = IndexedDataset(prefix)
     lengths = np.diff(np.append(0, np.cumsum(dataset.lengths, dtype=np.int64))[dataset.documents])
     shown = [0, 0, 0, 0]

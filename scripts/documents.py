@@ -42,7 +42,8 @@ TOGETHER = 256  # documents that are parsed at a time if they are short lines
 
 @dataclass
 class Found:
-    """What reading documents has met; `bad` by FILE:LINE. size: bytes of the texts in UTF-8.
+    """A count of what was met in reading documents; `bad` by FILE:LINE. size: bytes of the texts in
+    UTF-8.
 
     forced: cuts of long documents in places where tokens may differ.
     """
@@ -81,7 +82,7 @@ class Documents:
         self._starts = np.concatenate([np.frombuffer(own, np.int64) for own in starts])
         self._headers = np.array([RECORD_HEADER.size * (k == RECORDS) for k in self.kinds])
         del starts
-        # As RandomState.permutation, in half the memory.
+        # This is RandomState.permutation, in half the memory.
         count = len(self._starts)
         self._order = np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
         np.random.RandomState(shuffle_seed).shuffle(self._order)

@@ -60,7 +60,7 @@ class Encoded:
 
 @dataclass
 class Work:
-    """What turns a chunk into tokens. encoder: None if all documents are tokens already.
+    """The means to turn a chunk into tokens. encoder: None if all documents are tokens already.
 
     vocab_size: UserError for tokens of a file that are not below it.
     """

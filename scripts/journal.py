@@ -1,4 +1,5 @@
-"""What a program has done so far, beside its output: a program that is killed goes on from there.
+"""A list of what a program has done so far, beside its output: a program that is killed goes on
+from there.
 
     journal = Journal("data/books", {"seed": 1})      data/books.partial.journal, locked
     journal.entries                                   of an earlier, killed run of the same job

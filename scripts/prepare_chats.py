@@ -74,7 +74,7 @@ class Template:
 
 
 def _refuse(reason: str) -> None:
-    """What templates call `raise_exception`."""
+    """Raise an error: the function that templates call `raise_exception`."""
     raise jinja2.TemplateError(reason)
 
 

@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _facts(options: argparse.Namespace, paths: list[Path]) -> dict:
-    """What determines the result: the journal of another job is of no use."""
+    """Return what determines the result: the journal of another job is of no use."""
     names = "end_token", "json_key", "hdf5_key", "tiktoken_pattern"
     facts = {name: getattr(options, name) for name in names}
     facts |= {"rule": RULE, "tokenizer": options.tokenizer, "vocab_size": options.vocab_size}
@@ -335,7 +335,7 @@ def encode(
 
 
 def _summary(options: argparse.Namespace, pair: PartialPair, bad: BadTexts, vocab_size: int) -> str:
-    """What was made, and how to train with it: two lines."""
+    """Return two lines: what was made, and how to train with it."""
     found = pair.found
     parts = [f"{options.out}: {pair.documents:,} documents, {pair.tokens:,} tokens"]
     if found.size:

@@ -28,7 +28,7 @@ from config import messages, validation
 from config.command_line import parse
 from config.messages import UserError
 
-# What sbatch may not be given beside the stage's own, long and short.
+# Options that sbatch may not be given, since the stage sets them; long and short.
 OURS = ("--nodes", "-N", "--ntasks", "-n", "--export")
 SECONDS_TO_ASK_AGAIN = (1, 2, 4, 0)  # Slurm; after a time limit there are 30 s (KillWait)
 
@@ -51,7 +51,7 @@ def stage_after(stages: list[dict[str, Any]], consumed: int) -> dict[str, Any]:
 
 
 def consumed_samples(out: str) -> int:
-    """Of the newest checkpoint of a run that can be read; 0 without one."""
+    """Return the samples of the newest checkpoint of a run that can be read; 0 without one."""
     for folder in folders.list_checkpoints(os.path.join(out, "checkpoints")):
         try:
             with Index(folder) as index:
@@ -97,7 +97,7 @@ def submit(path: str, tree: dict[str, Any], consumed: int) -> str:
             raise UserError(f"--submit: leave out {word}, which the stages give to sbatch")
     stage, env = stage_after(tree["stages"], consumed), dict(os.environ)
     nodes = stage["nodes"] + number("SPARE_NODES", "0")
-    # Those of this job, such as its number of restarts, are not those of the next.
+    # Slurm's variables of this job, such as its number of restarts, are not those of the next.
     env = {k: v for k, v in env.items() if k == "SLURM_CONF" or not k.startswith("SLURM")}
     env["STAGES"] = os.path.abspath(path)
     command = ["sbatch", "--parsable", "--export=ALL", f"--nodes={nodes}", *sbatch]
@@ -114,7 +114,7 @@ def number(name: str, default: str = "") -> int:
 
 
 def run_slurm(*words: str, env: dict[str, str] | None = None) -> str:
-    """What a command of Slurm prints; it is started again, since the controller may be busy.
+    """Return what a command of Slurm prints; it is started again, since the controller may be busy.
     UserError.
     """
     for pause in SECONDS_TO_ASK_AGAIN:

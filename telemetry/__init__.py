@@ -1,4 +1,4 @@
-"""What a run reports about itself, and what it checks while it trains.
+"""The reports of a run about itself, and what it checks while it trains.
 
 log             log line, metrics.jsonl, run.json, summary
 log_lines       the text of log lines

@@ -1,4 +1,4 @@
-"""What torch.profiler sees of one step, operators and CUDA kernels: `--torch-profile N`.
+"""The trace that torch.profiler makes of one step, operators and CUDA kernels: `--torch-profile N`.
 
     python train.py ... --torch-profile 20     writes OUT/torch_step_20_rank_R.json
     chrome://tracing or ui.perfetto.dev        opens it

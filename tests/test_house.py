@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -311,6 +312,39 @@ def test_a_plain_run_loads_no_feature_that_it_does_not_use(tmp_path):
     assert not rooms & {"planner", "tuner", "emulator", "supervisor", "decoding", "vocabulary"}
     for name in ("save", "writer", "load", "file_format"):
         assert f"checkpointing/{name}.py" not in sizes
+
+
+@pytest.mark.parametrize("folder", [".", "scripts", *wings()])
+def test_sentences_begin_with_their_subject(folder):
+    """A comment or docstring that begins so has left out the noun that it is about.
+
+    tests/ and benchmarks/ still have some.
+    """
+    forbidden = re.compile(r"(Of|That of|Those|What|As)\b")
+    found = []
+    for path in (ROOT / folder).glob("*.py"):
+        texts = [ast.get_docstring(node) or "" for node in ast.walk(tree(path)) if documents(node)]
+        texts += comments(path)
+        found += [f"{path.name}: {text[:60]}" for text in texts if forbidden.match(text)]
+    assert found == []
+
+
+def documents(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def comments(path: Path) -> list[str]:
+    """The first lines of a file's comments, without their marks."""
+    found, last = [], -1
+    with open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            alone = token.line.lstrip().startswith("#")
+            if not (alone and last == token.start[0] - 1):
+                found.append(token.string.lstrip("#: "))
+            last = token.start[0] if alone else last
+    return found
 
 
 def test_room_to_read_does_not_change_the_nodes(tmp_path):

@@ -1,4 +1,4 @@
-"""What a search found: table.md, results.csv, layouts.svg, and the lines that are printed.
+"""The results of a search: table.md, results.csv, layouts.svg, and the lines that are printed.
 
 result.ranked       the layouts that ran, fastest first
 result.rows         the same, then those that failed
@@ -117,7 +117,7 @@ def top_line(row: LayoutResult) -> str:
 
 
 def summary(result: SearchResult) -> list[str]:
-    """What was measured, the planner's error, and whether the machine's speed changed."""
+    """Return what was measured, the planner's error, and whether the machine's speed changed."""
     ranked = result.ranked
     kinds = Counter(t.status for t in result.trials if t.status != "ok")
     failures = "".join(f", {n} {status}" for status, n in sorted(kinds.items()))

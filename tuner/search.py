@@ -98,7 +98,7 @@ class Search:
         lengths = np.diag(self._linear_kernel)
         squares = lengths[:, None] + lengths[None] - 2 * self._linear_kernel
         self._near_kernel = np.exp(-np.maximum(squares, 0.0) / (2 * LENGTH_SCALE**2))
-        # What the planner knows less of one layout than of the one that it knows best.
+        # The planner's uncertainty about a layout beyond that about the layout which it knows best.
         spreads = np.array([p.spread for p in self.points])
         self._own_variance = np.diag(spreads**2 - (spreads**2).min(initial=math.inf))
 

@@ -31,7 +31,7 @@ from planner.hardware import Machine
 from planner.step_time import Prediction, predict
 from schedules import partition
 
-# What is varied, unless it is given.
+# The options that are varied, unless they are given.
 AXES = (
     *("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero"),
     *("sequence_parallel", "schedule", "virtual_stages", "vocab_pp", "partition"),
@@ -145,8 +145,8 @@ def candidates(
 
 
 def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, Any], float]]:
-    """What is fixed in each of the planner's tables that together have all runs, and the share of
-    its rows that is predicted.
+    """Yield what is fixed in each of the planner's tables that together have all runs, and the
+    share of its rows that is predicted.
     """
     fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
     fixed["partition"] = choices("partition")
@@ -218,7 +218,8 @@ def _keeps_more(a: Layout, b: Layout) -> bool:
 # ---- Sweeps of shapes ----------------------------------------------------------------------------
 
 
-# What each sweep changes: a group of options, and one of them; a topology is all of tp, pp and dp.
+# The options that each sweep changes: a group of options, and one of them; a topology is all of tp,
+# pp and dp.
 SWEEPS = {
     "topology": ("layout", ""),
     "micro-batch": ("layout", "micro_batch_size"),
@@ -302,7 +303,7 @@ def sweep(
 
 
 def _default_values(name: str, config: Config) -> list:
-    """What a sweep tries if no values are given."""
+    """Return the values that a sweep tries if none are given."""
     model = config.model
     batch = config.training.global_batch_size
     tp = config.layout.tp

@@ -35,7 +35,7 @@ TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # of the numbers on the command line
 PREDICTED = 200  # layouts that a search chooses from: those that are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
-# What only a search reads, with its defaults; --all reads all but the gain.
+# The options that only a search reads, with their defaults; --all reads all but the gain.
 OF_SEARCH = {"gain": 1.0, "reference_every": 8, "risk": risk.DEFAULT}
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -106,7 +106,7 @@ class Budget:
         return 60 * self.minutes - self.elapsed()
 
     def left(self, done: int) -> str:
-        """What is left after `done` trials, for the progress line."""
+        """Return what is left after `done` trials, for the progress line."""
         if self.minutes < math.inf:
             return f"{max(0.0, self.seconds_left() / 60):.0f} minutes left"
         if self.trials < math.inf:
@@ -158,7 +158,7 @@ def _settle(options: argparse.Namespace) -> None:
 
 
 class Session:
-    """What is asked, what is measured, and where the report is written."""
+    """A search: what is asked, what is measured, and where the report is written."""
 
     def __init__(self, options: argparse.Namespace, train_arguments: list[str]):
         """Read the whole command line: tune.py's flags and train.py's; raises UserError."""
@@ -249,7 +249,7 @@ class Session:
         )
 
     def command(self, candidate: Candidate) -> list[str]:
-        """What to type to train on that layout, into a folder beside the trials'."""
+        """Return the command that trains on that layout, into a folder beside the trials'."""
         config = candidate.config
         steps = DEFAULT_STEPS
         run = dataclasses.replace(config.run, out=str(self.out / "train"))

@@ -198,7 +198,9 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rehearsal says. failure: why there is no answer, or empty; then the trial decides."""
+    """The verdict of a rehearsal. failure: why there is no answer, or empty; then the trial
+    decides.
+    """
 
     seconds: float = 0.0
     finding: str = ""
