@@ -3,6 +3,7 @@
 import collections
 import itertools
 import os
+import signal
 
 import pytest
 import ranks
@@ -10,6 +11,9 @@ import ranks
 # Before torch is imported. The threads of OpenMP that wait for each other keep their cores busy:
 # where other processes want these cores, a step of a small model then takes seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Under nohup this signal is ignored, also by the processes that tests start and send it to.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):

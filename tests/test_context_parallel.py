@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 from attention import _attend, own_places, recomputed
+from corpora import attention_masks
 from corpora.attention_masks import alibi_slopes, causal_alibi, visible
 from distributed.collectives import Group
 from distributed.context_parallel import (
@@ -310,8 +311,8 @@ def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, ma
 
         return noted
 
-    for name in ("masked_attention", "causal_attention"):
-        monkeypatch.setattr(attention, name, kept(getattr(attention, name)))
+    for owner, name in (attention_masks, "masked_attention"), (attention, "causal_attention"):
+        monkeypatch.setattr(owner, name, kept(getattr(owner, name)))
 
     def work(rank: int, wires: dict) -> None:
         group = CountedGroup(tuple(range(cp)), rank, wires)
