@@ -28,14 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.schema import ModelShape
-from distributed.token_exchange import (
-    Exchange,
-    OwnTokens,
-    counts_on_host,
-    exchange_counts,
-    order_by_expert,
-    share,
-)
+from distributed import token_exchange
+from distributed.token_exchange import Exchange, OwnTokens, exchange_counts, order_by_expert, share
 from parallel import (
     DeferredGradients,
     ParamFactory,
@@ -208,9 +202,9 @@ class ExpertMLP(nn.Module):
         else:
             tokens = x.flatten(0, 1)
             start, stop = share(len(tokens), tp)
-            own = OwnTokens.apply(tokens, start, stop, tp)
-            own = self._of_tokens(own, start, x.shape[1], kept)
-            y = reduce_from_tp(F.pad(own, (0, 0, start, len(tokens) - stop)), self.factory)
+            tokens_here = OwnTokens.apply(tokens, start, stop, tp)
+            part = self._of_tokens(tokens_here, start, x.shape[1], kept)
+            y = reduce_from_tp(F.pad(part, (0, 0, start, len(tokens) - stop)), self.factory)
         y = y.view_as(x)
         if self.shared is None:
             return y
@@ -233,7 +227,8 @@ class ExpertMLP(nn.Module):
         counts = occurrences(chosen, self.experts)
         rows = _Repeat.apply(x, order, back, self.chosen)
         if self.factory.mesh.experts.size == 1:
-            rows = self._mlp(rows, counts_on_host(self.factory.mesh.experts, counts, len(rows)))
+            group = self.factory.mesh.experts
+            rows = self._mlp(rows, token_exchange.counts_on_host(group, counts, len(rows)))
         else:
             rows = self._on_other_ranks(rows, counts)
         rows = _Permute.apply(rows, back, order)

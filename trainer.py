@@ -86,9 +86,9 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     optimizer = Optimizer(model.stages, factory, config.training, config.layout, config.model)
     state = TrainState(**vars(model), optimizer=optimizer)
     if config.run.routing_file and optimizer.balance:
-        from telemetry.routing_file import Routing  # here, since few runs need the module
+        from telemetry.routing_file import RoutingFile  # here, since few runs need the module
 
-        routing = Routing(config, factory, optimizer.balance.routers)
+        routing = RoutingFile(config, factory, optimizer.balance.routers)
         state.before_passes.append(routing.begin_step)
     return state
 

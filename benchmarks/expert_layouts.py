@@ -18,14 +18,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from kept import Kept, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from test_experts import drawn_case
-from test_golden import distance, reference, run_cases
+from test_experts import routed_comparison
 
 RESULTS = ROOT / "benchmarks" / "results" / "experts.md"
 LAYOUTS = {2: 120, 4: 140, 8: 100, 16: 40}  # by the number of ranks
@@ -44,25 +42,12 @@ def starts() -> Iterator[str]:
 def run(name: str) -> list[dict]:
     """Run the layouts of a start; a row for each, with its differences."""
     ranks, part = map(int, name.split("/"))
-    rows = []
+    first = FIRST_SEED + AT_ONCE * part
     with tempfile.TemporaryDirectory() as folder:
-        cases, expected = [], []
-        for place in range(AT_ONCE):
-            seed = FIRST_SEED + AT_ONCE * part + place
-            case = drawn_case(ranks, seed) | {"steps": STEPS}
-            exact, pinned = case, case | {"precision": "fp32"}
-            expected.append(reference(exact | {"record_routing": f"{folder}/{seed}.one"}))
-            cases.append(exact | {"record_routing": f"{folder}/{seed}.many"})
-            expected.append(reference(pinned | {"record_routing": f"{folder}/{seed}.fp32"}))
-            cases.append(pinned | {"pin_routing": f"{folder}/{seed}.fp32"})
-            rows.append({"start": name, "ranks": ranks, "seed": seed, "layout": layout_of(case)})
-        results = run_cases(ranks, cases, Path(folder))
-        for place, row in enumerate(rows):
-            row["fp64"] = distance(results[2 * place], expected[2 * place])
-            row["fp32"] = distance(results[2 * place + 1], expected[2 * place + 1])
-            files = [np.load(f"{folder}/{row['seed']}.{side}") for side in ("one", "many")]
-            row["elsewhere"] = int((files[0] != files[1]).any(-1).sum())
-            row["tokens"] = int(np.prod(files[0].shape[:-1]))
+        seeds = range(first, first + AT_ONCE)
+        rows = routed_comparison(ranks, seeds, Path(folder), steps=STEPS)
+    for row in rows:
+        row |= {"start": name, "ranks": ranks, "layout": layout_of(row.pop("case"))}
     return rows
 
 
@@ -87,15 +72,15 @@ def report(rows: list[dict]) -> str:
         "| --: | --: | --: | --: | --: | --- |",
     ]
     for ranks in LAYOUTS:
-        own = [row for row in rows if row["ranks"] == ranks]
-        if not own:
+        layouts = [row for row in rows if row["ranks"] == ranks]
+        if not layouts:
             continue
-        worst = max(own, key=lambda row: row["fp64"])
-        fp32 = max(row["fp32"] for row in own)
-        elsewhere = sum(row["elsewhere"] for row in own)
-        tokens = sum(row["tokens"] for row in own)
+        worst = max(layouts, key=lambda row: row["fp64"])
+        fp32 = max(row["fp32"] for row in layouts)
+        elsewhere = sum(row["elsewhere"] for row in layouts)
+        tokens = sum(row["tokens"] for row in layouts)
         lines.append(
-            f"| {ranks} | {len(own)} | {worst['fp64']:.1e} | {fp32:.1e} "
+            f"| {ranks} | {len(layouts)} | {worst['fp64']:.1e} | {fp32:.1e} "
             f"| {elsewhere} of {tokens:,} | {worst['layout']} |"
         )
     return "\n".join(lines) + "\n"

@@ -65,7 +65,8 @@ def theirs(shape: Shape, folder: Path) -> dict[str, Tensor]:
         "lm_head.weight": read("head.weight"),
     }
     for i in range(shape.layers):
-        ours, layer = f"blocks.{i}", f"model.layers.{i}"
+        ours = f"blocks.{i}"
+        layer = f"model.layers.{i}"
         qkv = read(f"{ours}.qkv.weight").view(shape.heads, 3, d, shape.hidden)
         up = read(f"{ours}.mlp.experts.up.weight")
         down = read(f"{ours}.mlp.experts.down.weight")

@@ -203,7 +203,7 @@ def header(rounds: int, words: list[str]) -> str:
         f"sequence {s.seq}, micro-batch {s.micro_batch}, {s.micro_batches} micro-batches each"
         + f"; {s.experts} experts of width {s.ffn}, {s.chosen} for a token"
         * (s.experts > 1)
-        + f"; "
+        + "; "
         f"{STEPS[name]} steps a block."
         for name, s in SHAPES.items()
         if "tiny" not in name

@@ -279,8 +279,5 @@ def check_paths(config: Any) -> None:
         raise UserError(
             "--record-routing and --pin-routing: a run writes the file or takes from it"
         )
-    if run.routing_file and config.model.experts == 1:
-        flag = "--pin-routing" if run.pin_routing else "--record-routing"
-        raise UserError(f"{flag} needs --experts N, with N above 1")
     if run.resume not in (None, "auto") and not os.path.isdir(run.resume):
         raise UserError(f"--resume {run.resume}: there is no such folder")

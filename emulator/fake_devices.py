@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import _disable_current_modes
 
-import experts
 import parallel
 from corpora import attention_masks
 from distributed import token_exchange
@@ -124,8 +123,7 @@ def _replacements(
     draw = parallel.draw_normal
     bit_hash = replica_check.bit_hash
     yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
-    for module in (experts, token_exchange):
-        yield module, "counts_on_host", counts_of_routing(meter, routing)
+    yield token_exchange, "counts_on_host", counts_of_routing(meter, routing)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
 
 

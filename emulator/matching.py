@@ -151,13 +151,19 @@ def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[s
 
     The rows depend on a member's place in the group, so only ranks that were run are compared.
     """
-    ran = [(i, rank) for i, rank in enumerate(row) if world.ran is None or rank in world.ran]
-    for (i, sender), (j, receiver) in itertools.permutations(ran, 2):
-        both = [world.operations(rank).collectives.get(role, []) for rank in (sender, receiver)]
-        for number, (one, two) in enumerate(zip(*both), start=1):
-            if one.rows and two.rows and one.rows[1][j] != two.rows[0][i]:
-                sides = f"{sender} sends {one.rows[1][j]} rows, {receiver} expects {two.rows[0][i]}"
-                yield f"operation {number} of {_group(role, row)}: {sides}, at {one.line}"
+    unequal: dict[int, list[Event]] = {}  # by place in the group
+    for place, rank in enumerate(row):
+        if world.ran is None or rank in world.ran:
+            events = world.operations(rank).collectives.get(role, [])
+            unequal[place] = [event for event in events if event.rows]
+    unequal = {place: events for place, events in unequal.items() if events}
+    for i, j in itertools.permutations(unequal, 2):
+        for one, two in zip(unequal[i], unequal[j]):
+            sent = one.rows[1][j]
+            expected = two.rows[0][i]
+            if sent != expected:
+                sides = f"{row[i]} sends {sent} rows, {row[j]} expects {expected}"
+                yield f"operation {one.number} of {_group(role, row)}: {sides}, at {one.line}"
                 break
 
 

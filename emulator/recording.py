@@ -90,13 +90,25 @@ class Trace:
         where = f"step {step}, " if phase == "train" else f"{phase}, " if phase != action else ""
         return where + (action if micro_batch is None else f"{action} {micro_batch}")
 
-    def operation(self, kind: str, role: str, tensor: Tensor, op: str, peer: int = -1) -> "Handle":
-        """Record that an operation starts on so many bytes of that type."""
+    def operation(
+        self,
+        kind: str,
+        role: str,
+        tensor: Tensor,
+        op: str,
+        peer: int = -1,
+        rows: tuple[list[int], list[int]] | None = None,
+    ) -> "Handle":
+        """Record that an operation starts on so many bytes of that type. rows: as in all_to_all."""
         key = (role, kind, peer) if peer >= 0 else (role,)
         self._counts[key] = number = self._counts.get(key, 0) + 1
         dtype = str(tensor.dtype).removeprefix("torch.")
-        about = (kind, role, number, tensor.nbytes, dtype, op, peer)
-        self.events.append(Event(*about, calling_line(), self.place()))
+        size = tensor.nbytes
+        if rows is not None:
+            size = tensor.shape[1:].numel() * tensor.itemsize  # of a row; the rows are unequal
+        about = (kind, role, number, size, dtype, op, peer)
+        unequal = tuple(map(tuple, rows or ()))
+        self.events.append(Event(*about, calling_line(), self.place(), unequal))
         return _RecordedHandle(self, len(self.events) - 1)
 
     def wait(self, index: int) -> None:
@@ -156,13 +168,7 @@ class RecordingGroup(Group):
     def all_to_all(
         self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] | None = None
     ) -> Handle:
-        if rows is None:
-            return self._record("all_to_all", source)
-        handle = self._record("all_to_all", source)
-        row = source.shape[1:].numel() * source.itemsize
-        last = self.trace.events[-1]
-        self.trace.events[-1] = last._replace(bytes=row, rows=tuple(map(tuple, rows)))
-        return handle
+        return self._record("all_to_all", source, rows=rows)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         return self._record("broadcast", tensor, f"from {source}")
@@ -176,10 +182,17 @@ class RecordingGroup(Group):
     def receive(self, tensor: Tensor, source: int) -> Handle:
         return self._record("receive", tensor, peer=source)
 
-    def _record(self, kind: str, tensor: Tensor, op: str = "", peer: int = -1) -> Handle:
+    def _record(
+        self,
+        kind: str,
+        tensor: Tensor,
+        op: str = "",
+        peer: int = -1,
+        rows: tuple[list[int], list[int]] | None = None,
+    ) -> Handle:
         if not tensor.is_contiguous():
             raise ValueError(f"{kind} of a tensor that is not contiguous, at {calling_line()}")
-        return self.trace.operation(kind, self.role, tensor, op, peer)
+        return self.trace.operation(kind, self.role, tensor, op, peer, rows)
 
     def _check(self, part: Tensor, whole: Tensor) -> None:
         if (part.numel() * self.size, part.dtype) != (whole.numel(), whole.dtype):

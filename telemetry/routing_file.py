@@ -28,10 +28,15 @@ from parallel import ParamFactory
 
 
 class RoutingFile:
-    """The file's elements as this rank reads or writes them, with the place of its tokens."""
+    """The file's elements as this rank reads or writes them, with the place of its tokens.
 
-    def __init__(self, config: Config, factory: ParamFactory):
+    With it, the routers of this rank record their choices, or take those of the file.
+    """
+
+    def __init__(self, config: Config, factory: ParamFactory, routers: dict[int, Router]):
         """Open --pin-routing, or make --record-routing; collective over the world.
+
+        routers: those of this rank, by the number of the block.
 
         Raise UserError if the file does not have the shape that this run needs.
         """
@@ -56,12 +61,17 @@ class RoutingFile:
         self.descriptor = -1 if self.pinned else os.open(self.path, os.O_WRONLY)
         self.first_sample = 0  # of the step's global batch
         self.positions = np.zeros(0, np.int64)  # of this rank's rows of a sample
+        self.blocks = [BlockRouting(self, block) for block in routers]
+        for router, block in zip(routers.values(), self.blocks):
+            router.routing = block
 
     def begin_step(self, consumed: int, length: int) -> None:
         """Prepare for the forward passes of the step that starts at sample `consumed`.
 
         length: the tokens of each sample in this step.
         """
+        for block in self.blocks:
+            block.passes = 0
         self.first_sample = consumed
         positions = self.mesh.cp.balanced_shard(torch.arange(length), 0)
         if self.layout.sequence_parallel:
@@ -146,20 +156,3 @@ class BlockRouting:
             here = sample_of == sample
             file.write(first + sample, self.block, positions[here], rows[here])
         return chosen
-
-
-class Routing:
-    """Records or pins the choices of all routers of a rank."""
-
-    def __init__(self, config: Config, factory: ParamFactory, routers: dict[int, Router]):
-        """routers: those of this rank, by the number of the block. Collective; see RoutingFile."""
-        self.file = RoutingFile(config, factory)
-        self.blocks = [BlockRouting(self.file, block) for block in routers]
-        for router, block in zip(routers.values(), self.blocks):
-            router.routing = block
-
-    def begin_step(self, consumed: int, length: int) -> None:
-        """Prepare for the passes of the step that starts at sample `consumed`."""
-        self.file.begin_step(consumed, length)
-        for block in self.blocks:
-            block.passes = 0

@@ -104,6 +104,8 @@ LEFT_OUT = [
     ("--keep-last 2", "--save-every or --save-every-minutes", "--save-every 5"),
     ("--keep-every 2 --save-every 5", "--keep-last: now all are kept", "--keep-last 2"),
     ("--load-weights-only", "--resume, to say which weights", "--resume auto"),
+    ("--record-routing f", "--experts N, with N above 1", "--experts 2 --no-bias"),
+    ("--pin-routing f", "--experts N, with N above 1", "--experts 2 --no-bias"),
     ("--begin-at-samples 8", "--resume: a new run begins with 0", "--resume auto"),
     ("--hang-timeout 8 --no-watchdog", "the watchdog; now it is off", "--watchdog"),
     ("--slow-rank-percent 9 --check-speed-every 0", "--check-speed", "--check-speed-every 9"),
