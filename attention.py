@@ -7,6 +7,7 @@ tokens (--cp) in distributed/context_parallel.py. Read parallel.py first, for th
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from parallel import ColumnLinear, ParamFactory, RowLinear
+from parallel import ColumnLinear, ParamFactory, RowLinear, compiled
 
 if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load their module
     from corpora.attention_masks import Mask
@@ -251,9 +252,10 @@ class Attention(nn.Module):
         shape = (model.kv_heads, self.queries + 2, self.d)
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
-        # Without rotary positions the split makes views only, and there is nothing to compile.
         turns = model.positions == "rotary" and self.norms is None
-        self.split = factory.fused(_split_heads) if turns else _split_heads
+        self.split: Callable = _split_heads
+        if factory.compile:
+            self.split = factory.fused(_split_heads) if turns else _SplitHeads.apply
         inputs = model.heads * self.d
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
@@ -294,6 +296,27 @@ def _split_heads(
     parts = qkv.split((queries, 1, 1), -2)  # one split: backward concatenates once
     q, k, v = (t.flatten(2, 3) for t in parts)
     return [q, k, v] if rotary is None else [rotate(q, rotary), rotate(k, rotary), v]
+
+
+class _SplitHeads(torch.autograd.Function):
+    """`_split_heads` without rotary positions, for --compile: the results are views of the input,
+    and the backward pass writes their three gradients into one tensor by one compiled kernel.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, queries, d, rotary):
+        ctx.queries = queries
+        return tuple(_split_heads(qkv, queries, d, None))
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        return compiled(_join_heads)(dq, dk, dv, ctx.queries), None, None, None
+
+
+def _join_heads(q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:
+    """Return the tensor that `_split_heads` cuts into q, k and v: (s, b, g (a/g + 2) d)."""
+    q = q.unflatten(2, (-1, queries))  # s b g a/g d
+    return torch.cat([q, k.unsqueeze(3), v.unsqueeze(3)], 3).flatten(2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "Mask | None", group: Group) -> Tensor:

@@ -142,35 +142,44 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        y: Tensor | None,
         mask: "Mask | None",
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Return the block's output, in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
-        parallelism. mask, rotary and cache go to Attention.forward.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return two tensors whose sum is the block's output, or one and None, in the shape of x:
+        (s, b, h), or (s/tp, b, h) with sequence parallelism.
+
+        x, y: of the block before, as returned. The sum is left to the block that follows, since one
+        kernel of --compile then does it with that block's first norm. mask, rotary and cache go to
+        Attention.forward.
         """
         choice: list[Tensor] = []  # of experts: it is kept, so that recomputation cannot change it
         if self.recompute and torch.is_grad_enabled():
-            return recomputed(self._run, x, mask, rotary, cache, choice)
-        return self._run(x, mask, rotary, cache, choice)
+            x = x if y is None else x + y  # one tensor is kept, not two
+            return recomputed(self._run, x, None, mask, rotary, cache, choice)
+        return self._run(x, y, mask, rotary, cache, choice)
 
     def _run(
         self,
         x: Tensor,
+        y: Tensor | None,
         mask: "Mask | None",
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
         choice: list[Tensor],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         mlp = functools.partial(self.mlp, kept=choice) if self.has_experts else self.mlp
         if self.kind == "post-norm":
+            x = x if y is None else x + y
             x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
-            return x + self.mlp_norm(mlp(x))
-        y = self.attention(self.attention_norm(x), mask, rotary, cache)
+            return x, self.mlp_norm(mlp(x))
+        x, normed = (x, self.attention_norm(x)) if y is None else self.attention_norm.of_sum(x, y)
+        y = self.attention(normed, mask, rotary, cache)
         if self.kind == "parallel":
-            return x + y + mlp(self.mlp_norm(x))
+            return x + y, mlp(self.mlp_norm(x))
         mixed, normed = self.mlp_norm.of_sum(x, y)
-        return mixed + mlp(normed)
+        return mixed, mlp(normed)
 
 
 # ---- Embedding, head and the stage ---------------------------------------------------------------
@@ -428,8 +437,10 @@ class Stage(nn.Module):
         if self.positions is not None:
             mask = self.positions.mask(batch)
             rotary = self.positions.rotary(places)
+            y = None
             for block in self.blocks:
-                x = block(x, mask, rotary, cache)
+                x, y = block(x, y, mask, rotary, cache)
+            x = x if y is None else x + y
         return x if self.output_norm is None else self.output_norm(x)
 
 

@@ -334,8 +334,13 @@ def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, 
     return rows.t() @ x.flatten(0, -2), rows.sum(0) if has_bias else None
 
 
-def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> None:
-    """Add the gradients of weight and bias to the parameters, and call the optimizer's hooks."""
+def _add_gradients(
+    weight: Tensor, bias: Tensor | None, compile: bool, x: Tensor, grad: Tensor
+) -> None:
+    """Add the gradients of weight and bias to the parameters, and call the optimizer's hooks.
+
+    compile: sum the bias's gradient by a kernel of torch.compile.
+    """
     if not hasattr(weight, "main_grad"):
         for p, g in zip((weight, bias), _weight_gradients(x, grad, bias is not None)):
             if p is not None and g is not None:
@@ -345,8 +350,14 @@ def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor)
     add_product(weight.main_grad.flatten(0, -2), rows.t(), x.flatten(0, -2))
     weight.gradient_added(weight)
     if bias is not None:
-        bias.main_grad.add_(rows.sum(0, dtype=bias.main_grad.dtype).view(bias.shape))
+        add = compiled(_add_rows) if compile else _add_rows
+        add(bias.main_grad, rows)
         bias.gradient_added(bias)
+
+
+def _add_rows(total: Tensor, rows: Tensor) -> None:
+    """total += the sum of `rows`, (tokens, out), in the precision of `total`, (out ...)."""
+    total.add_(rows.sum(0, dtype=total.dtype).view(total.shape))
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -367,13 +378,15 @@ def linear(
     tp: Group | None = None,
     gathered: bool = False,
     shared: bool = False,
+    compile: bool = False,
 ) -> Tensor:
     """Return x W^T + b, flat as (s, b, out), for a local W (out ..., in) and b (out ...).
 
     deferred: the list that puts weight gradients off, or None. tp: the group that sums the input's
     gradient, or None. gathered: x is this rank's part of the sequence. shared: another layer uses W
     too, so autograd must add both gradients, and they are not put off. If W has a `main_grad`, its
-    gradient is added there, and then its `gradient_added` is called.
+    gradient is added there, and then its `gradient_added` is called. compile: sum b's gradient by a
+    kernel of torch.compile.
     """
     if shared or (deferred is None and not hasattr(weight, "main_grad")):
         weight = weight.flatten(0, -2)
@@ -383,7 +396,7 @@ def linear(
         return _Linear.apply(x, weight, bias, tp, gathered, None, None)
     # Detached: autograd does not see the weights, since `_add_gradients` adds their gradients.
     local = weight.detach().flatten(0, -2), None if bias is None else bias.detach().flatten()
-    add = functools.partial(_add_gradients, weight, bias)
+    add = functools.partial(_add_gradients, weight, bias, compile)
     return _Linear.apply(x, *local, tp, gathered, add, deferred)
 
 
@@ -396,7 +409,7 @@ def column_linear(
     """
     tp = factory.mesh.tp if factory.mesh.tp.size > 1 else None
     gathered = tp is not None and factory.sequence_parallel
-    return linear(x, weight, bias, factory.deferred, tp, gathered, shared)
+    return linear(x, weight, bias, factory.deferred, tp, gathered, shared, factory.compile)
 
 
 # ---- Layers --------------------------------------------------------------------------------------
@@ -445,6 +458,6 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         factory = self.factory
         if factory.mesh.tp.size == 1:
-            return linear(x, self.weight, self.bias, factory.deferred)
+            return linear(x, self.weight, self.bias, factory.deferred, compile=factory.compile)
         y = reduce_from_tp(linear(x, self.weight, None, factory.deferred), factory)
         return y if self.bias is None else y + self.bias

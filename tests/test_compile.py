@@ -15,6 +15,7 @@ from ranks import ROOT
 from test_golden import POSITIONS, distance, reference, run_cases
 from test_peaks import PeakBytes
 
+import attention
 import data
 import loss
 import parallel
@@ -208,10 +209,43 @@ def test_the_loss_holds_no_copy_of_the_logits(dtype, spread):
     assert not gradient[7].any()
 
 
-@pytest.mark.parametrize("case", [LEARNED, ROTARY, ROTARY | {"qk_norm": "head"}])
-def test_a_split_without_rotary_positions_is_not_compiled(case):
-    """It gives views alone, which cost nothing to make."""
+@pytest.mark.parametrize("case", [LEARNED, LEARNED | {"kv_heads": 2}, ROTARY | {"qk_norm": "head"}])
+def test_a_split_without_rotary_positions_compiles_its_backward_pass_alone(case, monkeypatch):
+    """The forward pass makes views; one function writes their gradients into one tensor."""
     model = golden_worker.options(SMALL | case).model
-    split = Attention(ParamFactory(Mesh(), compile=True), "a", model, 0.02, False).split
-    turns = model.positions == "rotary" and model.qk_norm == "none"
-    assert (split.__name__ == "<lambda>") == turns
+    built = [
+        Attention(ParamFactory(Mesh(), compile=compile), "a", model, 0.02, False)
+        for compile in (False, True)
+    ]
+    called = []
+    monkeypatch.setattr(attention, "compiled", lambda function: called.append(function) or function)
+    qkv = torch.randn(5, 2, model.qkv_width, requires_grad=True)
+    found = []
+    for each in built:
+        parts = each.split(qkv, each.queries, each.d, None)
+        weighted = sum((part * torch.arange(part.numel()).view(part.shape)).sum() for part in parts)
+        found.append((parts, *torch.autograd.grad(weighted, qkv)))
+    assert called == [attention._join_heads]
+    assert torch.equal(found[0][1], found[1][1])
+    for expected, part in zip(found[0][0], found[1][0]):
+        assert torch.equal(expected, part)
+    # With one query head for each key head, all three are views of the matrix's output.
+    views = 3 if model.kv_heads == model.heads else 2
+    same = [part.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for part in parts]
+    assert sum(same) == views
+
+
+def test_the_gradient_of_a_bias_is_summed_by_one_compiled_function(monkeypatch):
+    """It is added in the precision of the sum, not in that of the gradients."""
+    called = []
+    monkeypatch.setattr(parallel, "compiled", lambda function: called.append(function) or function)
+    layer = parallel.ColumnLinear(
+        ParamFactory(Mesh(), torch.bfloat16, compile=True), "l", 8, (2, 3), 1, True
+    ).to(torch.bfloat16)
+    for p in (layer.weight, layer.bias):
+        p.main_grad = torch.zeros(p.shape)
+        p.gradient_added = lambda p: None
+    grad = torch.full((1000, 1, 6), 1 + 2**-7).bfloat16()
+    layer(torch.randn(1000, 1, 8).bfloat16().requires_grad_()).backward(grad)
+    assert called == [parallel._add_rows]
+    assert torch.equal(layer.bias.main_grad, torch.full((2, 3), 1000 * (1 + 2**-7)))
