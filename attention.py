@@ -29,7 +29,7 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from parallel import ColumnLinear, ParamFactory, RowLinear, compiled
+from parallel import COMPILED_FROM, ColumnLinear, ParamFactory, RowLinear, compiled
 
 if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load their module
     from corpora.attention_masks import Mask
@@ -300,7 +300,7 @@ def _split_heads(
 
 class _SplitHeads(torch.autograd.Function):
     """`_split_heads` without rotary positions, for --compile: the results are views of the input,
-    and the backward pass writes their three gradients into one tensor by one compiled kernel.
+    and the backward pass writes three large gradients into one tensor by one compiled kernel.
     """
 
     @staticmethod
@@ -310,7 +310,9 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        return compiled(_join_heads)(dq, dk, dv, ctx.queries), None, None, None
+        large = dq.numel() + dk.numel() + dv.numel() >= COMPILED_FROM
+        join = compiled(_join_heads) if large else _join_heads
+        return join(dq, dk, dv, ctx.queries), None, None, None
 
 
 def _join_heads(q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:

@@ -29,14 +29,9 @@ from torch import Tensor, nn
 
 from config.schema import ModelShape
 from distributed import token_exchange
+from distributed.tensor_parallel import reduce_from_tp
 from distributed.token_exchange import Exchange, OwnTokens, exchange_counts, order_by_expert, share
-from parallel import (
-    DeferredGradients,
-    ParamFactory,
-    ParamSpec,
-    add_product,
-    reduce_from_tp,
-)
+from parallel import DeferredGradients, ParamFactory, ParamSpec, add_product
 
 
 class Balance(Protocol):
@@ -204,7 +199,8 @@ class ExpertMLP(nn.Module):
             start, stop = share(len(tokens), tp)
             tokens_here = OwnTokens.apply(tokens, start, stop, tp)
             part = self._of_tokens(tokens_here, start, x.shape[1], kept)
-            y = reduce_from_tp(F.pad(part, (0, 0, start, len(tokens) - stop)), self.factory)
+            y = F.pad(part, (0, 0, start, len(tokens) - stop))
+            y = reduce_from_tp(y, self.factory.mesh.tp, self.factory.sequence_parallel)
         y = y.view_as(x)
         if self.shared is None:
             return y

@@ -23,15 +23,9 @@ from attention import Attention, KeyValueCache, Positions, recomputed
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import Group
+from distributed.tensor_parallel import reduce_from_tp
 from loss import cross_entropy
-from parallel import (
-    ColumnLinear,
-    DeferredGradients,
-    ParamFactory,
-    RowLinear,
-    column_linear,
-    reduce_from_tp,
-)
+from parallel import ColumnLinear, DeferredGradients, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
 
 if TYPE_CHECKING:
@@ -52,9 +46,9 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.normed(x, self.weight, self.bias, self.eps)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + y and the norm of that sum; x and y are (s, b, h)."""
-        return self.added(x, y, self.weight, self.bias, self.eps)
+    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x + y and the norm of that sum; x and y are (s, b, h), and None counts as 0."""
+        return (x, self(x)) if y is None else self.added(x, y, self.weight, self.bias, self.eps)
 
 
 def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -84,10 +78,9 @@ class MLP(nn.Module):
         activation = ACTIVATIONS[model.activation]
         self.activation = factory.fused(activation) if activation is _swiglu else activation
         f = width or model.ffn_hidden
-        h = model.hidden
         shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
-        self.up = ColumnLinear(factory, f"{name}.up", h, shape, dim, model.bias)
-        self.down = RowLinear(factory, f"{name}.down", f, h, std, model.bias)
+        self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, dim, model.bias)
+        self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -98,8 +91,7 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-# MLP compiles swiglu alone: each other activation is one kernel in the forward pass and one in the
-# backward pass already, and a bias is added within the matrix product.
+# MLP compiles swiglu alone: each other activation is one kernel each way already.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -112,9 +104,8 @@ def _experts(factory: ParamFactory, name: str, model: ModelShape, std: float) ->
     """Return a block's experts with their router, in place of its MLP."""
     from experts import ExpertMLP  # here, since only models with experts need the module
 
-    shared = None
-    if width := model.shared_ffn_hidden:
-        shared = MLP(factory, f"{name}.shared", model, std, width)
+    width = model.shared_ffn_hidden
+    shared = MLP(factory, f"{name}.shared", model, std, width) if width else None
     return ExpertMLP(factory, name, model, std, ACTIVATIONS[model.activation], shared)
 
 
@@ -128,14 +119,14 @@ class Block(nn.Module):
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
         super().__init__()
         name = f"blocks.{index}"
-        selective = recompute == "selective"
         std = factory.std / math.sqrt(2 * model.layers)  # for the two output matrices
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
-        self.attention = Attention(factory, f"{name}.attention", model, std, selective)
+        self.attention = Attention(
+            factory, f"{name}.attention", model, std, recompute == "selective"
+        )
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
         self.has_experts = model.experts > 1
-        make_mlp = _experts if self.has_experts else MLP
-        self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
+        self.mlp = (_experts if self.has_experts else MLP)(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"
         self.kind = model.block
 
@@ -146,13 +137,11 @@ class Block(nn.Module):
         mask: "Mask | None",
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors whose sum is the block's output, or one and None, in the shape of x:
-        (s, b, h), or (s/tp, b, h) with sequence parallelism.
+    ) -> tuple[Tensor, Tensor]:
+        """Return two tensors whose sum is the block's output: (s, b, h), or (s/tp, b, h) with
+        sequence parallelism. One kernel of --compile does this sum and the next block's first norm.
 
-        x, y: of the block before, as returned. The sum is left to the block that follows, since one
-        kernel of --compile then does it with that block's first norm. mask, rotary and cache go to
-        Attention.forward.
+        x, y: of the block before; y is None in a stage's first block. The rest: Attention.forward.
         """
         choice: list[Tensor] = []  # of experts: it is kept, so that recomputation cannot change it
         if self.recompute and torch.is_grad_enabled():
@@ -168,13 +157,13 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
         choice: list[Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         mlp = functools.partial(self.mlp, kept=choice) if self.has_experts else self.mlp
         if self.kind == "post-norm":
             x = x if y is None else x + y
             x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
             return x, self.mlp_norm(mlp(x))
-        x, normed = (x, self.attention_norm(x)) if y is None else self.attention_norm.of_sum(x, y)
+        x, normed = self.attention_norm.of_sum(x, y)
         y = self.attention(normed, mask, rotary, cache)
         if self.kind == "parallel":
             return x + y, mlp(self.mlp_norm(x))
@@ -209,9 +198,8 @@ class VocabEmbedding(nn.Module):
         self.factory = factory
         self.group = over or factory.mesh.tp
         shape = (vocab, hidden)
-        std = factory.std
         self.weight = factory.parameter(
-            name, shape, std=std, dim=0, padded=padded, decay=True, tied=tied, over=over
+            name, shape, std=factory.std, dim=0, padded=padded, decay=True, tied=tied, over=over
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -225,7 +213,8 @@ class VocabEmbedding(nn.Module):
         local = tokens - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(absent, 0), self.weight, sparse=sparse)
-        return reduce_from_tp(rows.masked_fill(absent[..., None], 0.0), self.factory)
+        rows = rows.masked_fill(absent[..., None], 0.0)
+        return reduce_from_tp(rows, self.factory.mesh.tp, self.factory.sequence_parallel)
 
 
 class Embedding(nn.Module):

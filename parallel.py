@@ -4,7 +4,7 @@
 
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism they are (s/tp, b,
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
-gradients over tp, g sums outputs over tp. For sequence parallelism see arXiv 2205.05198.
+gradients over tp (`_Linear`), g sums outputs over tp (distributed/tensor_parallel.py).
 """
 
 import functools
@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from distributed.collectives import Group
 from distributed.mesh import Mesh
+from distributed.tensor_parallel import gather_sequence, reduce_from_tp
 
 # ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
 
@@ -193,55 +194,6 @@ def _normal(bits: Tensor) -> Tensor:
     return radius * (low.double() * (2.0**-32 * 2.0 * torch.pi)).cos_()
 
 
-# ---- f and g, along hidden and along the sequence ------------------------------------------------
-
-
-class _Reduce(torch.autograd.Function):
-    """g: all-reduce of s b h elements in the forward pass; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx, x, tp):
-        ctx.mark_dirty(x)
-        tp.at_once.all_reduce(x).wait()
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    """g with sequence parallelism: reduce-scatter to (s/tp, b, h); backward is an all-gather."""
-
-    @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
-        tp.at_once.reduce_scatter(part, x.contiguous()).wait()
-        return part
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _gather(grad, ctx.tp), None
-
-
-def reduce_from_tp(x: Tensor, factory: ParamFactory) -> Tensor:
-    """Return x, (s, b, h), summed over tp; with sequence parallelism this rank's (s/tp, b, h)."""
-    if factory.mesh.tp.size == 1:
-        return x
-    reduce = _ReduceScatterSequence if factory.sequence_parallel else _Reduce
-    return reduce.apply(x, factory.mesh.tp)
-
-
-def _gather(x: Tensor, tp: Group | None) -> Tensor:
-    """Return x, (s/tp, b, h), all-gathered to (s, b, h); x itself if tp is None."""
-    if tp is None:
-        return x
-    whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
-    tp.at_once.all_gather(whole, x.contiguous()).wait()
-    return whole
-
-
 # ---- Products with a weight, whose backward may be split -----------------------------------------
 
 
@@ -292,7 +244,7 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias = bias is not None
         ctx.add = add
         ctx.deferred = deferred
-        return F.linear(_gather(x, tp if gathered else None), weight, bias)
+        return F.linear(gather_sequence(x, tp if gathered else None), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -318,7 +270,7 @@ class _Linear(torch.autograd.Function):
         if ctx.deferred is not None:
             add = ctx.add
             gathered = tp if ctx.gathered else None
-            ctx.deferred.add(lambda: add(_gather(x, gathered), grad))
+            ctx.deferred.add(lambda: add(gather_sequence(x, gathered), grad))
         elif ctx.add is not None:
             ctx.add(whole, grad)
         else:
@@ -339,7 +291,7 @@ def _add_gradients(
 ) -> None:
     """Add the gradients of weight and bias to the parameters, and call the optimizer's hooks.
 
-    compile: sum the bias's gradient by a kernel of torch.compile.
+    compile: sum a large gradient of the bias by a kernel of torch.compile.
     """
     if not hasattr(weight, "main_grad"):
         for p, g in zip((weight, bias), _weight_gradients(x, grad, bias is not None)):
@@ -350,9 +302,14 @@ def _add_gradients(
     add_product(weight.main_grad.flatten(0, -2), rows.t(), x.flatten(0, -2))
     weight.gradient_added(weight)
     if bias is not None:
-        add = compiled(_add_rows) if compile else _add_rows
+        add = compiled(_add_rows) if compile and rows.numel() >= COMPILED_FROM else _add_rows
         add(bias.main_grad, rows)
         bias.gradient_added(bias)
+
+
+# Elements of a gradient. For fewer, a kernel of torch.compile saves a GPU less time than its start
+# costs the processor beyond the start of torch's own kernels.
+COMPILED_FROM = 2**24
 
 
 def _add_rows(total: Tensor, rows: Tensor) -> None:
@@ -385,8 +342,8 @@ def linear(
     deferred: the list that puts weight gradients off, or None. tp: the group that sums the input's
     gradient, or None. gathered: x is this rank's part of the sequence. shared: another layer uses W
     too, so autograd must add both gradients, and they are not put off. If W has a `main_grad`, its
-    gradient is added there, and then its `gradient_added` is called. compile: sum b's gradient by a
-    kernel of torch.compile.
+    gradient is added there, and then its `gradient_added` is called. compile: sum a large
+    gradient of b by a kernel of torch.compile.
     """
     if shared or (deferred is None and not hasattr(weight, "main_grad")):
         weight = weight.flatten(0, -2)
@@ -459,5 +416,6 @@ class RowLinear(nn.Module):
         factory = self.factory
         if factory.mesh.tp.size == 1:
             return linear(x, self.weight, self.bias, factory.deferred, compile=factory.compile)
-        y = reduce_from_tp(linear(x, self.weight, None, factory.deferred), factory)
+        y = linear(x, self.weight, None, factory.deferred)
+        y = reduce_from_tp(y, factory.mesh.tp, factory.sequence_parallel)
         return y if self.bias is None else y + self.bias

@@ -43,6 +43,7 @@ from config import model_stats, validation
 from config.command_line import parse as parse_options
 from config.schema import Config
 from distributed.context import start
+from distributed.garbage import collecting_between_steps
 from distributed.launch import Launch
 
 # Of a step: with micro-batches of 4 x 2048 tokens on 8 GPUs, a batch of half a million tokens.
@@ -203,7 +204,10 @@ def turns(
         notes.append(f"* {name}: {kernels}; loss {sides[-1].step():.3f}")
     machine = this_machine(device)
     found["peaks"] |= {side.name: peak_bytes(side, device) for side in sides}
-    found["seconds"] |= seconds_a_step(sides, device)
+    with (
+        collecting_between_steps()
+    ):  # as train.py does: else a side may pay for the other's objects
+        found["seconds"] |= seconds_a_step(sides, device)
     for name in names:
         section.add(row(name, found["seconds"][name], found["peaks"][name], config, machine))
     return notes

@@ -218,6 +218,7 @@ def test_a_split_without_rotary_positions_compiles_its_backward_pass_alone(case,
         for compile in (False, True)
     ]
     called = []
+    monkeypatch.setattr(attention, "COMPILED_FROM", 0)
     monkeypatch.setattr(attention, "compiled", lambda function: called.append(function) or function)
     qkv = torch.randn(5, 2, model.qkv_width, requires_grad=True)
     found = []
@@ -238,6 +239,7 @@ def test_a_split_without_rotary_positions_compiles_its_backward_pass_alone(case,
 def test_the_gradient_of_a_bias_is_summed_by_one_compiled_function(monkeypatch):
     """It is added in the precision of the sum, not in that of the gradients."""
     called = []
+    monkeypatch.setattr(parallel, "COMPILED_FROM", 6000)
     monkeypatch.setattr(parallel, "compiled", lambda function: called.append(function) or function)
     layer = parallel.ColumnLinear(
         ParamFactory(Mesh(), torch.bfloat16, compile=True), "l", 8, (2, 3), 1, True
@@ -246,6 +248,9 @@ def test_the_gradient_of_a_bias_is_summed_by_one_compiled_function(monkeypatch):
         p.main_grad = torch.zeros(p.shape)
         p.gradient_added = lambda p: None
     grad = torch.full((1000, 1, 6), 1 + 2**-7).bfloat16()
+    layer(torch.randn(999, 1, 8).bfloat16().requires_grad_()).backward(grad[1:])
+    assert not called  # too small to be worth it
+    layer.bias.main_grad.zero_()
     layer(torch.randn(1000, 1, 8).bfloat16().requires_grad_()).backward(grad)
     assert called == [parallel._add_rows]
     assert torch.equal(layer.bias.main_grad, torch.full((2, 3), 1000 * (1 + 2**-7)))
