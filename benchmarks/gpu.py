@@ -45,7 +45,7 @@ REPEATS = {"cuda": 20, "cpu": 3}
 SQUARE = {"cuda": 8192, "cpu": 512}  # edge of the GEMM that is called the ceiling
 COPIED = {"cuda": 2**30, "cpu": 2**24}  # bytes
 PACKAGES = ("mpi4py", "h5py", "numpy", "psutil", "rich", "matplotlib", "tokenizers", "tensorboard")
-PACKAGES += ("safetensors", "transformers", "bitsandbytes", "apex", "triton", "pytest")
+PACKAGES += ("isal", "safetensors", "transformers", "bitsandbytes", "apex", "triton", "pytest")
 
 
 class Section:
