@@ -204,9 +204,8 @@ def turns(
         notes.append(f"* {name}: {kernels}; loss {sides[-1].step():.3f}")
     machine = this_machine(device)
     found["peaks"] |= {side.name: peak_bytes(side, device) for side in sides}
-    with (
-        collecting_between_steps()
-    ):  # as train.py does: else a side may pay for the other's objects
+    # As in train.py: else the turn in which Python collects garbage pays for the objects of both.
+    with collecting_between_steps():
         found["seconds"] |= seconds_a_step(sides, device)
     for name in names:
         section.add(row(name, found["seconds"][name], found["peaks"][name], config, machine))
