@@ -29,7 +29,7 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from parallel import COMPILED_FROM, ColumnLinear, ParamFactory, RowLinear, compiled
+from parallel import ColumnLinear, ParamFactory, RowLinear, compiled_if_large
 
 if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load their module
     from corpora.attention_masks import Mask
@@ -310,8 +310,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        large = dq.numel() + dk.numel() + dv.numel() >= COMPILED_FROM
-        join = compiled(_join_heads) if large else _join_heads
+        join = compiled_if_large(_join_heads, dq.numel() + dk.numel() + dv.numel())
         return join(dq, dk, dv, ctx.queries), None, None, None
 
 

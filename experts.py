@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from config.schema import ModelShape
 from distributed import token_exchange
-from distributed.tensor_parallel import reduce_from_tp
+from distributed.collectives import reduce_from_tp
 from distributed.token_exchange import Exchange, OwnTokens, exchange_counts, order_by_expert, share
 from parallel import DeferredGradients, ParamFactory, ParamSpec, add_product
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from attention import Attention, KeyValueCache, Positions, recomputed
 from config.schema import Layout, ModelShape
 from data import Batch
-from distributed.collectives import Group
-from distributed.tensor_parallel import reduce_from_tp
+from distributed.collectives import Group, reduce_from_tp
 from loss import cross_entropy
 from parallel import ColumnLinear, DeferredGradients, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec

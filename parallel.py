@@ -4,7 +4,8 @@
 
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism they are (s/tp, b,
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
-gradients over tp (`_Linear`), g sums outputs over tp (distributed/tensor_parallel.py).
+gradients over tp (`_Linear`), g sums outputs over tp (`reduce_from_tp`). For sequence
+parallelism see arXiv 2205.05198.
 """
 
 import functools
@@ -18,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from distributed.collectives import Group
+from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
-from distributed.tensor_parallel import gather_sequence, reduce_from_tp
 
 # ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
 
@@ -66,6 +66,16 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
+# Elements. For fewer, a kernel of torch.compile saves a GPU less time than its start costs the
+# processor beyond the start of torch's own kernels.
+COMPILED_FROM = 2**24
+
+
+def compiled_if_large(function: Callable, elements: int) -> Callable:
+    """Return `function`, compiled if the tensors that it reads have many elements."""
+    return compiled(function) if elements >= COMPILED_FROM else function
+
+
 @dataclass(frozen=True)
 class ParamFactory:
     """Makes the parameters of every layer, and has the settings that all layers share.
@@ -74,7 +84,8 @@ class ParamFactory:
     drawn values as the master copy and casts the parameters to `dtype`. std: the standard deviation
     of most weights. deferred: takes the linear layers' weight gradients to compute later, if the
     schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it with each
-    block after drawing the block's parameters. compile: whether `fused` compiles (--compile).
+    block after drawing the block's parameters. compile: whether kernels are
+    compiled (--compile): by `fused`, and those of large gradients.
     """
 
     mesh: Mesh
@@ -302,14 +313,9 @@ def _add_gradients(
     add_product(weight.main_grad.flatten(0, -2), rows.t(), x.flatten(0, -2))
     weight.gradient_added(weight)
     if bias is not None:
-        add = compiled(_add_rows) if compile and rows.numel() >= COMPILED_FROM else _add_rows
-        add(bias.main_grad, rows)
+        add_rows = compiled_if_large(_add_rows, rows.numel()) if compile else _add_rows
+        add_rows(bias.main_grad, rows)
         bias.gradient_added(bias)
-
-
-# Elements of a gradient. For fewer, a kernel of torch.compile saves a GPU less time than its start
-# costs the processor beyond the start of torch's own kernels.
-COMPILED_FROM = 2**24
 
 
 def _add_rows(total: Tensor, rows: Tensor) -> None:

@@ -204,7 +204,7 @@ def turns(
         notes.append(f"* {name}: {kernels}; loss {sides[-1].step():.3f}")
     machine = this_machine(device)
     found["peaks"] |= {side.name: peak_bytes(side, device) for side in sides}
-    # As in train.py: else the turn in which Python collects garbage pays for the objects of both.
+    # As in train.py. Else the turn in which Python collects garbage pays for both sides' objects.
     with collecting_between_steps():
         found["seconds"] |= seconds_a_step(sides, device)
     for name in names:

@@ -10,7 +10,6 @@ placement        node, cores and GPU of each rank
 gpus             the GPU that a rank takes
 mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
-tensor_parallel  sums over tensor ranks, and gathers of a sequence, with their gradients
 context_parallel attention of ranks that share the tokens of a sample
 token_exchange   tokens on their way to experts on other ranks
 store            small values between ranks without a collective

@@ -340,3 +340,49 @@ def sum_both_ways(x: Tensor, group: Group) -> Tensor:
     the sum of all ranks' gradients.
     """
     return x if group.size == 1 else _SumBothWays.apply(x, group)
+
+
+class _Reduce(torch.autograd.Function):
+    """g: all-reduce of s b h elements in the forward pass; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.mark_dirty(x)
+        tp.at_once.all_reduce(x).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    """g with sequence parallelism: reduce-scatter to (s/tp, b, h); backward is an all-gather."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
+        tp.at_once.reduce_scatter(part, x.contiguous()).wait()
+        return part
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_sequence(grad, ctx.tp), None
+
+
+def reduce_from_tp(x: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
+    """Return x, (s, b, h), summed over tp; with sequence parallelism this rank's (s/tp, b, h)."""
+    if tp.size == 1:
+        return x
+    reduce = _ReduceScatterSequence if sequence_parallel else _Reduce
+    return reduce.apply(x, tp)
+
+
+def gather_sequence(x: Tensor, tp: Group | None) -> Tensor:
+    """Return x, (s/tp, b, h), all-gathered to (s, b, h); x itself if tp is None."""
+    if tp is None:
+        return x
+    whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
+    tp.at_once.all_gather(whole, x.contiguous()).wait()
+    return whole

@@ -106,9 +106,10 @@ class Trace:
         size = tensor.nbytes
         if rows is not None:
             size = tensor.shape[1:].numel() * tensor.itemsize  # of a row; the rows are unequal
-        about = (kind, role, number, size, dtype, op, peer)
         unequal = tuple(map(tuple, rows or ()))
-        self.events.append(Event(*about, calling_line(), self.place(), unequal))
+        line = calling_line()
+        place = self.place()
+        self.events.append(Event(kind, role, number, size, dtype, op, peer, line, place, unequal))
         return _RecordedHandle(self, len(self.events) - 1)
 
     def wait(self, index: int) -> None:

@@ -218,8 +218,8 @@ def test_a_split_without_rotary_positions_compiles_its_backward_pass_alone(case,
         for compile in (False, True)
     ]
     called = []
-    monkeypatch.setattr(attention, "COMPILED_FROM", 0)
-    monkeypatch.setattr(attention, "compiled", lambda function: called.append(function) or function)
+    monkeypatch.setattr(parallel, "COMPILED_FROM", 0)
+    monkeypatch.setattr(parallel, "compiled", lambda function: called.append(function) or function)
     qkv = torch.randn(5, 2, model.qkv_width, requires_grad=True)
     found = []
     for each in built:

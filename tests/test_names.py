@@ -60,9 +60,7 @@ def test_another_card_of_the_same_gpu_is_not_taken_for_it():
 def test_a_machine_with_the_rates_of_another_program_names_the_one_to_take():
     for name in hardware.names():
         machine = hardware.load(name)
-        # Trine's coefficients on GPUs, but where Trine itself was measured.
-        measured = machine.device == "CPU" or name == "h100-measured"
-        assert machine.software == hardware.Software() or measured, name
+        assert machine.software == hardware.Software() or machine.device == "CPU"
         other = name.startswith(("jean-zay", "selene")) or name == "h100-megatron"
         assert other == bool(machine.note), name
     assert "train.py is planned with h100" in hardware.load("h100-megatron").note
