@@ -13,6 +13,9 @@ import pictures
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
 README_LINES = range(120, 151)
+GUIDES = [ROOT / "docs" / "install.md", *sorted((ROOT / "docs").glob("guide_*.md"))]
+MOST_WORDS_OF_A_GUIDE = 2000
+MOST_WORDS_OF_A_SENTENCE = 16  # on average over a guide
 
 
 def headings(text: str) -> set[str]:
@@ -114,3 +117,21 @@ def test_pictures_have_plain_colours_and_dark_ones_for_dark_screens(name):
     for kind, color in colors & {(kind, light) for kind in ("fill", "stroke") for light in dark}:
         rule = f'[style*="{kind}: {color}"] {{ {kind}: {dark[color]} !important; }}'
         assert rule in media
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page: without code blocks, tables and headings."""
+    lines = re.sub(r"^(?:    |\||#).*$", "", text, flags=re.MULTILINE)
+    plain = re.sub(r"`[^`]*`", "name", lines)
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
+    pieces = re.split(r"[.?!:](?:\*\*)?\s|\n\n|\n\* ", plain)
+    return [piece for piece in pieces if re.search(r"\w", piece)]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name)
+def test_guides_are_short(page):
+    text = page.read_text()
+    found = sentences(text)
+    assert len(text.split()) <= MOST_WORDS_OF_A_GUIDE
+    words = sum(len(sentence.split()) for sentence in found)
+    assert words / len(found) <= MOST_WORDS_OF_A_SENTENCE
