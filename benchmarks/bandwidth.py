@@ -1,4 +1,4 @@
-"""What timed collectives mean: bandwidths as nccl-tests defines them, alpha and beta, tables.
+"""Computes from timed collectives their bandwidths, as nccl-tests defines them, alpha and beta.
 
     algbw = S / t        S: bytes of the whole buffer (all-gather, reduce-scatter: of all ranks')
     busbw = algbw x 2 (n-1)/n   all-reduce;  (n-1)/n   reduce-scatter, all-gather;  1   p2p
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "p2p")
-MOST_LINES = 8  # of the plot
+MOST_LINES = 8  # the plot has at most this number of lines
 SLOW = 0.8  # a link below this share of the median link is named
 
 
@@ -26,11 +26,11 @@ class Measured:
 
     group: str  # world, tp, dp, pp
     together: bool  # all groups of that kind at once, or the first one alone
-    ranks: int  # of one group
+    ranks: int  # the size of each group
     groups: int  # that took part
     operation: str
     size: int  # bytes
-    seconds: list[float]  # of each trial
+    seconds: list[float]  # one number for each trial
     crosses: bool  # whether a group has ranks on several nodes
 
     @property

@@ -61,7 +61,7 @@ def _of_blocks(text: str) -> list[str]:
 
 
 def _of_lines(text: str) -> list[str]:
-    """Those between backticks; a name without options is a program, not a command."""
+    """Return the commands between backticks. A name without options is a program, no command."""
     lines = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
     quoted = map(_plain, re.findall(r"`([^`]+)`", lines))
     return [each for each in quoted if START.match(each) and re.search(r"[ /.]-|/| \.", each)]
@@ -97,7 +97,7 @@ def entries() -> list[dict]:
 
 
 def run(entry: dict, clone: Path) -> dict:
-    """What running a command gave: status, seconds, the last line that it printed."""
+    """Run a command; return its status, its seconds and the last line that it printed."""
     command = entry.get("run", entry["written"])
     command = re.sub(r"^(" + "|".join(PROGRAMS) + r")\.py", r"python \1.py", command)
     environment = {

@@ -89,12 +89,12 @@ class Case:
 
 
 def compare(megatron: Megatron, case: Case) -> str:
-    """What came of a case: equal, refused: REASON, or a difference, or who does not build."""
+    """Return a case's outcome: equal, refused: REASON, a difference, or who does not build."""
     sizes = [case.steps * case.batch, case.evaluated, case.evaluated]
     options = case.prefixes, case.weights, case.split, case.seq_length, case.seed, None, VOCAB
     try:
         theirs = None if case.has_no_tokens() else megatron.build(sizes, megatron.config(*options))
-    except Exception:  # of any kind: its own checks, or a defect
+    except Exception:  # Megatron raises errors of any kind: by its checks, or by a defect
         theirs = None
     try:
         splits = data.build(parse(case.flags()))

@@ -18,10 +18,12 @@ from config import command_line, validation
 from config.messages import UserError
 from corpora.token_files import IndexedDatasetWriter
 
-Options = dict[str, Any]  # of a command line, by name: text, or True and False of a switch
-Table = dict[str, list[Any]]  # of drawn_runs.toml: by option how often it is given, and its values
+# The options of a command line by name: a text, or True or False for a switch.
+Options = dict[str, Any]
+# A table of drawn_runs.toml: for each option, how often it is given, and its values.
+Table = dict[str, list[Any]]
 
-VOCAB, EOD = 61, 3  # of the corpora
+VOCAB, EOD = 61, 3  # the corpora have this vocabulary and this token at the end of documents
 TABLES: dict[str, Table] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 

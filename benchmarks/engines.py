@@ -1,4 +1,4 @@
-"""What the training programs of published rows do otherwise than Trine.
+"""Describes how the training programs of published rows differ from Trine.
 
     machine = on(hardware.load("jean-zay-a100"), facts, values)
 
@@ -69,17 +69,22 @@ class Engine(Software):
     overlap_data: float = 0.0  # share of gradient and parameter traffic hidden, whatever it takes
     shard_in_node: bool = False  # --zero shards over a node's ranks, and nodes are replicas
     all_reduce_gradients: bool = False  # although ZeRO would need only a reduce-scatter
-    seconds_per_shard: float = 0.0  # of a broadcast of one rank's weights, over several nodes
+    # Seconds of the broadcast of one rank's weights, if there are several nodes.
+    seconds_per_shard: float = 0.0
     gathered_logits: bool = False  # each tensor rank holds the logits of the whole vocabulary
     loss_bytes_per_logit: float = 0.0  # held for a micro-batch's loss; 0: as Trine or Megatron
-    workspace_bytes: float = 0.0  # of flat copies of one parameter or gradient, not sharded
-    recompute_share: float = 0.0  # of a forward, that selective recomputation does again
+    # Bytes for each element of the flat copies of one whole parameter or gradient.
+    workspace_bytes: float = 0.0
+    # The share of a forward pass that selective recomputation repeats.
+    recompute_share: float = 0.0
     # Selective recomputation keeps attention's result and those of q, v, w1 and w2 of a Llama's
     # block: every other product, as torchtitan's policy `op` does.
     keeps_products: bool = False
-    copies_of_attention: float = 0.0  # of its result, as wide, that a block keeps beside it
+    # The number of copies of attention's result that a block keeps beside it.
+    copies_of_attention: float = 0.0
     gather_buffers: float = 0.0  # whole activations held for what tensor ranks gather
-    misaligned_fraction: float = 0.5  # of FP32's peak, of attention's GEMMs off the tensor cores
+    # The share of FP32's peak that attention's GEMMs reach off the tensor cores.
+    misaligned_fraction: float = 0.5
     stride_penalty: float = 0.0  # more time of these, when their rows are 64 KiB apart
 
     @property
@@ -299,7 +304,7 @@ def batched_gemm(
     traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * op_costs.GEMM_MEMORY)
     if op_costs.aligned(n, k) == 1.0:
         return np.maximum(op_costs.tensor_cores(machine, m, n, k, batch), traffic) + op_costs.LAUNCH
-    loads = 2.0 if n % 2 or k % 2 else 1.0  # of two bytes in place of four
+    loads = 2.0 if n % 2 or k % 2 else 1.0  # loads are of two bytes, not of four
     rate = machine.vector_peak * engine.misaligned_fraction / loads
     strided = 1.0 + engine.stride_penalty * (row_bytes / PAGE) ** 2
     return np.maximum(2.0 * batch * m * n * k / rate, traffic) * strided

@@ -38,7 +38,7 @@ OPTIONS = (
 )
 STEP = 46
 ZERO_0, ZERO_1, TENSOR = "--zero 0", "--zero 1", "--tp 2"
-# What flips, its bit (of 32; 30 is the highest of the exponent), and the rank.
+# The tensor in which a bit flips, the bit (of 32; 30 is the exponent's highest), and the rank.
 OF_REPLICAS = (
     ("weight", 3, 1),
     ("weight", 22, 1),

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fp32_bounds.md"
 KINDS = ("default", "avx2", "avx512")  # in the order of what processors have
 SMALLEST_BOUND = 1e-8
-LARGEST_SHARE = 1 / 3  # of a bound that a difference may take
+LARGEST_SHARE = 1 / 3  # a difference may take this share of its bound
 OWN_SHARE = "test_rounding_is_well_within_the_tolerance"  # their bounds are a third of another one
 
 

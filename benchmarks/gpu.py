@@ -1,4 +1,4 @@
-"""What one GPU and its software are and can do: facts, ceilings, a calibration for the planner.
+"""Measures one GPU and its software: facts, ceilings, a calibration for the planner.
 
     python benchmarks/gpu.py facts --section FILE        driver, torch, NCCL, clocks, packages
     python benchmarks/gpu.py ceilings --section FILE     GEMMs, attention kernels, copies
@@ -40,7 +40,7 @@ MODELS = {
     "cuda": [("--model 1b3", 4), ("--model gpt2-124m", 16)],
     "cpu": [("--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512", 2)],
 }
-EXPANDABLE = "expandable_segments:True"  # as distributed/context.py sets it
+EXPANDABLE = "expandable_segments:True"  # distributed/context.py sets the same
 REPEATS = {"cuda": 20, "cpu": 3}
 SQUARE = {"cuda": 8192, "cpu": 512}  # edge of the GEMM that is called the ceiling
 COPIED = {"cuda": 2**30, "cpu": 2**24}  # bytes
@@ -105,8 +105,9 @@ def this_machine(device: str) -> hardware.Machine | None:
 
 
 def facts(device: str, section: Section) -> None:
-    """What the machine is, which packages it has, and whether torch's allocator works as train.py
-    sets it: where it does not, every run would fail.
+    """Report the machine, its packages, and whether torch's allocator works as train.py sets it.
+
+    If the allocator does not, every run would fail.
     """
     name = device_name(device)
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
@@ -125,7 +126,7 @@ def facts(device: str, section: Section) -> None:
 
 
 def output_of(command: list[str]) -> str:
-    """What a command prints, its errors too, or why it cannot be started."""
+    """Return a command's output and errors, or the reason why it cannot be started."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -204,7 +205,7 @@ def attention_seconds(size: tuple[int, int, int, int], device: str) -> dict[str,
         try:
             with sdpa_kernel(getattr(SDPBackend, kind)):
                 found[kind.lower()] = seconds_of(both, device)
-        except RuntimeError as error:  # what torch raises for a kernel that does not take the shape
+        except RuntimeError as error:  # torch raises it if a kernel does not take the shape
             print(f"{kind} does not run: {str(error).splitlines()[0]}", flush=True)
     return found
 

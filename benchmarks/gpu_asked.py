@@ -1,4 +1,4 @@
-"""What the GPU day is asked for beside what was seen; the emulator; runs that refit the planner.
+"""Compares the GPU day's goals with its figures; runs the emulator, and runs for a calibration.
 
     python benchmarks/gpu_asked.py runs --section FILE --out DIR     DIR: of scripts/gpu_day.sh
     python benchmarks/gpu_asked.py asked --section FILE --out DIR
@@ -28,11 +28,11 @@ from gpu_models import AS_IT_IS, COMPILED, configuration, training
 from config import model_stats
 from planner import hardware, step_time
 
-LEAST_MFU, LEAST_RATIO = 0.5, 1.08  # of the device's peak; of the plain loop's tokens/s
+LEAST_MFU, LEAST_RATIO = 0.5, 1.08  # share of the peak; ratio of tokens/s to the plain loop
 MEMORY_WITHIN, STEP_WITHIN = 0.02, 0.08
 MACHINE = "machine.toml"
-# What tells constants apart: one micro-batch and eight (the step's fixed seconds), wide matrices,
-# long samples (attention), small matrices. The most telling first.
+# Runs that determine different constants: one micro-batch and eight (the step's fixed seconds),
+# wide matrices, long samples (attention), small matrices. The first ones determine the most.
 RUNS = {
     "cuda": [
         "--layers 12 --hidden 2048 --heads 16 --seq-length 2048 --micro-batch-size 4 "
@@ -52,11 +52,11 @@ RUNS = {
         for hidden, batch in [(64, 2), (64, 8), (128, 4)]
     ],
 }
-Row = tuple[str, str, str, bool | None]  # what, asked, seen, and whether that is reached
+Row = tuple[str, str, str, bool | None]  # subject, goal, figure seen, whether it is met
 
 
 def program(*words: str, folder: str | Path = ROOT) -> str:
-    """What a program prints; RuntimeError with all of it if the program fails."""
+    """Return a program's output; RuntimeError with the output if the program fails."""
     command = [sys.executable, str(ROOT / words[0]), *words[1:]]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
@@ -79,7 +79,7 @@ def emulator(device: str, section: Section, out: Path) -> None:
 def runs(device: str, section: Section, out: Path) -> None:
     """Run all, and refit. RuntimeError if a run or the fit fails."""
     machine = this_machine(device)
-    (out / MACHINE).unlink(missing_ok=True)  # of an earlier day
+    (out / MACHINE).unlink(missing_ok=True)  # the file of an earlier day
     if machine is None:
         section.add("hardware/ has no machine for the device that is here")
         return

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))  # the project's own modules
 
 from config.messages import Parser, UserError, exit_with
 
-SECONDS = 540  # of all parts together
+SECONDS = 540  # all parts together take at most this time
 # A rehearsal is lent no machine, and takes several times as long on a CPU.
 REHEARSAL_SECONDS, REHEARSAL_LIMITS = 3600, 4.0
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of a part."""
+    """The outcome of a part."""
 
     part: Part
     status: str = "not reached"
@@ -79,7 +79,7 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
     """
     device = ("--device", "cpu" if rehearse else "cuda")
     tests = ("-m", "pytest", "-vv", "-rfEs", "-m", "cuda", "-p", "no:cacheprovider")
-    # What fails is printed at once, and the stacks of a test that hangs before its part is ended.
+    # A failure is printed at once, and the stacks of a test that hangs before its part is ended.
     tests += ("-p", "benchmarks.gpu_day", "-o", "faulthandler_timeout=100")
     tests += ("--durations=5",) + ("--rehearse-cuda",) * rehearse
     chosen = f"({tests_with}) and " if tests_with else ""
@@ -150,7 +150,7 @@ def avoid_what_failed(outcomes: list[Outcome]) -> None:
 
 
 def earlier(path: Path, parts: list[Part]) -> list[Outcome]:
-    """What an earlier start found of these parts."""
+    """Return the outcomes of these parts in an earlier start."""
     rows = json.loads(path.read_text())["parts"] if path.exists() else []
     found = {row.pop("name"): row for row in rows}
     return [Outcome(part, **found[part.name]) for part in parts if part.name in found]
@@ -217,7 +217,7 @@ def kill_all(pid: int) -> None:
 
 
 def told_by_log(text: str) -> tuple[list[str], dict[str, Any]]:
-    """What pytest's lines say, also of a run that was killed: counts, failures, reasons."""
+    """Return the counts, failures and reasons in pytest's lines, also if the run was killed."""
     ends = re.findall(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
     counts = {kind: sum(found == kind for _, found in ends) for kind in ("PASSED", "SKIPPED")}
     bad = [name for name, found in ends if found in ("FAILED", "ERROR")]
@@ -236,8 +236,9 @@ def told_by_log(text: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Of pytest, for which this file is a plugin too: print why a test failed as soon as it has,
-    which pytest does after the last test, and a run that is killed never.
+    """Print why a test failed as soon as it has failed. This file is a plugin of pytest for that.
+
+    pytest itself prints the reasons after the last test, and a run that is killed prints none.
     """
     if report.failed:
         print(f"\n{report.longreprtext}\n{report.capstdout}{report.capstderr}", flush=True)

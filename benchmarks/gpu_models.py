@@ -46,11 +46,11 @@ from distributed.context import start
 from distributed.garbage import collecting_between_steps
 from distributed.launch import Launch
 
-# Of a step: with micro-batches of 4 x 2048 tokens on 8 GPUs, a batch of half a million tokens.
+# A step has 8 micro-batches: with 4 x 2048 tokens each, on 8 GPUs, half a million tokens.
 MICRO_BATCHES = 8
 ROUNDS = {"cuda": 7, "cpu": 2}  # turns of each side, of one step
 WARM_UP = 3
-MOST_KERNELS = 30  # of the profile
+MOST_KERNELS = 30  # the profile lists at most this number
 PLAIN, COMPILED, AS_IT_IS = "plain PyTorch, compiled", "Trine --compile", "Trine"
 # The causal half of attention, Trine's own; and all of attention, as many publish.
 FORMULAS = ("megatron-2025", "megatron-2021")
@@ -72,7 +72,7 @@ def training(words: str, micro_batch: int) -> str:
 
 
 def configuration(words: str, micro_batch: int, device: str, name: str = AS_IT_IS) -> Config:
-    """Of one of the sides that are Trine."""
+    """Return the configuration of a side that is Trine."""
     more = f"--device {device} --no-watchdog --steps 1000" + " --compile" * (name == COMPILED)
     return validation.check(
         parse_options([*training(words, micro_batch).split(), *more.split()]), 1
@@ -204,7 +204,7 @@ def turns(
         notes.append(f"* {name}: {kernels}; loss {sides[-1].step():.3f}")
     machine = this_machine(device)
     found["peaks"] |= {side.name: peak_bytes(side, device) for side in sides}
-    # As in train.py. Else the turn in which Python collects garbage pays for both sides' objects.
+    # train.py does the same. Else the turn in which Python collects garbage pays for both sides.
     with collecting_between_steps():
         found["seconds"] |= seconds_a_step(sides, device)
     for name in names:

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Megatron:
-    """What is needed of megatron-core, imported when it is needed: that takes some seconds."""
+    """The parts of megatron-core that are needed. The import takes some seconds, so it is late."""
 
     def __init__(self):
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What each ZeRO stage, optimizer and recomputation costs in memory and time, measured at dp 4.
+"""Measures the memory and time of each ZeRO stage, optimizer and recomputation at dp 4.
 
     mpirun -n 4 python benchmarks/memory.py        prints the table
 
@@ -36,7 +36,7 @@ BASE["global_batch_size"] = 16  # two micro-batches on each of 4 replicas
 
 
 def settings() -> list[dict]:
-    """What is compared, each a difference from BASE."""
+    """Return the settings to compare, each as a difference from BASE."""
     product = itertools.product((0, 1, 2), ("adamw", "adamw8bit"), ("none", "full"))
     found = [{"zero": z, "optimizer": o, "recompute": r} for z, o, r in product]
     for extra in (
@@ -54,7 +54,7 @@ def measure(setting: dict, context: Context, samples: data.Synthetic) -> tuple[i
     before = psutil.Process().memory_info().rss
     config = validation.check(build(BASE | setting), context.size)
     pieces = trainer.build(config, context)
-    _give_back()  # what drawing the weights took is no part of training
+    _give_back()  # memory for drawing the weights is no part of training
     _reset_high_water_mark()
     seconds = []
     for step in range(STEPS):

@@ -127,7 +127,7 @@ class Side:
         return [found[rank] for rank in sorted(found)]
 
     def _tail(self, rank: int) -> str:
-        """What a rank printed last."""
+        """Return the last lines that a rank printed."""
         return ":\n" + (self.folder / f"{rank}.err").read_text(errors="replace")[-2000:]
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What every rank of benchmarks/peers.py does, Trine's and its peers': wait, run steps, report.
+"""Runs on every rank of benchmarks/peers.py, Trine's and its peers': wait, run steps, report.
 
 A rank reads commands from its standard input: a number of steps to run, or 0 to forget its peak of
 memory. It answers each with one line of JSON. While it waits it uses no processor time, so the

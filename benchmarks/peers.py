@@ -195,7 +195,7 @@ def compare(row: Row, rounds: int) -> list[str]:
 
 
 def header(rounds: int, words: list[str]) -> str:
-    """What and where: all that the figures depend on."""
+    """Return the results' head: the machine, versions and options on which figures depend."""
     command = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     shapes = [

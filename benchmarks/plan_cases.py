@@ -121,7 +121,7 @@ def question_of(words: list[str]) -> Question:
 
 
 def failures(words: list[str], small: bool, chance: random.Random) -> list[str]:
-    """What is wrong with the answer, in sentences; raises UserError if there is none."""
+    """Return the mistakes of the answer as sentences; UserError if there is no answer."""
     question = question_of(words)
     answer = plan.ask(["layouts", *words])
     data: Any = answer.data
@@ -177,7 +177,7 @@ def _taken(run: Config, layout: Layout, gpus: int) -> Layout | str:
 
 
 def _command(question: Question, data: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the command of the first layout."""
+    """Yield the mistakes of the first layout's command."""
     if not data["ranked"]:
         return
     words = data["command"][2:]
@@ -237,7 +237,7 @@ def space(question: Question) -> Iterator[Layout]:
 
 
 def _values(question: Question, name: str, tried: Iterable[Any]) -> list[Any]:
-    """Those of an option: the one that was given, else all."""
+    """Return the values to try for an option: the one that was given, else all."""
     given = name in question.given
     return [getattr(question.config.layout, name)] if given else list(tried)
 
@@ -292,8 +292,8 @@ def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
 
 
 def checked(words: list[str], small: bool, chance: random.Random) -> tuple[list[str], bool]:
-    """What is wrong, as `failures` and with any exception; and whether there was an answer, and not
-    a sentence instead.
+    """Return the mistakes as `failures` does, with any exception; and whether there was an answer,
+    not a sentence in its place.
     """
     with redirect_stderr(StringIO()):
         try:
@@ -310,7 +310,7 @@ class Case(NamedTuple):
 
     number: int
     words: list[str]
-    seconds: float  # of the processor
+    seconds: float  # processor time
     answered: bool  # by a table, and not by a sentence
     failures: list[str]
 
@@ -324,7 +324,7 @@ def asked(seed: int, number: int) -> Case:
 
 
 def result_lines(cases: list[Case], command: str) -> list[str]:
-    """What all questions found, in Markdown."""
+    """Return the outcomes of all questions, in Markdown."""
     seconds = sorted(case.seconds for case in cases)
     wrong = [case for case in cases if case.failures]
     lines = ["# Random questions to plan.py layouts", "", f"    {command}", ""]

@@ -126,7 +126,7 @@ def _partition(layers: int, pp: int) -> str:
 
 
 def _sequence_parallel(row: dict[str, str], tp: int) -> bool:
-    """As the row says; where it says nothing, what the source is known to have used."""
+    """Return the row's value, or without one the value that the source is known to have used."""
     stated = WORDS["sequence_parallel"][row.get("sequence_parallel", "")]
     if stated is not None:
         return stated

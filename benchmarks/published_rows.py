@@ -210,7 +210,7 @@ def rounding(printed: str) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a row, in one sentence with its numbers."""
+    """A mistake in a row, as one sentence with its numbers."""
 
     row_id: str
     kind: str
@@ -324,7 +324,7 @@ def _mixed_labels(rows) -> list[Finding]:
 
 
 def _label(row) -> str:
-    """What a size label counts: all parameters, blocks only, or one cannot tell."""
+    """Return which parameters a size label counts: all, the blocks' alone, or unknown."""
     size, (whole, inner) = float(row["size_b"]), _billions(shape(row))
     if whole - inner > 2 and abs(size - whole) <= 0.7:
         return "all"

@@ -36,7 +36,7 @@ class Replay:
     found_at: int | None  # the number of the measurement that found the best row
     regret_after: list[float]  # after each measurement
     random: float  # measurements that random order needs for the best row, on average
-    random_regret: float  # of random order after as many measurements, on average
+    random_regret: float  # mean of random orders, after the same number of measurements
 
     def within(self, share: float) -> int | None:
         """The number of the measurement after which the regret is at most `share`."""

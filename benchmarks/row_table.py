@@ -17,7 +17,7 @@ from typing import Any
 from config.messages import UserError, nearest
 
 NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?|\.[0-9]+")
-# What the numbers of a column are of, for the message about a cell that says it itself.
+# The units of columns, for the message about a cell that has its unit in it.
 UNITS = {"mem_gb": "GB", "sec_per_it": "seconds", "sec_clean": "seconds", "tflops": "TFLOP/s"}
 UNITS |= {"size_b": "1e9 parameters", "seq": "tokens", "gbs": "samples", "mbs": "samples"}
 FIGURES = ("sec_per_it", "mem_gb", "tflops")
@@ -33,7 +33,7 @@ class Row(dict[str, str]):
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is wrong with a cell of a row, or with the row: then `column` is empty."""
+    """A mistake in a cell of a row, or in the whole row: then `column` is empty."""
 
     line: int
     row_id: str
@@ -72,7 +72,7 @@ class Table:
         raise UserError("\n".join([f"{self.path} has {count}:", *lines]))
 
     def skipped(self) -> str:
-        """What is left out of the file, in a sentence; empty if nothing is."""
+        """Return which rows of the file are left out, as a sentence; empty if none are."""
         left, count = len(self.rows) - len(self.sound()), len(self.mistakes)
         if not left:
             return ""
@@ -204,7 +204,7 @@ class Cells:
         return int(number)
 
     def one_of(self, column: str, known: dict[str, Any], otherwise: Any = None) -> Any:
-        """What the cell's word means; `otherwise` in place of a word that is not known."""
+        """Return the meaning of the cell's word, or `otherwise` if the word is not known."""
         text = self.text(column)
         if text in known:
             return known[text]

@@ -42,11 +42,13 @@ from benchmarks.drawn_runs import Case, Options, drawn, to_words, write_corpora
 TIMES = ("seconds", "tokens_per_second", "tflops", "memory", "time", "elapsed", "mfu")
 OF_LAYOUT = r"[tpcd]p\b|micro-batch|--(zero|sched|virtual|partition|recompute|vocab-pp|seq|overlap)"
 
-# Of losses and norms, relative; of tensors, from their largest element. fp64: as test_golden.py;
-# fp32: ten times that, for in six steps large rates multiply rounding by hundreds. 16 bits round to
-# 2^-8 and 2^-11, at other places in each layout: of their tensors little more is asked than to be
-# finite. Muon orthogonalises in bf16, and 8-bit codes flip. Adafactor divides a gradient by its own
-# size: where that is rounding alone, as of biases of keys, weights go anywhere, the loss does not.
+# Tolerances by precision: a relative one for losses and norms, and one for tensors, relative to
+# their largest element. fp64 has the tolerances of test_golden.py. fp32 has ten times these: in six
+# steps large rates multiply rounding by hundreds. 16-bit numbers are rounded to 2^-8 and 2^-11 at
+# other places in each layout, so their tensors must be little more than finite. Muon orthogonalises
+# in bf16, and 8-bit codes flip. Adafactor divides a gradient by its own size: if a gradient is
+# rounding alone, for example of the keys' biases, its weight may go anywhere, but the loss does
+# not.
 BOUNDS = {"fp64": (1e-10, 1e-8), "fp32": (1e-4, 1e-2), "fp16": (2e-2, 100), "bf16": (2e-2, 100)}
 OF_RULE = {"muon": (2e-3, 0.2), "adamw8bit": (1e-3, 0.2), "adafactor": (0.0, 10.0)}
 ADAFACTOR_FP32 = 5e-3
@@ -63,7 +65,7 @@ class Runner:
         self.counts, self.largest = Counter[str](), dict[str, list[float]]()
 
     def findings(self, case: Case) -> list[str]:
-        """What is wrong with a case, after the commands that show it; empty if nothing is."""
+        """Return the commands that show a mistake, then the mistakes of the case; else nothing."""
         commands: list[str] = []
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             found = list(self._check(case, Path(name), commands))
@@ -140,7 +142,7 @@ def bounds_of(case: Case) -> tuple[float, float]:
 
 
 def complaints(status: int, text: str, wanted: int) -> Iterator[str]:
-    """What is wrong with how a run ended: neither as wanted, nor refused in one sentence."""
+    """Yield what is wrong with the end of a run that was neither as wanted nor refused."""
     # Without the watchdog every rank prints what all have found; USDT is of torch's profiler.
     found = dict.fromkeys(text.splitlines())
     lines = [line for line in found if not line.startswith(("note: ", "USDT:"))]

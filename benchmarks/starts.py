@@ -65,7 +65,7 @@ class Ended:
     left: list[str]
 
     def wrong(self, failure: Failure) -> list[str]:
-        """What is not as it must be."""
+        """Return the differences from what the start must print."""
         good = {
             f"ended within {LIMIT:g} s": self.seconds is not None and self.seconds <= LIMIT,
             "ended non-zero": self.status not in (None, 0, 75),

@@ -26,7 +26,7 @@ ACTIVATIONS = {name: name for name in ("gelu", "gelu_tanh", "swiglu")}
 NORMS = {name: name for name in ("layernorm", "rmsnorm")}
 POSITIONS = {name: name for name in ("learned", "alibi", "rotary")}
 SCHEDULE = {"": "1f1b"} | {name: name for name in SCHEDULES}
-# What a memory figure counts: everything, what the allocator holds, or tensors alone.
+# A memory figure may count everything, the allocator's memory, or tensors alone.
 MEMORY_KINDS = ("", "nvidia-smi", "reserved", "allocated")
 
 INVALID = "invalid: "  # how the column `quality` begins that says why a row is set aside
@@ -39,14 +39,14 @@ class StatedRow:
     id: str
     source: str  # the file it is from
     section: str
-    kernel: str  # as the row writes it; empty if it does not
+    kernel: str  # the row's own word; empty if it has none
     model: ModelShape
     layout: Layout
     training: Training
     machine: str
     facts: dict[str, Any]  # fields of Engine that this engine and row set
     seconds: float | None
-    gigabytes: float | None  # of 1e9 bytes
+    gigabytes: float | None  # 1e9 bytes each
     memory_kind: str
     memory_of: str  # first: of the first stage's GPU; empty: of the fullest one
     memory_ahead: float  # gigabytes in the figure that are free as soon as memory is short
@@ -56,7 +56,7 @@ class StatedRow:
 
     @property
     def table(self) -> tuple:
-        """What rows share among which a layout is chosen."""
+        """Return the facts that all rows share among which a layout is chosen."""
         kept = self.layout.recompute, self.layout.sequence_parallel if "SP" in self.section else ""
         shape = self.model.layers, self.model.hidden, self.model.seq_length
         gpus = self.layout.tp * self.layout.pp * self.layout.dp * self.layout.cp
@@ -128,7 +128,7 @@ class RowReader:
         facts = row_engines.facts(cells, engine, machine)
         if facts.get("fp8") and not self._has_fp8(machine):
             cells.wrong("fp8", f"{machine} has no fp8 arithmetic")
-        observed = engine.get("memory", {})  # what the engine's program prints, over a file's guess
+        observed = engine.get("memory", {})  # printed by the engine: it overrides guesses
         status, quality = cells.one_of("status", published_rows.STATUS), cells.text("quality")
         note = cells.text("note")
         has_kernel = note.startswith(published_rows.KERNEL)

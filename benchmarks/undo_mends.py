@@ -136,7 +136,7 @@ def end_all(program: subprocess.Popen) -> None:
 def run_tests(
     tests: tuple[str, ...], tree: Path, seconds: float, environment: dict[str, str]
 ) -> dict[str, str]:
-    """What became of each test case, by its id: passed, failed, error, skipped or endless.
+    """Run test cases; return each outcome by its id: passed, failed, error, skipped or endless.
 
     environment: variables for the tests. Each test is run alone if all together do not end, so that
     the endless ones are known.

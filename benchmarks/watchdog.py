@@ -1,4 +1,4 @@
-"""What the records and the watchdog cost: steps with and without them, alternating.
+"""Measures the cost of the records and the watchdog: steps with and without them, alternating.
 
     mpirun -n 2 python benchmarks/watchdog.py --tp 2        prints one row
 

@@ -103,7 +103,7 @@ def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
         kinds = ", ".join(f"{part.prefix} {part.token_type}" for part, _ in parts)
         raise UserError(f"these corpora have tokens of different types: {kinds}")
     (kind,) = types
-    Path(out + ".sha256").unlink(missing_ok=True)  # of an older pair of this name
+    Path(out + ".sha256").unlink(missing_ok=True)  # an older pair of this name had it
     if kind not in (np.dtype("<u2"), np.dtype("<i4")):
         raise UserError(f"tokens of type {kind} cannot be written, only uint16 and int32")
     with IndexedDatasetWriter(out, 65499 if kind.itemsize == 2 else 2**31) as writer:

@@ -118,7 +118,7 @@ def write(options: argparse.Namespace) -> str:
     if not isinstance(encoder, TokenizersEncoder):
         raise UserError(f"--tokenizer {path} is not of the `tokenizers` library")
     tokenizer, end, vocab_size, learned = encoder.tokenizer, encoder.end, encoder.vocab_size, 0
-    tokenizer.encode_special_tokens = False  # those that the template writes are tokens
+    tokenizer.encode_special_tokens = False  # special tokens in the template's text are encoded
     template = load_template(options, path.parent)
     marks = IndexedDatasetWriter(options.out + ANSWERS, 2)
     with marks, IndexedDatasetWriter(options.out, vocab_size) as writer:

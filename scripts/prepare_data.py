@@ -55,7 +55,9 @@ with messages.installed():
         walk,
     )
 
-MOST_IDS = 2**22  # of a new tokenizer: more than any text needs, and its trainer allocates them all
+# A new tokenizer has at most this number of ids: more than any text needs. Its trainer allocates
+# memory for all of them.
+MOST_IDS = 2**22
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 RULE = 1  # version of what this program does: it does not go on from what another one has left
 

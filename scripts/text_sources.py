@@ -39,7 +39,7 @@ WHOLE = (".py", ".txt", ".md", ".rst", ".tex", ".html", ".htm")  # one document 
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".parquet", ".arrow")
 TOKENS = (".h5", ".hdf5")
-RECORDS = ".partial.records"  # of this module
+RECORDS = ".partial.records"  # the file in which this module keeps records
 RECORD_HEADER = struct.Struct("<Q")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
@@ -49,7 +49,8 @@ SHOWN = (
 SCAN_JSON = json.JSONDecoder().scan_once
 MARK = os.urandom(8).hex()  # no text holds it
 LONGEST_LINE = 1 << 29  # bytes; a longer line is refused before it fills the memory
-BATCH_BYTES = 1 << 24  # of a table that is read at a time, unless one row is larger
+# Bytes of a table that are read at a time, unless one row is larger.
+BATCH_BYTES = 1 << 24
 BATCH_ROWS = 1024
 # io.UnsupportedOperation, which is a ValueError too, would be a mistake of this program.
 MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
@@ -229,7 +230,7 @@ class Spool:
             raise
         except (*MISTAKES_OF_FORMAT, *_mistakes_of_packages(), OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the disk, not of the format
+                raise  # an error of the disk, not of the format
             reason = reason_of(error)
             raise UserError(f"{path} is damaged, or not what its name says: {reason}") from None
         self._file.flush()

@@ -17,8 +17,10 @@ from tokenizers import models
 
 from scripts.encoders import Encoder, TokenizersEncoder
 
-BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")  # what Python takes for a space is more
-MOST_NEW = 0.75  # of the characters of a batch; above, as in texts without spaces, it does not pay
+BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")  # Python has more kinds of spaces
+# The share of a batch's characters that may be in new words. In texts without spaces the share is
+# larger, and then the cache does not pay.
+MOST_NEW = 0.75
 MOST_COST, COST = 1 << 24, 100  # a word costs its characters and so much; about 40 MB
 # How published tokenizers split texts, besides ByteLevel's own pattern: Llama 3, Qwen 2.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

@@ -33,7 +33,7 @@ def options(case: dict) -> configuration.Config:
     shape = {"layers": 2, "hidden": 32, "heads": 8, "seq_length": 16, "vocab_size": 61}
     length = {"global_batch_size": BATCH, "steps": 40, "lr": 1e-3, "pad_vocab_multiple": 4}
     length["micro_batch_size"] = 2
-    # As in the golden test: with 1e-8 the rounding of single weights exceeds the tolerances.
+    # The golden test has this value: with 1e-8 the rounding of weights exceeds the tolerances.
     return build(shape | length | {"adam_eps": 1e-6} | case)
 
 

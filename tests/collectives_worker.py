@@ -24,7 +24,7 @@ def check(condition: bool, what: str) -> None:
 
 
 def everyone(group: Group, make) -> list[torch.Tensor]:
-    """What every member makes, computed here without communication."""
+    """Return the tensors that all members make, computed here without communication."""
     return [make(rank) for rank in range(group.size)]
 
 

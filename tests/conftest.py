@@ -53,7 +53,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def part(nodeid: str) -> str:
-    """What one process runs of all tests: those of a file, or of a name of TOGETHER."""
+    """Return the name of the part that a test is in: its file, or an entry of TOGETHER.
+
+    One process runs all tests of a part.
+    """
     file = nodeid.partition("::")[0]
     stem = file.rpartition("/")[2].removeprefix("test_").removesuffix(".py")
     return next((name for name, files in TOGETHER.items() if stem in files), file)

@@ -66,7 +66,7 @@ class Rank:
         return self.group_logs[role].enter("all_reduce", 4096).under_way(Work())
 
     def beat(self, memory: dict[str, int]) -> None:
-        """As Watchdog._beat."""
+        """Do the same as Watchdog._beat."""
         snapshot = self.recorder.snapshot(BEAT_RECORDS)
         message = {"beat": snapshot, "memory": memory, "sent": time.monotonic()}
         self.messages.sendall(encode(message))
@@ -77,12 +77,12 @@ class Rank:
         return [json.loads(one) for one in lines]
 
     def send_status(self, memory: dict[str, int]) -> None:
-        """As Watchdog._send_status."""
+        """Do the same as Watchdog._send_status."""
         status = {"snapshot": self.recorder.snapshot(RING), "stacks": {"main": FRAMES}}
         self.messages.sendall(encode({"status": status | {"memory": memory, "processes": {}}}))
 
     def close(self) -> None:
-        """As a process that ends."""
+        """Close the connection, as a process that ends does."""
         self.messages.close()
         self.stacks.close()
 

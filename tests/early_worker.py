@@ -84,7 +84,7 @@ def plant(moment: str, fail: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    # As in train.py, but from here on: a signal waits until train.py handles it.
+    # A signal waits from here on until train.py handles it; train.py begins to block it later.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     names = "RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"
     own = next((os.environ[name] for name in names if name in os.environ), "0")

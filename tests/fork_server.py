@@ -33,7 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MESSAGE = 1 << 20  # bytes of a request, at most
 THREADS = {"OMP_NUM_THREADS": "1"}
-# What a server imports before it forks. torch._dynamo: torch's optimizers, but AdamW, import it.
+# The modules that a server imports before it forks. All optimizers of torch except AdamW import
+# torch._dynamo.
 TORCH = ("torch._dynamo", "trainer")
 NO_TORCH = ("plan", "tune", "config.validation", "distributed.context", "h5py")
 IMPORTS_ASKED = "PYTHONPROFILEIMPORTTIME"  # in a fork: print all modules, in the form of its lines

@@ -53,7 +53,7 @@ def check_starts(schedule: Schedule) -> int:
 
     By the actions that each action follows from; returns how many receives are not started ahead.
     """
-    before: dict[Action, set[Action]] = {}  # what must be done before an action, and itself
+    before: dict[Action, set[Action]] = {}  # an action, and all that precede it
     last: list[set[Action]] = [set() for _ in schedule.ranks]
     for rank, action in schedule.order:
         needed = [schedule.input_of(action), *schedule.of_all_ranks(action)]

@@ -105,7 +105,7 @@ def unlimited(name: str, part: h5py.h5s.SpaceID) -> Case:
 
 
 def overlapping(file: h5py.File, secret: Path) -> None:
-    """As many elements as the tensor has, some of them twice."""
+    """Have the shards hold the tensor's number of elements, but some elements twice."""
     again = (selection((16, 64), (0, 24), (16, 16)), SHARDS[0], "weights")
     sources = columns_of(file, columns=(32, 16))
     sources.append((*again, selection((256,), (0,), (256,))))

@@ -28,7 +28,7 @@ from config.messages import UserError
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 4, "seq_length": 16, "vocab_size": 61}
 PROCESSES = 4
-SECONDS = 60  # of one use, after which it is a hang
+SECONDS = 60  # a use that takes longer counts as a hang
 
 
 class Hang(BaseException):
@@ -40,7 +40,7 @@ def ring(number, frame) -> None:
 
 
 def result_of(use, *arguments) -> str | None:
-    """What a use raised."""
+    """Return the error that a use raised, as text, or None."""
     signal.alarm(SECONDS)
     try:
         with contextlib.redirect_stdout(io.StringIO()):

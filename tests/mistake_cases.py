@@ -30,8 +30,8 @@ from ranks import ROOT, mpi_command
 
 LIMIT = 120.0  # seconds after which a process counts as hung
 IMPORT_LINE = "import time:.*\n"  # how Python reports an import
-# Those that are seen after torch is imported: other ranks meet the one that sees it, or weights of
-# others are to be converted.
+# Mistakes that are seen after torch is imported: other ranks meet the rank that sees the mistake,
+# or weights of other programs are to be converted.
 AFTER_TORCH = ("--out a-file/run", "--hidden 10000000", "import --from hf nowhere new")
 
 
@@ -215,9 +215,9 @@ def run_all(
 
 
 def run_forked(case: Case, folder: Path) -> Outcome:
-    """As `run`, but as a fork of a process that has imported what the programs need before torch.
+    """Do the same as `run` in a fork of a process that has the programs' imports before torch.
 
-    Only a fork's processor time is its own: a tenth of a whole start's.
+    A fork takes a tenth of the processor time of a whole start.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"}
     words = list(case.command[1:])

@@ -62,7 +62,7 @@ class LoadingRecorder(FlightRecorder):
 
     def __init__(self):
         super().__init__()
-        self.events: list[Event] = []  # those of the rank's mesh
+        self.events: list[Event] = []  # on the groups of the rank's mesh
         self.loaded: set[str] = set()
 
     def begin_step(self, step: int) -> None:

@@ -23,13 +23,14 @@ from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.placement import placement_warnings
 
-# Of one case. On a GPU that ranks share each message takes 10 to 50 ms, and a case has hundreds.
+# The most seconds of a case. On a GPU that ranks share a message takes 10 to 50 ms, and a case has
+# hundreds of them.
 SECONDS = 40.0
 SECONDS_OF_THE_FIRST = 70.0  # connections are made, and libraries loaded
 
 
 def outcome(case: dict, context: Context) -> dict:
-    """What golden_worker.run gives for a case, with its seconds; or {"error": a traceback}."""
+    """Return golden_worker.run's result for a case, with its seconds; or {"error": a traceback}."""
     began = time.perf_counter()
 
     def warm_up(state: trainer.TrainState, samples) -> None:

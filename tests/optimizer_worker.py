@@ -66,7 +66,7 @@ def check_overflow(
         scale, updates = run.optimizer.scale.value, run.optimizer.updates
         handle = None
         if context.rank == turn:
-            # Of an embedding or a norm: a linear layer adds its gradient without autograd's hooks.
+            # A norm's or embedding's parameter: linear layers add gradients without hooks.
             handle = plant(list(run.stages.parameters())[turn % 2], bad)
         result = trainer.step(run, samples, 0, 1e-3)
         if handle:

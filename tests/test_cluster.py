@@ -224,7 +224,7 @@ def test_mpirun_in_a_slurm_job(slurm):
 # ---- How a job ends ------------------------------------------------------------------------------
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# Of failing_worker.py: the command before it, and its arguments.
+# Starts of failing_worker.py: the command before the worker, and its arguments.
 JOBS = {
     "absent": (mpi_command(2), "absent 1"),  # it waits for seconds, so it comes first
     "raise 0": (mpi_command(3), "raise 0"),
@@ -309,7 +309,7 @@ LAUNCHERS = {"mpirun": [*mpi_command(2), sys.executable], "torchrun": TORCHRUN}
 SRUN = ["srun", "--mpi=pmi2", "-N2", "-n2", sys.executable]
 
 
-# Of each way to fail a moment, and of both launchers, whose ranks end otherwise.
+# One moment for each way to fail, under both launchers, because their ranks end differently.
 FAILURES = {
     "import-mpirun": ("imports import", 1, "has no package 'torch'"),
     "late-mpirun": ("imports raise", 0, "OSError: [Errno 5] planted"),
@@ -386,7 +386,7 @@ def test_a_rank_that_is_lost_during_the_start_ends_the_job(name, tmp_path, reque
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(2)"], ids=["kill", "exit"])
 def test_the_watch_of_a_rank_has_the_launcher_end_the_job(end):
-    """As under srun: it answers no command but the last if MPI has begun."""
+    """The launcher is imitated as under srun: after MPI has begun it answers the last command."""
     code = "import os, sys; from distributed.early_end import StartWatch, ending_all_ranks; "
     code += f"watch = StartWatch(); watch.begin()\nwith ending_all_ranks(watch): {end}"
     launcher, of_rank = socket.socketpair()
@@ -502,7 +502,7 @@ def test_a_mistake_is_printed_once_before_torch_is_imported(tmp_path):
 
 
 def test_other_threads_are_awaited():
-    """As gloo's, which frees tensors after the rank that waited for them has gone on."""
+    """A thread of gloo, for example, frees tensors after the rank that waited has gone on."""
     ended = []
 
     def work() -> None:
@@ -548,7 +548,7 @@ def test_process_groups_start_under_the_watchdog():
     assert json.loads(outcome.out) == {
         "watched": True,
         "deterministic": True,
-        "fills": False,  # of empty tensors, which would cost a write of each
+        "fills": False,  # filling empty tensors would cost a write of each
         "device_id": "None",
         "world is torch's": True,
         "groups": 2,  # the world's and that of the data replicas
@@ -565,7 +565,7 @@ class NcclOptions:
 
 
 def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
-    """What torch is asked for each role of a mesh of 32 ranks with every kind of group."""
+    """Return the arguments to torch for each role of a mesh of 32 ranks with all groups."""
     asked: list[dict] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: asked.append(options))
     monkeypatch.setattr(dist, "get_backend", lambda handle: backend)

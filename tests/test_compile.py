@@ -90,7 +90,7 @@ def test_a_run_says_what_is_compiled_before_its_first_step(tmp_path):
 
 
 def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, monkeypatch):
-    """Those that are passed over may be what ended the run before: they are not even read."""
+    """Samples that are skipped may have ended the earlier run: they are not even read."""
     read, sample = [], data.Synthetic.sample
     monkeypatch.setattr(
         data.Synthetic, "sample", lambda self, k: [read.append(k), sample(self, k)][1]

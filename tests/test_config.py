@@ -70,7 +70,7 @@ def test_a_wrong_file_gets_its_sentence(tmp_path, text, sentence):
     assert sentence in str(caught.value)
 
 
-# What each option without an effect needs: a value of the option, what is said, and what helps.
+# Options without an effect: the words, the option that the error names, and the words that help.
 LEFT_OUT = [
     ("--max-positions 9 --positions alibi", "--positions learned", "--positions learned"),
     ("--rotary-base 500", "--positions rotary", "--positions rotary"),
@@ -257,7 +257,7 @@ def test_the_padded_vocabulary_is_the_published_one():
     assert ModelShape(1, 64, 4, vocab_size=50257).padded_vocab(layout) == 50688
 
 
-# What --help and a mistake must not wait for: each takes a tenth of a second or more to import.
+# Neither --help nor an error waits for these imports, which take a tenth of a second each or more.
 SLOW_MODULES = {"torch", "numpy", "mpi4py", "h5py", "rich", "matplotlib"}
 
 

@@ -96,7 +96,7 @@ class Seen(NamedTuple):
 
 
 def bias_of(seen: Seen | None, like: Tensor, length: int, group: Group):
-    """As a stage makes it, for samples of that length."""
+    """Return the mask that a stage makes for samples of that length."""
     places = own_places(group, length, like.device)
     if seen is None:
         return None
@@ -154,7 +154,7 @@ def mixed_by_ranks(qkv, cp: int, over_heads: int, seen: Seen | None) -> tuple[li
 
 
 def weights_of(width: int, length: int, like: Tensor) -> Tensor:
-    """Of the outputs in the sum whose gradients are compared; (s, b, a d)."""
+    """Return the weights, (s, b, a d), of the outputs in the sum whose gradients are compared."""
     return torch.randn(
         length, like.shape[1], width, generator=generator(9), dtype=torch.float64
     ).to(like.dtype)
@@ -165,7 +165,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def plain(qkv, seen: Seen | None) -> tuple[Tensor, ...]:
-    """What they must give, with a matrix of s x s scores in fp64."""
+    """Return the expected outputs and gradients, by a matrix of s x s scores in fp64."""
     own = [t.double().requires_grad_() for t in qkv]
     q, k, v = (t.permute(1, 2, 0, 3) for t in own)
     place = torch.arange(q.shape[2])
@@ -240,7 +240,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_gathered_keys_make_no_matrix_of_scores():
-    """Of 4,096 tokens on 4 ranks: neither the sample's, s x s, nor a rank's own."""
+    """With 4,096 tokens on 4 ranks there is no s x s matrix, of the sample or of a rank's part."""
     length, cp = 4096, 4
     qkv = [t[:, :1].clone() for t in sample(length, 2, 1, torch.float32)]
     made = []
@@ -359,7 +359,7 @@ FACTORS = {
         1,
         2,
         8,
-    ),  # of a tensor rank: with 1 and 2 keys are gathered, of all of 4 ranks with 1
+    ),  # heads of a tensor rank: with 1 and 2 keys are gathered, with 1 over all 4 ranks
     "sees": ("all", "documents", "prefix", "lengths"),
     "precision": ("fp32", "fp64"),
 }
@@ -382,7 +382,7 @@ def possible(case: dict) -> bool:
 
 
 def golden_cases(ranks: int) -> list[dict]:
-    """Of many cases drawn at random, few in which almost every pair of their values occurs."""
+    """Return a few of many random cases, in which almost every pair of their values occurs."""
     draw, drawn = random.Random(ranks), []
     while len(drawn) < 300:
         case = dict(zip(("cp", "tp", "pp"), draw.choice(WORLDS[ranks])))

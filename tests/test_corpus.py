@@ -164,7 +164,7 @@ def test_a_crash_between_the_renames_leaves_no_half_corpus(tmp_path, monkeypatch
 
     monkeypatch.setattr(token_files.os, "replace", replace)
     with pytest.raises(OSError, match="power"):
-        write(f"{tmp_path}/c", 300, [[[3, 4]]])  # as long as the old one: sizes are equal
+        write(f"{tmp_path}/c", 300, [[[3, 4]]])  # its length is the old one's: sizes are equal
     with pytest.raises(UserError, match=r"c\.idx does not exist"):
         IndexedDataset(f"{tmp_path}/c")
 

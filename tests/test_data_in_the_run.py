@@ -206,7 +206,7 @@ def test_tokens_and_epochs_by_corpus_are_exact_after_a_restart(corpora, tmp_path
         }
         for out in ("whole", "parts")
     )
-    # Of the part that was meant to end at step 5, the evaluation there.
+    # The part was meant to end at step 5, so it has an evaluation there.
     assert theirs.keys() - ours.keys() == {(5, "whole_loss"), (5, "part_loss")}
     assert {key: theirs[key] for key in ours} == ours
     a, b = expected[10][2].values()

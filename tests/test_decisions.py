@@ -157,7 +157,7 @@ NOTHING = Files(b"", 0, b"")  # no case and no row before the start
 
 @pytest.mark.parametrize("clock", [-60.0, 0.0, 60.0])
 def test_the_evidence_is_of_this_start(tmp_path, monkeypatch, clock):
-    """Of an earlier start nothing counts but the checkpoints, whatever a file server's clock is."""
+    """Only the checkpoints of an earlier start count, whatever a file server's clock is."""
     out = str(tmp_path)
     ranks = {3: {"node": "n2", "error": "Traceback\n  x\nValueError: y\n"}}
     write_case(tmp_path, {"kind": "failed", "culprits": [3]}, ranks)
@@ -328,7 +328,7 @@ def test_the_preflight_leaves_the_nodes_that_it_names(tmp_path):
 
 
 def test_the_journal_is_read_again(tmp_path, capsys):
-    """What a supervisor has decided counts for the next one; a torn line does not."""
+    """The decisions of a supervisor count for the next one; a torn line does not."""
     journal = Journal(str(tmp_path / "run"), "7.0")
     journal.add(DEAD, Decision(RESTART, "n1 left out", ("n1",)))
     assert "status 9; dead rank 0 on n1; after step 39; newest checkpoint 30: restart: n1 left" in (

@@ -27,7 +27,8 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 V, S = 131, 40
-# As transformers' configurations are given; six heads: BLOOM's slopes are not all powers of two.
+# Sizes as transformers' configurations name them. Six heads: BLOOM's slopes are then not all powers
+# of two.
 OLD_NAMES = {"n_embd": 48, "n_layer": 2, "n_head": 6}
 NEW_NAMES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
 NEW_NAMES |= {"max_position_embeddings": S}
@@ -192,7 +193,7 @@ def test_every_preset_is_of_a_family_and_has_its_parameters(name):
     assert model_stats.parameters(shape) == there - skipped
 
 
-# As published, from the models' pages; a few, of each kind of table.
+# Published numbers of parameters, from the models' pages: a few for each kind of table.
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-3-8b": 8_030_261_248,
@@ -349,7 +350,7 @@ NEOX = {"positions": "rotary", "rotary_fraction": 0.5, "block": "parallel"}
 # In fp32 one token's ReLU that rounding turns on or off is a difference of 5e-4 in its gradient.
 RELU = {"activation": "relu", "precision": "fp64"}
 SCALED = {"rotary_scaling": "llama3:8:1:4:8", "activation": "swiglu"}
-LAYOUTS = [  # of four ranks
+LAYOUTS = [  # each has four ranks
     NEOX | RELU | {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
     OLMO2 | SCALED | {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-v"},
     OLMO2 | {"tp": 4, "recompute": "full", "precision": "fp64"},

@@ -30,7 +30,7 @@ def asked(words: str, nodes: int = 3, tasks: int = 2, gpu: str = "cpu", **option
 
 
 def test_the_options_but_for_the_layout_stay(tmp_path):
-    """Those of a file and those at the defaults too; the layout's flags replace all of it."""
+    """Options of a file and defaults stay too; the layout's flags replace the whole layout."""
     file = tmp_path / "run.toml"
     file.write_text("tp = 2\n[training]\nseed = 5\n[layout]\nzero = 2\nmicro_batch_size = 4\n")
     words = f"{SHAPE} {TRAINED} --pp 3 --dp 1 --partition 1,2,1 --config {file}"

@@ -162,7 +162,7 @@ def test_one_rank_on_a_gpu_measures_its_steps(tmp_path, monkeypatch):
 
 
 def test_all_ranks_measure_the_same_steps(tmp_path):
-    """Of many ranks fewer steps are measured, or the store would be busy with their rows."""
+    """Many ranks measure fewer steps: else the store would be busy with their rows."""
     times, recorder = step_times_of(tmp_path, "cpu", "gloo", size=4000, rank=1)
     do_steps(times, recorder, 5)
     assert times.interval == 4000 * 2 // step_times.PASSES_PER_STEP

@@ -63,13 +63,13 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
     assert "found before" in text
     assert "ValueError: planted" in text
     assert "Not done: bad, slow." in text
-    assert '"status": "running"' in text  # what the last part read: a kill would leave that
+    assert '"status": "running"' in text  # the last part read it: a kill would leave that
     assert (tmp_path / "gpu-day.log").read_text().count("====") == 3
     assert none_left(word) == []
 
 
 def test_red_parts_run_again_beside_the_results_of_the_others(tmp_path, capsys):
-    """What is printed last is why a part failed, and the command that runs it again."""
+    """The last lines say why a part failed, and give the command that runs it again."""
     good = Part("good", "Good", 60, ("-c", SLOW.replace("600", "0"), "x", None))
     broken = ("-c", "print('x' * 50_000)\nraise ValueError('planted')", None)
     parts = [good, Part("bad-one", "Fails", 60, broken), Part("late", "Later", 60, ("-c", ""))]
@@ -190,7 +190,7 @@ class Sides:
 
 
 def compared(tmp_path) -> tuple[dict, str]:
-    """What gpu_models.py finds of the first model, and its lines."""
+    """Return gpu_models.py's figures of the first model, and its lines."""
     section = gpu.Section(str(tmp_path / "section.json"))
     found = gpu_models.compare(*gpu.MODELS["cpu"][0], "cpu", section)
     assert json.loads(json.dumps(found)) == section.data[gpu.MODELS["cpu"][0][0]]
@@ -228,7 +228,7 @@ def test_a_failed_test_is_printed_before_the_run_ends(tmp_path):
 
 
 def found_of_parts(seconds: float, peak: float) -> list[dict]:
-    """What the parts find of the first model, as gpu-day.json has it."""
+    """Return the figures of the first model by parts, in the form of gpu-day.json."""
     tests = {"passed": 3, "failed": [], "skipped": 1, "finished": True}
     sides = (gpu_models.COMPILED, gpu_models.AS_IT_IS)
     model = {"micro_batch": 4, "seconds": {side: [seconds] * 3 for side in sides}, "ratio": 1.151}
@@ -325,7 +325,9 @@ def test_the_rehearsal_of_four_parts(tmp_path):
     machine = gpu.hardware.load("cpu", str(tmp_path / "calibration.toml"))
     assert machine.bandwidth == pytest.approx(found["calibration"]["data"]["bandwidth"], rel=1e-3)
     assert found["runs"]["lines"][0].startswith("* run-1, `train.py --layers 2")
-    assert "3 runs on cpu: " in text or "error: " in text  # of a busy machine nothing may follow
+    assert (
+        "3 runs on cpu: " in text or "error: " in text
+    )  # a busy machine's runs may determine nothing
     wrong = start([*script, "--parts", "fact"], timeout=60)
     assert wrong.status == 2
     assert "there is no part 'fact'" in wrong.err

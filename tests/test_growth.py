@@ -197,7 +197,7 @@ def curve(run: Path) -> list[tuple]:
 
 
 def check_one_curve(folder: Path) -> None:
-    """That of the stages is that of a run of one rank without any."""
+    """Check that a run in stages has the loss curve of one rank without stages."""
     words = [*WORDS.split(), "--out", str(folder / "straight")]
     outcome = fork_one("train.py", *words)
     assert outcome.status == 0, outcome.err

@@ -140,7 +140,7 @@ def test_waits_of_a_stream_are_timed_in_measured_steps_alone(monkeypatch, no_eve
     recorded = Event.clock
     wait_for_some(recorder, 3)
     assert Event.clock == recorded + 9
-    assert recorder.take_waited() == 3 * 2.0  # as this clock counts events
+    assert recorder.take_waited() == 3 * 2.0  # this clock counts events
     assert recorder.take_waited() == 0.0
     Event.passed = Event.clock - 3  # not the last wait's
     assert recorder.device_waits_for().number == 25, "also where events are used again"

@@ -1,4 +1,4 @@
-"""What people see of a run: if this failed, lines would be missing, torn or wrong."""
+"""The lines that people see of a run: if this failed, some would be missing, torn or wrong."""
 
 import itertools
 import json

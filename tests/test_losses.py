@@ -109,7 +109,7 @@ def test_skipped_samples_do_not_change_the_training_on_others(tmp_path):
 
 
 def log(note, is_writer: bool = True) -> SimpleNamespace:
-    """What the monitor uses of a run's log."""
+    """Return the part of a run's log that the monitor uses."""
     return SimpleNamespace(is_writer=is_writer, note=note)
 
 
@@ -159,7 +159,7 @@ def test_a_spike_is_recorded_with_its_documents(monitor):
 
 
 def test_a_spike_of_the_gradient_norm_is_recorded(monitor):
-    """Of a gradient of 1e34 on one rank, clipping makes the update vanish; the loss is as usual."""
+    """With a gradient of 1e34 on one rank, clipping makes the update vanish: the loss is normal."""
     monitor, lines, path = monitor
     for i in range(40, 80):
         see(monitor, i, 3.0, norm=1.0 + 0.1 * (i % 2))

@@ -136,7 +136,7 @@ def test_filling_in_the_middle_keeps_the_text(text, seed, suffix_first):
             after, middle = body.index(92), body.index(91)
             if suffix_first:
                 assert body[:2] == [90, 92]
-                # What is after the middle's mark is the prefix, then the middle.
+                # After the middle's mark there is the prefix, then the middle.
                 body = body[middle + 1 :] + body[2:middle]
             else:
                 assert (body[0], after < middle) == (90, True)
@@ -347,7 +347,7 @@ def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch
     monkeypatch.setattr(attention_masks, "_compiled", attention_masks._compiled.__wrapped__)
     torch.compiler.reset()
     lengths, slopes = range(16, 16 * 13, 16), alibi_slopes(2)
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=8):  # as it was, in the end
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=8):  # restored at the end
         for length in lengths:
             q, k, v = torch.randn(3, 1, 2, length, 16)
             stops = torch.arange(1, length + 1)[None]

@@ -24,7 +24,7 @@ MOST_PROCESSOR_SECONDS = 3.0
 
 
 def test_every_mistake_is_one_sentence_and_creates_nothing(tmp_path):
-    """Of those alone whose words have the variable MISTAKES in them, if there is one."""
+    """The variable MISTAKES, if it is set, selects the cases whose words contain it."""
     cases = [case for case in CASES if os.environ.get("MISTAKES", "") in case.words]
     if not cases:
         pytest.skip(f"no mistake has {os.environ['MISTAKES']} in its words")
@@ -86,7 +86,7 @@ def test_an_output_that_cannot_be_written_is_a_sentence_and_no_reader_is_none(tm
     for words in (show, report):
         for output, said in (("> /dev/full", "error: cannot write the output: No space"), ("", "")):
             into, out = os.pipe()
-            os.close(into)  # as when `| head` has ended
+            os.close(into)  # the reader is gone, as when `| head` has ended
             command = ["bash", "-c", f'exec "$@" {output}', "bash", sys.executable, *words]
             done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, cwd=ROOT, text=True)
             os.close(out)

@@ -71,7 +71,7 @@ def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
 
 @pytest.mark.parametrize(("head_size", "dtype"), [(8, torch.float16), (16, torch.float64)])
 def test_masks_that_flex_attention_does_not_take_are_one_sentence(head_size, dtype):
-    """Of a GPU; else the first step would end with an error of its compiler."""
+    """On a GPU the first step would else end with an error of the compiler."""
     model = configuration.ModelShape(
         layers=1, hidden=64, heads=4, head_size=head_size, seq_length=16
     )

@@ -234,7 +234,7 @@ def test_a_folder_is_not_taken_for_a_repository(tmp_path, monkeypatch):
     assert means_preset("llama-2-7b")
 
 
-# As published: the parameters of the files, and about how many of them a token goes through.
+# Published figures: the parameters in the files, and about how many of them a token uses.
 # gpt-oss-20b has 20,914,757,184: with the biases of its routers and a sink in each head.
 MIXTURES_PUBLISHED = {
     "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, 12.9e9),
@@ -275,7 +275,7 @@ def test_what_gpt_oss_lacks_is_a_note(capsys):
 
 
 def test_the_printed_command_of_a_plan_in_these_names_is_what_train_takes():
-    """As train.py checks it; tests/test_planner_search.py has the launchers."""
+    """train.py's own check takes the command; tests/test_planner_search.py has the launchers."""
     line = "layouts --model meta-llama/Llama-3.2-1B --gpu a100 --world 8 --batch-tokens 1Mi"
     found = plan.ask([*line.split(), "--tp", "1", "--pp", "1"]).data
     config = validation.check(parse_request(found["command"][2:]).config, 8)

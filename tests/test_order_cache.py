@@ -153,7 +153,7 @@ def test_a_folder_that_others_could_write_is_not_used(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["link", "mode"])
 def test_an_entry_that_others_could_write_is_not_used(how, tmp_path):
-    """As one from a time when the folder was open to others: it is built again."""
+    """The entry may be from a time when the folder was open to others: it is built again."""
     cache = ArrayCache(str(tmp_path / "cache"))
     cache.find(FACTS, some_arrays)
     (entry,) = (tmp_path / "cache").glob("*.arrays")

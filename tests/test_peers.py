@@ -19,7 +19,7 @@ ECHO = "import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(sys.ar
 
 
 def answer(losses: list, norms: list, seconds: float = 1.0) -> str:
-    """What a rank writes about a block of steps."""
+    """Return the line that a rank writes about a block of steps."""
     found = {"seconds": seconds, "results": list(zip(losses, norms)), "peak": 2}
     return json.dumps(found)
 

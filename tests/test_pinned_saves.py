@@ -48,7 +48,7 @@ def test_pinned_memory_takes_no_more_than_it_must(count, monkeypatch):
 
 
 def test_a_save_of_a_gpu_makes_one_run_after_the_other(monkeypatch):
-    """What Adafactor and 8-bit AdamW read is made for it, in memory that the GPU may not have."""
+    """Copies for Adafactor and 8-bit AdamW are made one at a time: the GPU may lack memory."""
     made, most, empty = [], [], torch.empty
 
     def read(kind: str, a: int, b: int) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Arriving:
 
 
 class OneProcessMesh:
-    """What the pipeline asks of a mesh."""
+    """The part of a mesh that the pipeline uses."""
 
     def __init__(self, wires, rank, ranks):
         self.ends = {kind: End(wires, kind, rank, ranks) for kind in "FB"}

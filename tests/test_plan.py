@@ -102,7 +102,7 @@ def test_a_mistake_is_one_sentence_and_status_2(line, message):
 
 
 def test_of_384_gpus_few_layouts_are_predicted(monkeypatch):
-    """What takes the time, counted: on a quiet machine that is about a second of processor time."""
+    """Predictions take most of the time. On a quiet machine they take about a second together."""
     predicted = []
 
     def predict(*job):
@@ -134,7 +134,7 @@ def test_a_plain_layout_is_recommended_where_the_plan_cannot_tell_it_from_the_fi
 @pytest.mark.parametrize("more", ["", " --price-per-gpu-hour 2 --rampup-batch-size 96 96 9600"])
 @pytest.mark.parametrize("cp", ["", " --seq-length 65536 --max-positions 65536 --cp 4"])
 def test_the_table_fits_a_terminal(cp, more):
-    """Of 120 columns; a layout's flags, and each stage's memory, are in the data."""
+    """A terminal has 120 columns. The data has the layout's flags and each stage's memory."""
     line = "layouts --model 1b3 --gpu a100-80 --gpus 16 --global-batch-size 192"
     found = ask(line + " --schedule 1f1b --no-vocab-pp" + cp + more)
     (at,) = (i for i, text in enumerate(found.text.splitlines()) if "tokens/s" in text)

@@ -108,7 +108,7 @@ def test_the_command_has_a_launcher_a_length_and_data_for_any_number_of_gpus(gpu
     data = plan.ask(f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64".split()).data
     assert data["launcher"] == launcher
     assert data["command"][-4:] == ["--data", "synthetic", "--steps", "1000"]
-    validation.check(command_line.parse(data["command"][2:]), gpus)  # as train.py checks it
+    validation.check(command_line.parse(data["command"][2:]), gpus)  # train.py's own check
     words = f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64 --data my/corpus --steps 7"
     data = plan.ask(words.split()).data
     assert data["command"].count("--data") == data["command"].count("--steps") == 1
@@ -159,7 +159,7 @@ def test_attention_with_cp_is_heads_by_all_to_all_then_a_gather():
 
 
 def test_keys_and_values_that_are_gathered_are_held():
-    """Of the tokens of all ranks that gather them, unless attention is recomputed."""
+    """Keys and values of all tokens of the gathering ranks count, unless recomputed."""
     training = Training(global_batch_size=8, precision="bf16")
     for kv_heads, others in ((1, 7), (2, 3), (8, 0)):
         model = replace(LONG, kv_heads=kv_heads)
@@ -182,7 +182,7 @@ def test_no_more_blocks_are_recomputed_than_memory_asks():
             room = size
             if one.prediction.risk <= risk.DEFAULT:
                 room = risk.safe_bytes(machine, risk.DEFAULT)
-            number = one.layout.recompute_layers or 7  # of at most 7 in a stage
+            number = one.layout.recompute_layers or 7  # a stage has at most 7
             numbers.add(number)
             fewer = replace(one.layout, recompute_layers=number - 1)
             needed = memory.fullest(Job(MODEL, fewer, TRAINING, machine)).total

@@ -25,7 +25,7 @@ OF_MACHINE = {"v100-32": "fp16", "a100-80": "bf16", "h100": "bf16", "cpu": "fp32
 
 
 def decided(monkeypatch, world: World, has_bf16: list[bool], words: str = "") -> list[tuple]:
-    """What every rank of a job on such GPUs decides: its precision, and the sentence on it."""
+    """Return the decision of every rank on these GPUs: its precision, and the sentence on it."""
     here = threading.local()
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bf16[here.rank])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")

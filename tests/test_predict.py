@@ -415,7 +415,7 @@ def test_an_interval_holds_the_prediction_and_widens_outside_of_what_was_fitted(
 
 
 def test_hidden_messages_of_an_interleaved_pipeline():
-    """Of 16 micro-batches' messages, 4 chunks each, only the first one's are seen."""
+    """Only the messages of the first of 16 micro-batches, 4 chunks each, take visible time."""
     model, layout = preset("opt-13b"), Layout(dp=1, tp=2, pp=4)
     plain, hidden = (
         engines.on(A100, {"virtual_stages": 4}),

@@ -96,7 +96,7 @@ def test_what_comes_next_is_read_before_it_is_asked_for():
     take = reader.batches(samples, 0, config)
     assert readers() == []
     assert samples.seen == []
-    own = [k for first in range(2, 1000, 4) for k in (first, first + 1)]  # of this replica
+    own = [k for first in range(2, 1000, 4) for k in (first, first + 1)]  # this replica's
     for step in range(3):
         take = reader.batches(samples, 8 * step, config)
         for index in range(2):
@@ -274,7 +274,7 @@ def test_tokens_are_read_by_offset_and_no_more_than_a_sample_needs(tmp_path, mon
     for k in range(100):
         samples.sample(k)
     assert sum(asked) == 100 * 9 * 2
-    gc.collect()  # what other tests have left open
+    gc.collect()  # other tests may have left files open
     open_before = len(os.listdir("/proc/self/fd"))
     del samples, dataset
     gc.collect()

@@ -43,7 +43,7 @@ def test_each_fault_is_named(tmp_path):
 
 
 class FakeContext:
-    """As much of a Context as the messages need."""
+    """The part of a Context that the messages need."""
 
     rank, size, second_store, recorder = 0, 3, None, None
     nodes = ("n1", "n2", "n2")

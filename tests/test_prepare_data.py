@@ -119,7 +119,7 @@ def test_a_tokenizer_is_used_again(texts, tmp_path):
 
 
 def test_a_tokenizers_own_processing_is_not_applied(texts, tmp_path):
-    """As in many published ones: a special token first, truncation, padding."""
+    """Many published tokenizers add a special token first, truncate and pad."""
     folder, documents = texts
     prepare(tmp_path / "c", "--vocab-size", 300, folder)
     _, tokenizer = read(tmp_path / "c")

@@ -15,7 +15,7 @@ GOLDEN = (
     "--layers 2 --hidden 32 --heads 8 --seq-length 16 --vocab-size 61 --precision fp32 --steps 9 "
 )
 
-# What is given beside the words of a table, the number of ranks, and a part of the sentence.
+# Cases of tables: the words given, the number of ranks, and a part of the error's sentence.
 OF_LAYOUTS = [
     ("--tp 8 --pp 6", 100, "tp(8) * pp(6) * dp(?) does not divide 100 ranks"),
     ("--tp 2 --dp 2", 8, "tp(2) * pp(1) * dp(2) = 4 is not 8 ranks"),

@@ -99,7 +99,7 @@ def test_planted_mismatches_are_found_and_named(rehearsals):
 
 @pytest.fixture(scope="module")
 def host() -> list[dict]:
-    """What the host of rank 2 of 8 does, as tests/host_worker.py tells it, under three layouts."""
+    """Return the host's operations on rank 2 of 8 under three layouts, by tests/host_worker.py."""
     now_and_then = "--sample-every 5 --sample-prompt 1 --eval-samples 4"
     lines = [
         f"{SHAPE} --tp 2 --pp 2 --sequence-parallel {now_and_then}",
@@ -126,7 +126,7 @@ def test_the_host_stops_three_times_in_a_step(host):
 
 
 def test_every_stop_of_the_host_is_named():
-    """What makes the host wait for a GPU, one operation after the other; and what does not."""
+    """Each operation that makes the host wait for a GPU is named, and no other one is."""
     done = subprocess.run(
         [sys.executable, "tests/stops_worker.py"], cwd=ROOT, capture_output=True, text=True
     )
@@ -369,7 +369,7 @@ def test_mistakes_are_one_sentence(words, sentence):
 # A launcher that notes that it was called, as Slurm's would be.
 SRUN = "#!/bin/sh\ntouch $CALLED\n"
 SCONTROL = "#!/bin/sh\necho n1\n"  # the hostnames of the job
-FP16 = SHAPE.replace("bf16", "fp16")  # of a V100
+FP16 = SHAPE.replace("bf16", "fp16")  # a V100 has no bf16
 TOO_LARGE = "--hidden 8192 --heads 64 --layers 2 --precision bf16 --global-batch-size 1"
 
 

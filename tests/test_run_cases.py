@@ -16,13 +16,13 @@ ADAFACTOR = SMALL | {"optimizer": "adafactor", "lr": 1e-2}
 FOUND = {
     # Adafactor's means of the embedding counted rows of padding.
     "padding": Case(ADAFACTOR, [(2, {"pad-vocab-multiple": 1})]),
-    # Of two replicas the one that owns no tied matrix ended in an exception.
+    # The one of two replicas that owns no tied matrix ended in an exception.
     "no matrix": Case(ADAFACTOR, [(4, {"pp": 2})]),
     # The ranks waited for each other for ever.
     "blocking": Case(SMALL | {"blocking": True}, [(2, {"pp": 2, "vocab-pp": True})]),
     # The end of the run divided by the share of time of a stage that has no blocks.
     "no blocks": Case(SMALL | {"steps": 5}, [(3, {"pp": 3, "partition": "0,0,4"})]),
-    # What Muon's matrices do not have was written in fp32 among tensors of fp64.
+    # State that Muon's matrices do not have was written in fp32 among tensors of fp64.
     "muon": Case(SMALL | {"optimizer": "muon", "async-save": False}, [(1, {})]),
 }
 

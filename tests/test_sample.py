@@ -129,7 +129,7 @@ def test_every_familys_greedy_tokens_are_those_of_transformers(tmp_path, capsys)
 
 
 def test_the_program_prints_text_by_the_tokenizer_of_the_corpus(runs, tmp_path):
-    """As a process under mpirun; a letter is a token."""
+    """The program runs as a process under mpirun; a letter is a token."""
     (tmp_path / "tokenizer.json").write_text(letters().to_str())
     command = ["sample.py", str(runs["llama"]), "--tokenizer", str(tmp_path / "tokenizer.json")]
     command += ["--prompt", "ab", "--prompt", "cd", "--temperature", "0", "--max-tokens", "9"]
@@ -158,7 +158,9 @@ def letters(end: str = "z", before: str = ""):
     names = [before + chr(code) for code in (*range(97, 123), *range(200, 304))]
     end = before + end
     ids = {name: i for i, name in enumerate(names) if name != end} | {text.END: names.index(end)}
-    first = tokenizers.models.WordLevel(ids, unk_token=names[0])  # of every character, if `before`
+    first = tokenizers.models.WordLevel(
+        ids, unk_token=names[0]
+    )  # a token for every character, if `before`
     tokenizer = tokenizers.Tokenizer(first)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -228,7 +230,7 @@ def test_a_sample_ends_where_the_document_does(runs, tmp_path, capsys):
 
 
 def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
-    """Of two corpora, from train.py's own rows; under another layout."""
+    """The losses on two corpora equal those of train.py's rows, also under another layout."""
     corpus = [sys.executable, "scripts/prepare_data.py", "--out", str(tmp_path / "text")]
     text_file = tmp_path / "a.txt"
     text_file.write_text("\n\n".join(f"line {i} of a text, {i * i}" for i in range(3000)))

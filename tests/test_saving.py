@@ -159,13 +159,13 @@ def saved_steps(folder) -> list[int]:
 
 
 def test_going_back_sets_the_later_steps_aside(tmp_path):
-    """What was saved last stays, and is what --resume auto takes."""
+    """The checkpoint that was saved last stays, and --resume auto takes it."""
     folder, lines = tmp_path / "checkpoints", []
     save_steps(make(tmp_path, keep_last=4), steps=range(7, 13))
     back = make(tmp_path, keep_last=2, resume=str(folder / "step_00000010"))
     checkpoints = save_steps(back)
     assert saved_steps(folder) == [9, 10, 11, 12]  # nothing is moved before it saves
-    (tmp_path / "checkpoints.1").mkdir()  # of an earlier course
+    (tmp_path / "checkpoints.1").mkdir()  # an earlier course left it
     checkpoints = save_steps(back, lines, [11])
     assert saved_steps(folder) == [10, 11]
     assert saved_steps(tmp_path / "checkpoints.2") == [11, 12]
@@ -173,7 +173,7 @@ def test_going_back_sets_the_later_steps_aside(tmp_path):
         f"set aside in {folder}.2: step_00000012, step_00000011; this run continues from "
         f"{folder}/step_00000010"
     )
-    checkpoints.after_step(Progress(12, 96))  # of this course: deletes 10, sets nothing aside
+    checkpoints.after_step(Progress(12, 96))  # the same course: deletes 10, sets nothing aside
     checkpoints.close()
     assert saved_steps(folder) == [11, 12]
     assert not (tmp_path / "checkpoints.3").exists()
@@ -332,7 +332,7 @@ def test_a_run_whose_last_save_fails_twice_is_an_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("failures", [2, 4])
 def test_the_last_save_waits_for_room(tmp_path, monkeypatch, failures):
-    """Of a disk that becomes free, or under a quota that is raised; one line says so."""
+    """The disk becomes free, or a quota is raised. One line says that the save waits."""
     lines = []
     checkpoints = build_run(make(tmp_path), lines)[1]
     fail_writes(monkeypatch, failures)

@@ -66,7 +66,7 @@ def test_no_message_is_started_before_what_its_other_end_waits_for(made):
 
 @pytest.mark.parametrize("name", orders.ORDERS)
 def test_of_one_micro_batch_no_receive_is_started_ahead_on_the_way_there_and_back(name):
-    """What made a GPU hang in its first step: B0 cannot come while F0 runs."""
+    """A receive that was started ahead made a GPU hang: B0 cannot come while F0 runs."""
     order = orders.build(name, 4, 1, 2 if name == "interleaved" else 1)
     forwards = [row[0] for row in order.ranks]
     assert all(not order.may_be_ahead(row[1]) for row in order.ranks[:-1])

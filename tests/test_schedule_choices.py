@@ -66,7 +66,7 @@ def test_what_is_chosen_runs_fits_and_is_no_slower_than_1f1b(request_):
     plain = orders.build("1f1b", task.ranks, count)
     costs = task.costs("1f1b", task.balanced(range(task.ranks)))
     assert choice.seconds <= makespan(plain, costs.seconds(False), task.transfer) * TIGHT
-    # What was priced is what is executed.
+    # The priced order is executed.
     seconds = choice.costs.seconds(order.split)
     assert makespan(order, seconds, task.transfer) == pytest.approx(choice.seconds)
     assert stage_costs(model, layout, "cpu") in (None, choice.costs)

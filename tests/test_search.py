@@ -55,7 +55,9 @@ def test_a_slope_is_learned_and_used():
     assert points[search.best].name.startswith("tp8")
     assert len(order) <= len(points) // 2
     mean, _ = search.posterior()
-    assert mean[0] - mean[-4] == pytest.approx(0.9, abs=0.15)  # of what was not measured, too
+    assert mean[0] - mean[-4] == pytest.approx(
+        0.9, abs=0.15
+    )  # the same for layouts without a measurement
 
 
 def test_more_is_known_of_what_was_measured_than_of_the_rest():

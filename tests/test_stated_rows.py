@@ -262,14 +262,16 @@ def test_with_stages_torchtitan_gathers_and_reduces_once_in_a_step(titan):
     values = {c.name: c.value for c in hardware.constants()}
     rows = [row for row in titan if row.id in ("TT-T5a", "TT-T5b")]
     for row, guess in zip(rows, source_accuracy.predict(rows, values).values(), strict=True):
-        assert guess.seconds == pytest.approx(row.seconds, rel=0.17)  # as ZeRO 3: +21 and +46 %
+        assert guess.seconds == pytest.approx(
+            row.seconds, rel=0.17
+        )  # priced as ZeRO 3 they are +21 and +46 % off
 
 
 def test_what_a_host_that_is_ahead_has_reserved(public):
-    """Of tensor ranks without a pipeline alone: 62 whole activations, of a step with a single
-    micro-batch two a block, and no more than the GPU has left.
+    """Tensor ranks without a pipeline reserve 62 whole activations; in a step with a single
+    micro-batch, two for each block; and no more than the GPU has left.
     """
-    each = 2e-9 * 4096 * 2048  # of a sample of 1B
+    each = 2e-9 * 4096 * 2048  # bytes of one sample's activation in the 1B model
     assert named(public, "UP-1").memory_ahead == pytest.approx(62 * each)  # micro-batch 1 of 128
     assert named(public, "UP-66").memory_ahead == pytest.approx(2 * 16 * 16 * each)  # 16 of 1
     for row in (named(public, name) for name in ("UP-0", "UP-20", "UP-318")):  # pp 8, tp 1, pp 4

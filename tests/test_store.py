@@ -127,7 +127,7 @@ def test_two_exchanges_of_one_name_do_not_mix(world):
 def test_a_world_of_one_needs_no_store():
     exchange = StoreExchange(None, 0, 1, "test")
     assert exchange.gather("place", {"rank": 0}) == [{"rank": 0}]
-    assert exchange.agree((1, 2), lambda values: values) == [[1, 2]]  # as JSON everywhere
+    assert exchange.agree((1, 2), lambda values: values) == [[1, 2]]  # JSON has lists, no tuples
     exchange.tell("trace", 5)
     assert exchange.collect("trace") == [5]
 

@@ -1,4 +1,4 @@
-"""What other users of the machine and the network can do to a job: nothing."""
+"""Other users of the machine and the network can do nothing to a job."""
 
 import contextlib
 import errno

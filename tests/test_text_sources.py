@@ -120,7 +120,7 @@ def damaged(raw: bytes, draw: random.Random) -> bytes:
 
 
 def test_damaged_files_are_refused_with_a_reason_or_read_in_full(tmp_path):
-    """Of compressed files and tables, which have a structure that shows damage.
+    """Compressed files and tables have a structure that shows damage.
 
     A file is read although it is damaged where the damage is in what the format does not use, or
     where checksums are not part of the format (.zst as written here, .arrow); then it has as many

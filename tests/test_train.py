@@ -113,7 +113,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     cores = placement.physical_cores(placement.allowed_cores())
     assert facts["cluster"]["threads_per_rank"] == max(1, len(cores) // 4)
     assert facts["config"]["layout"]["dp"] == 1
-    layout = facts["config"]["layout"]  # what was left to the machine is decided
+    layout = facts["config"]["layout"]  # the options left to the machine are decided
     assert (layout["sequence_parallel"], layout["overlap_param_gather"]) == (False, False)
     assert facts["flops_formula"] == "megatron-2025"
     assert facts["version"] == VERSION
@@ -131,7 +131,7 @@ def test_a_second_run_keeps_the_first(tmp_path):
 
 @pytest.mark.slow
 def test_bad_data_is_one_error_on_two_ranks(tmp_path, corpus):
-    """Of a mistake that is seen when all ranks have met; test_data.py has the sentences."""
+    """The mistake is seen when all ranks have met; test_data.py has the sentences."""
     command = f"{SMALL} --steps 9 --data {corpus} --vocab-size 40 --tp 2 --out {tmp_path / 'x'}"
     outcome = mpirun(2, "train.py", *command.split())
     assert outcome.status == 2

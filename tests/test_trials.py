@@ -147,7 +147,7 @@ def test_trials_neither_save_nor_evaluate(candidate, tmp_path):
 
 
 def test_control_characters_of_a_trial_reach_no_table(candidate, tmp_path):
-    """What a trial prints may come from a file of a stranger, as a name in a corpus."""
+    """A trial may print text from a stranger's file, for example a name in a corpus."""
     program = "import sys; print('Error: \\x1b]0;title\\x07 \\x1b[2J gone'); sys.exit(1)"
     status, log = trials.execute([sys.executable, "-c", program], tmp_path / "log", 1, 60.0)
     verdict, reason, _ = classify(status, log, tmp_path, 1, 60.0)

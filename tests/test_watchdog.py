@@ -29,7 +29,7 @@ from watchdog import flight_recorder, hang_report, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder
 
 WORKER = "tests/fault_worker.py"
-KEY = "ab" * 32  # of a job
+KEY = "ab" * 32  # a job's key
 PRINT_AGAIN = [sys.executable, "-m", "watchdog.hang_report"]
 
 # ---- Slow ranks, options -------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_rank_with_a_thousand_connections_hears_the_monitor(tmp_path):
 
 
 def test_a_rank_that_ends_the_job_on_purpose_ends_the_others_without_a_report(tmp_path):
-    """As a second signal does: no report, and the same status everywhere."""
+    """The end is the same as after a second signal: no report, the same status everywhere."""
     address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
     ends = []
     watchdogs = [
@@ -230,7 +230,7 @@ JOBS = [
     ("", 2, "write", 1),
     ("--tp 2", 2, "suspended", None),
 ]
-CULPRITS = {"killed": 2, "stopped": 0}  # of four ranks under mpirun
+CULPRITS = {"killed": 2, "stopped": 0}  # ranks, out of four under mpirun
 
 
 def run_jobs(folder: Path, jobs: list[tuple]) -> list[tuple[Path, dict]]:
