@@ -5,8 +5,8 @@
     srun -n 384 python train.py --model bloom-176b --tp 4 --pp 12 ...
     torchrun --nproc-per-node 8 train.py --tp 8 ...
 
-dp follows from the number of ranks. `python train.py --help` lists every option, `--help data`
-those of one group.
+dp follows from the number of ranks. `--help` lists the options that people use first, `--help
+data` those of one group, `--help all` every option.
 """
 
 import signal

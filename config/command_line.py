@@ -17,7 +17,7 @@ import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from config.messages import Parser, UserError, check_decoded
 from config.needs import check_used, unused_rotary
@@ -35,6 +35,14 @@ BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # global batch size in samp
 AUTOMATIC = ("precision", "auto")
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 TEXT = re.compile(r"[^\x00-\x1f\x7f]+")  # not empty, and without control characters
+# The options that people use first: `--help` without a group shows these alone.
+FIRST = (
+    *("model", "layers", "hidden", "heads", "seq_length", "vocab_size"),
+    *("tp", "pp", "cp", "micro_batch_size", "schedule", "recompute", "zero"),
+    *("precision", "global_batch_size", "steps", "lr"),
+    *("data", "split"),
+    *("out", "resume", "save_every", "eval_every", "device", "compile"),
+)
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "minimum": (operator.ge, "at least"),
     "maximum": (operator.le, "at most"),
@@ -98,14 +106,12 @@ def parse_request(
 
     defaults: a function from the given options to the program's values for other options; it never
     overrides a given option. plans: if True, a part of the --model that the engine cannot train
-    makes a note, not a UserError. `--help GROUP ...` prints the options of these groups and ends
-    the program.
+    makes a note, not a UserError. `--help` prints the options that people use first, `--help GROUP
+    ...` those of these groups, `--help all` every option; each of them ends the program.
     """
-    first, *groups = arguments or [""]
-    if first == "--help" and groups and GROUPS.keys() >= set(groups):
-        _parser(description.partition("\n")[0], groups).print_help()
-        raise SystemExit(0)
-    parser = _parser(description, lists_models=not {"-h", "--help"}.isdisjoint(arguments))
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        _print_help(description, arguments[1:])
+    parser = _parser(description)
     flags, unknown = parser.parse_known_args(arguments)
     translated: Translation | None = None
     if unknown:  # the arguments may have Megatron-LM's names of options
@@ -142,6 +148,20 @@ def parse_request(
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     return Request(config, frozenset(given), tuple(notes), given.get("model"))
+
+
+def _print_help(description: str, groups: Collection[str]) -> NoReturn:
+    """Print the help text of these groups, of every option for `all`, or without a group of the
+    options that people use first; then end the program.
+    """
+    if "all" in groups:
+        text = _parser(description, lists_models=True).format_help()
+    elif groups and GROUPS.keys() >= set(groups):
+        text = _parser(description.partition("\n")[0], groups, lists_models=True).format_help()
+    else:
+        text = _parser(description, names=FIRST).format_help()
+    print(text, end="")
+    raise SystemExit(0)
 
 
 def _note_on_model(name: str) -> list[str]:
@@ -269,21 +289,26 @@ def _options() -> dict[str, dataclasses.Field[Any]]:
 
 def options_help(*groups: str) -> str:
     """Return the help text of the options in these of GROUPS, for a program that takes them."""
-    text = _parser("", groups).format_help()
+    text = _parser("", groups, lists_models=True).format_help()
     return text[text.index("  --config") :]
 
 
 def _parser(
     description: str,
     groups: Collection[str] = tuple(GROUPS),
-    lists_models: bool = True,
+    names: Collection[str] | None = None,
+    lists_models: bool = False,
 ) -> argparse.ArgumentParser:
-    """Return the parser of these groups. lists_models: whether the help text lists the presets."""
+    """Return the parser of these groups' options, or with `names` of the options among them.
+
+    lists_models: whether the help text lists the presets.
+    """
     usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"
     form = RawDescriptionHelpFormatter
     parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
     parser.epilog = "Numbers may have a unit: 350B, 2k (2000), 2Ki (2048). Names of Megatron-LM's"
-    parser.epilog += f" options are understood. --help GROUP is shorter: {', '.join(GROUPS)}."
+    parser.epilog += f" options are understood. --help GROUP lists the options of a group: "
+    parser.epilog += f"{', '.join(GROUPS)}. --help all lists every option."
     absent: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument("--config", metavar="FILE", help="TOML file of these options", **absent)
     for group, cls in GROUPS.items():
@@ -291,10 +316,13 @@ def _parser(
             continue
         section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
         if group == "model":
-            text = _list_of_models() if lists_models else ""
+            text = "a preset (--help model lists them), a config.json, a run or a checkpoint"
+            if lists_models:
+                text = _list_of_models()
             section.add_argument("--model", metavar="PRESET|PATH", help=text, **absent)
         for f in dataclasses.fields(cls):
-            _add_flag(section, f)
+            if names is None or f.name in names:
+                _add_flag(section, f)
     return parser
 
 

@@ -234,7 +234,7 @@ def preset(name: str) -> ModelShape:
     """The shape of that name; UserError with the nearest name if there is none."""
     key = preset_name(name)
     if key not in PRESETS:
-        hint = nearest(key, list(PRESETS), 0.5, most=3) or "; train.py --help lists them"
+        hint = nearest(key, list(PRESETS), 0.5, most=3) or "; train.py --help model lists them"
         no_file = ", and there is no such file" if "/" in name else ""
         raise UserError(f"no preset is called {name!r}{no_file}{hint}")
     return PRESETS[key]

@@ -27,9 +27,11 @@ def linked_files(page: Path) -> set[Path]:
 
 
 def help_of(path: str) -> str:
-    """Return what a program prints with --help; CalledProcessError if it fails."""
+    """Return the text of all options of a program; CalledProcessError if the program fails."""
     environment = os.environ | {"COLUMNS": "76", "NO_COLOR": "1"}
     words = [sys.executable, path, "--help"]
+    if path == "train.py":  # its --help alone lists the options that people use first
+        words.append("all")
     done = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )

@@ -1,6 +1,7 @@
 """Options: if this failed, flags, files and presets would mean something else than they say."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,7 @@ import pytest
 from ranks import ROOT
 
 from config import messages, spelling
-from config.command_line import parse, parse_request
+from config.command_line import FIRST, parse, parse_request
 from config.messages import VERSION, UserError, whole_number
 from config.needs import NEEDS
 from config.schema import GROUPS, Config, ModelShape
@@ -237,6 +238,16 @@ def test_the_help_of_one_group_shows_its_options_alone():
     assert "\n  --layers" not in done.stdout
 
 
+def test_the_help_without_a_group_shows_the_options_that_people_use_first():
+    helps = {}
+    for words in ("", "all"):
+        command = [sys.executable, "train.py", "--help", *words.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        helps[words] = set(re.findall(r"^  --([a-z0-9-]+)", done.stdout, re.MULTILINE))
+    assert {name.replace("_", "-") for name in FIRST} == helps[""] - {"config", "version"}
+    assert helps[""] < helps["all"]
+
+
 def test_what_a_preset_derives_is_derived_again():
     config = parse(["--model", "gpt2-124m", "--hidden", "1024", "--heads", "16"])
     assert (config.model.ffn_hidden, config.model.kv_heads) == (4096, 16)
@@ -265,7 +276,7 @@ def test_help_imports_nothing_slow():
     command = [sys.executable, "-X", "importtime", "train.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    assert "--sequence-parallel" in done.stdout
+    assert "--micro-batch-size" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "config.schema" in imported
     assert sorted(imported & SLOW_MODULES) == []

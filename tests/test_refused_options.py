@@ -63,7 +63,7 @@ OF_LAYOUTS = [
     ("--modle x", 1, "unknown argument '--modle'; did you mean '--model'?"),
     ("--model gpt2-123m", 1, "no preset is called 'gpt2-123m'; did you mean 'gpt2-124m' or"),
     ("--model 13b", 1, "did you mean 'opt-13b' or 'olmo2-13b' or 'llama-2-13b'?"),
-    ("--model x", 1, "no preset is called 'x'; train.py --help lists them"),
+    ("--model x", 1, "no preset is called 'x'; train.py --help model lists them"),
     ("--sample 4", 1, "did you mean '--sample-every' or '--sample-prompt'?"),
     ("--zero 9", 1, "--zero is one of"),
     ("--layers 0", 1, "--layers must be at least 1, not 0"),
