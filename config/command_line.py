@@ -307,7 +307,7 @@ def _parser(
     form = RawDescriptionHelpFormatter
     parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
     parser.epilog = "Numbers may have a unit: 350B, 2k (2000), 2Ki (2048). Names of Megatron-LM's"
-    parser.epilog += f" options are understood. --help GROUP lists the options of a group: "
+    parser.epilog += " options are understood. --help GROUP lists the options of a group: "
     parser.epilog += f"{', '.join(GROUPS)}. --help all lists every option."
     absent: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument("--config", metavar="FILE", help="TOML file of these options", **absent)
