@@ -183,10 +183,11 @@ def draw_normal(
         last = min(first + at_once, len(flat))
         places = torch.arange(first, last, device=out.device)
         index = places + places // run * (shape[dim] * inner - run) + start * inner
-        flat[first:last] = _normal(_splitmix64(index, key)).mul_(std)
+        flat[first:last] = _normal(splitmix64(index, key)).mul_(std)
 
 
-def _splitmix64(index: Tensor, key: int) -> Tensor:
+def splitmix64(index: Tensor, key: int) -> Tensor:
+    """Return outputs number `index`, int64 of any shape, of the generator with the seed `key`."""
     z = (index + 1) * _GAMMA + key
     z = (z ^ _shift(z, 30)) * _MIX1
     z = (z ^ _shift(z, 27)) * _MIX2

@@ -133,7 +133,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
     """One optimizer step on the global batch that starts at sample `consumed`."""
-    loss_sum, counted = _passes(state, samples, consumed)
+    loss_sum, counted = passes(state, samples, consumed)
     masks = state.config.data.masks_loss
     return state.optimizer.step(lr, loss_sum, counted if masks else None)
 
@@ -144,20 +144,22 @@ def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     micro-batch.
     """
     state.factory.mesh.recorder.enter("warm up")
-    _passes(state, samples, consumed, of_warm_up=True)
+    passes(state, samples, consumed, keep=True, some=1)
     state.optimizer.discard()
 
 
-def _passes(
-    state: TrainState, samples: data.Samples, consumed: int, of_warm_up: bool = False
+def passes(
+    state: TrainState, samples: data.Samples, consumed: int, keep: bool = False, some: int = 0
 ) -> tuple[Tensor, int]:
-    """Run a step's forward and backward passes; return loss sum and targets as Pipeline.train."""
+    """Run a step's forward and backward passes; return loss sum and targets as Pipeline.train.
+    keep: the next passes reuse the micro-batches. some: run only the first so many, 0: all.
+    """
     config = state.config
     size = config.batches.batch(consumed)
     length = config.length(consumed)
-    micro_batches = 1 if of_warm_up else config.micro_batches(size)
+    micro_batches = some or config.micro_batches(size)
     state.pipeline.set_length(length)
-    batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
+    batches = state.reader.batches(samples, consumed, config, keep=keep)
     loss_weight = state.optimizer.begin_step(size * length, micro_batches)
     for begin in state.before_passes:
         begin(consumed, length)
@@ -199,7 +201,6 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
             from telemetry.pass_times import decide_schedule  # here: a given one needs no search
 
             config, notes = decide_schedule(config, context)
-        layout = config.layout
         start_checks.introduce(config, context, decided)
         splits = data.build(config)
         precision.check(config, context)
@@ -216,8 +217,10 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         end.callback(log.close)  # after an error too: close() prints the number of unwritten rows
         for note in [*notes, *splits.notes]:
             log.note(note)
-        if config.run.blocking and layout.pp > 1 and on_gpu:
-            log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
+        if config.run.blocking and config.layout.pp > 1 and on_gpu:
+            log.note(
+                f"--blocking: with pp({config.layout.pp}) it does not wait for every CUDA kernel"
+            )
         checks = None
         if config.run.check_replicas_every:
             checks = partial(replica_check.check, state.stages, state.optimizer, mesh)
@@ -280,6 +283,7 @@ class Trainer:
         self.before_step: list[StepObserver] = [self.recorder.begin_step]
         self.after_step: list[StepObserver] = [garbage.collect_after]
         self.write_samples: Callable[[int, bool], None] = lambda iteration, last: None
+        self.step: Callable[..., StepResult] = partial(step, state)
         self._add_observers()
         self.cold = start_checks.warms_up(config, self.device.type)
 
@@ -293,13 +297,16 @@ class Trainer:
             profile = TorchProfile(log, state.pipeline.finish_sending)
             self.before_step.append(profile.before)
             self.after_step.append(profile.after)
+        if self.config.run.trace_numerics:
+            from telemetry.numerics_trace import NumericsTrace
+
+            self.step = NumericsTrace(state, passes, step, exchange.gather, log.without).step
         self.after_step.append(StepTimes(exchange, log).after)
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples
 
             decoder = Decoder(state.pipeline, state.factory, self.config.model)
-            gather_weights = state.optimizer.finish_gathering
-            samples = RunSamples(self.config, decoder, gather_weights, log.note)
+            samples = RunSamples(self.config, decoder, state.optimizer.finish_gathering, log.note)
             self.write_samples = samples.after_step
 
     def run(self) -> bool:
@@ -369,7 +376,7 @@ class Trainer:
             observe(iteration)
         trained, samples = begin - self.done.skipped_samples, self.config.total_samples
         lr = learning_rate(self.config.training, trained, samples, batch)
-        result = step(self.state, self.splits.train, begin, lr)
+        result = self.step(self.splits.train, begin, lr)
         self._count(iteration, batch, trained=not result.skipped)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         everyone = self._exchange(seconds, evaluates)

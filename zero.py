@@ -94,6 +94,8 @@ class Optimizer:
         self._next = 0
         self._reducing: list[Handle] = []
         self._overlap = layout.overlap_param_gather
+        # Called when the gradients of a step, or of discarded passes, are reduced.
+        self.after_reduction: list[Callable[[], None]] = []
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
@@ -200,6 +202,8 @@ class Optimizer:
         self._wait_for_reductions(0)
         for group in self.groups:
             group.reduce_further()
+        for observe in self.after_reduction:
+            observe()
 
     def _wait_in_forward(self, stages: nn.ModuleList) -> None:
         """Have each module of a stage wait for the gathering of its weights just before it runs.

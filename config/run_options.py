@@ -322,6 +322,13 @@ class Run:
         "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json",
         minimum=1,
     )
+    trace_numerics: tuple = option(
+        (),
+        "write sketches of all tensors of these steps to OUT/numerics, for runs.py diff",
+        nargs="+",
+        item=int,
+        minimum=1,
+    )
 
     @property
     def saves(self) -> bool:

@@ -444,6 +444,7 @@ def _check_run(run: Run, steps: int) -> None:
         raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
-    profiled = run.torch_profile
-    if profiled is not None and profiled > steps:
-        raise UserError(f"--torch-profile {profiled} is never reached: the run has {steps} steps")
+    traced = max(run.trace_numerics, default=0)
+    for flag, step in (("torch-profile", run.torch_profile or 0), ("trace-numerics", traced)):
+        if step > steps:
+            raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")

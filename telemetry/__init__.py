@@ -9,6 +9,8 @@ loss_monitor    loss spikes and losses that are not finite
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard, Weights & Biases and MLflow
 routing_file    the experts that every token takes, written or given
+numerics_trace  sketches of all tensors of a step, for runs.py diff
+sketches        12 numbers of a tensor that add up over its parts
 torch_profile   torch.profiler's trace of one step
 step_times      passes and waits of every rank in some steps, for plan.py gap
 
