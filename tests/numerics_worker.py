@@ -9,32 +9,30 @@ None}. Its files are in the folder of the option `out`; the result is the sums o
 import contextlib
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 
 import golden_worker
-import torch
+import pytest
 
 import data
-import model
 import parallel
 import trainer
-from attention import Attention
 from config import validation
+from distributed.collectives import Group
 from distributed.context import Context
 from distributed.store import StoreExchange
-from optim.buckets import Bucket
+from optim.buckets import Bucket, ParamGroup
 from telemetry.log import VERSION
 from telemetry.numerics_trace import NumericsTrace
-from zero import Optimizer
 
 STEPS = 2
 
 
-def train(config, context: Context) -> dict:
+def train(config, context: Context, prepare) -> dict:
     """Train and trace; return the losses and the final weights in sums."""
     splits = data.build(config)
     state = trainer.build(config, context)
+    prepare(state, splits)
     step = partial(trainer.step, state)
     if config.run.trace_numerics:
         gather = StoreExchange(context.store, context.rank, context.size, "numerics").gather
@@ -64,13 +62,105 @@ def train(config, context: Context) -> dict:
 def run_job(job: dict, context: Context) -> dict:
     case = {"steps": STEPS, "lr": 1e-3, "lr_schedule": "constant"} | job["case"]
     config = validation.check(golden_worker.options(case), context.size)
-    with contextlib.ExitStack() as undo:
-        if job.get("fault"):
-            FAULTS[job["fault"]](undo, context)
-        return train(config, context)
+    fault = FAULTS[job["fault"]] if job.get("fault") else None
+    with pytest.MonkeyPatch.context() as patch:
+        return train(config, context, lambda state, splits: fault and fault(state, splits, patch))
 
 
-FAULTS: dict[str, Callable] = {}
+# ---- Faults: each takes the built state, the data, and undoes its patches ------------------------
+
+
+def tp_reduction_left_out(state, splits, patch) -> None:
+    """Block 1's MLP does not sum its output over tp."""
+    down = state.stages[-1].blocks[-1].mlp.down
+    patch.setattr(down, "forward", lambda x: parallel.linear(x, down.weight, None) + down.bias)
+
+
+def norms_reduced_twice(state, splits, patch) -> None:
+    """Gradients of norms and biases that are terms of a sum are summed over tp twice."""
+    reduce_twice(patch, lambda key: "tp" in key.reduce_over and key.no_decay)
+
+
+def tied_counted_twice(state, splits, patch) -> None:
+    reduce_twice(patch, lambda key: "tied" in key.reduce_over)
+
+
+def reduce_twice(patch, wanted) -> None:
+    once = ParamGroup.reduce_further
+
+    def twice(group) -> None:
+        for _ in range(1 + wanted(group.key)):
+            once(group)
+
+    patch.setattr(ParamGroup, "reduce_further", twice)
+
+
+def other_seed(state, splits, patch) -> None:
+    """Rank 1 draws its weights with another seed."""
+    if state.factory.mesh.rank == 1:
+        for p in state.stages.parameters():
+            if p.spec.decay:
+                p.data.normal_(std=0.02)
+
+
+def wrong_divisor(state, splits, patch) -> None:
+    begin = state.optimizer.begin_step
+    patch.setattr(state.optimizer, "begin_step", lambda *of: 2 * begin(*of))
+
+
+def rotary_off_by_one(state, splits, patch) -> None:
+    """Rank 1 of cp takes the rotary tables of the tokens before its own."""
+    positions = state.stages[0].positions
+    if state.factory.mesh.cp.rank == 1:
+        positions._own_tables = tuple(table.roll(1, 0) for table in positions._own_tables)
+
+
+def other_order(state, splits, patch) -> None:
+    """Samples 2 and 5 are exchanged."""
+    sample = splits.train.sample
+    patch.setattr(splits.train, "sample", lambda k: sample({2: 5, 5: 2}.get(k, k)))
+
+
+def dp_reduction_left_out(state, splits, patch) -> None:
+    patch.setattr(Bucket, "reduce", lambda bucket: _Pending())
+
+
+def weights_not_gathered(state, splits, patch) -> None:
+    patch.setattr(Bucket, "all_gather_params", lambda bucket: None)
+
+
+def heads_not_exchanged(state, splits, patch) -> None:
+    """The ranks of cp keep their heads and tokens in place of the all-to-all."""
+    patch.setattr(
+        Group, "all_to_all", lambda group, output, source, rows=None: keep(output, source)
+    )
+
+
+def keep(output, source) -> "_Pending":
+    output.copy_(source)
+    return _Pending()
+
+
+class _Pending:
+    def wait(self) -> None:
+        """Nothing was sent."""
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        tp_reduction_left_out,
+        norms_reduced_twice,
+        tied_counted_twice,
+        other_seed,
+        wrong_divisor,
+        rotary_off_by_one,
+        other_order,
+        dp_reduction_left_out,
+        weights_not_gathered,
+        heads_not_exchanged,
+    )
+}
 
 if __name__ == "__main__":
     golden_worker.configuration.LEAST_BUCKET = 1

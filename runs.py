@@ -1,0 +1,39 @@
+"""Answers questions about runs that are over, from the files in their folders; needs no torch.
+
+    python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
+
+numerics/ has the answers; train.py --trace-numerics writes what `diff` compares tensor by tensor.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from config import messages  # first: it ends a Python that is too old
+from config.messages import Parser
+
+
+def run_command(arguments: list[str]) -> int:
+    """Print the answer; return the exit status. Raise UserError if a folder is no run."""
+    given = _parser().parse_args(arguments)
+    from numerics import diff
+
+    found = diff.compare(given.run_a, given.run_b)
+    print(json.dumps(found, indent=1) if given.json else diff.text(found))
+    return int(found["differs"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("diff", help="why do two runs differ?")
+    command.add_argument("run_a", metavar="RUN_A", type=Path, help="folder of a run")
+    command.add_argument("run_b", metavar="RUN_B", type=Path, help="folder of another run")
+    command.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    with messages.sentences():
+        sys.exit(run_command(sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""--trace-numerics and runs.py diff: if this failed, a trace would depend on the layout, or diff
+would accuse rounding, or miss a fault.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import start_ranks
+
+import runs
+from config.command_line import build
+from config.messages import UserError
+from numerics import diff
+from telemetry.numerics_trace import activation_names, bins
+
+ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+EXPERTS = {"experts": 4, "experts_per_token": 2, "bias": False}
+ONE = [
+    {"micro_batch_size": 2},
+    {"micro_batch_size": 4, "recompute": "full"},
+    {"recompute": "selective"},
+]
+TWO = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True, "recompute": "full", "micro_batch_size": 2},
+    {"pp": 2},
+    {"pp": 2, "schedule": "zb-h1", "micro_batch_size": 2},
+    {"pp": 2, "schedule": "zb-v"},
+    {"pp": 2, "vocab_pp": True},
+    {"dp": 2, "zero": 0},
+    {"dp": 2, "zero": 1, "micro_batch_size": 2},
+    {"dp": 2, "zero": 2},
+    {"dp": 2, "zero": 3},
+    {"cp": 2},
+    {"cp": 2, **ROTARY},
+    {"tp": 2, **EXPERTS},
+    {"dp": 2, "ep": 2, **EXPERTS},
+]
+# A fault, the layout of the run that has it, and what diff must name: step, kind, tensor.
+FAULTS = [
+    ("tp_reduction_left_out", {"tp": 2}, (1, "activation", "blocks.1")),
+    (
+        "norms_reduced_twice",
+        {"tp": 2, "sequence_parallel": True},
+        (1, "gradient", "blocks.0.attention_norm.weight"),
+    ),
+    ("tied_counted_twice", {"pp": 2}, (1, "gradient", "embedding.tokens.weight")),
+    ("other_seed", {"tp": 2}, (1, "weights before", "embedding.tokens.weight")),
+    ("wrong_divisor", {"dp": 2}, (1, "activation", "gradient of head.norm")),
+    ("rotary_off_by_one", {"cp": 2, **ROTARY}, (1, "activation", "blocks.0.attention")),
+    ("other_order", {"dp": 2}, (1, "activation", "tokens")),
+    ("dp_reduction_left_out", {"dp": 2, "zero": 0}, (1, "gradient", "embedding.tokens.weight")),
+    ("weights_not_gathered", {"dp": 2, "zero": 1}, (2, "activation", "embedding")),
+    ("heads_not_exchanged", {"cp": 2}, (1, "activation", "blocks.0.attention")),
+]
+PRECISIONS = ("fp64", "fp32", "bf16")
+
+
+def of_model(case: dict) -> dict:
+    """The options of a case that are not of its layout."""
+    return {name: case[name] for name in case if name in ROTARY or name in EXPERTS}
+
+
+class Traces:
+    """Traced runs of one and of two ranks, all made in two starts."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.jobs: dict[int, list[dict]] = {1: [], 2: []}
+        self.results: dict[str, dict] = {}
+
+    def plan(self, case: dict, precision: str, fault: str | None = None, traced=True) -> None:
+        ranks = 2 if {"tp", "pp", "dp", "cp"} & set(case) else 1
+        out = self.out(case, precision, fault, traced)
+        options = case | {"precision": precision, "out": str(out)}
+        options |= {"trace_numerics": [1, 2]} if traced else {}
+        job = {"case": options, "fault": fault}
+        if job not in self.jobs[ranks]:
+            self.jobs[ranks].append(job)
+
+    def out(self, case: dict, precision: str, fault: str | None = None, traced=True) -> Path:
+        words = [f"{name}-{value}" for name, value in case.items()]
+        return self.folder / "_".join([precision, str(fault), str(traced), *words])
+
+    def make(self) -> None:
+        for ranks, jobs in self.jobs.items():
+            source, target = (self.folder / f"{name}-{ranks}.json" for name in ("jobs", "results"))
+            source.write_text(json.dumps(jobs))
+            outcome = start_ranks(ranks, "tests/numerics_worker.py", str(source), str(target))
+            assert outcome.status == 0, outcome.err[-4000:]
+            for job, result in zip(jobs, json.loads(target.read_text()), strict=True):
+                self.results[job["case"]["out"]] = result
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory) -> Traces:
+    made = Traces(tmp_path_factory.mktemp("traces"))
+    for precision in PRECISIONS:
+        for case in [*ONE, *TWO]:
+            made.plan(case, precision)
+            made.plan(of_model(case), precision)
+    for case in UNTRACED:
+        made.plan(case, "bf16", traced=False)
+        made.plan(case, "fp32", traced=False)
+    for fault, case, _ in FAULTS:
+        made.plan(case, "fp32", fault)
+    made.plan({"dp": 2, "lr": 2e-3}, "fp32")
+    made.make()
+    return made
+
+
+UNTRACED = [TWO[1], TWO[7], TWO[9]]
+
+
+def loaded(run: Path, step: int) -> tuple[dict[str, np.ndarray], dict]:
+    with np.load(run / "numerics" / f"step-{step:06d}.npz") as held:
+        arrays = {name: held[name] for name in held.files}
+    return arrays, json.loads(arrays["about"].tobytes())
+
+
+@pytest.mark.parametrize("case", [*ONE, *TWO], ids=str)
+def test_a_trace_in_fp64_does_not_depend_on_the_layout(traces, case):
+    for step in (1, 2):
+        one, about = loaded(traces.out(of_model(case), "fp64"), step)
+        many, others = loaded(traces.out(case, "fp64"), step)
+        for name in ("activations", "parameters", "kinds", "bins", "samples"):
+            assert about[name] == others[name]
+        for name in ("activations", "parameters"):
+            a, b = one[name].reshape(-1, 12), many[name].reshape(-1, 12)
+            if "vocab_pp" in case:  # there is no embedding or head as a module of a stage
+                present = b[:, 0] > 0
+                assert present.mean() > 0.7
+                a, b = a[present], b[present]
+            assert (a[:, 0] == b[:, 0]).all()
+            norm = np.sqrt(a[:, 2:3])
+            scale = np.concatenate([a[:, :1] + 1, norm * np.sqrt(a[:, :1]), norm**2], 1)
+            scale = np.concatenate([scale, np.repeat(norm, 9, 1)], 1) + 1e-30
+            assert (np.abs(a - b) / scale).max() < 1e-12
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", [*ONE, *TWO], ids=str)
+def test_diff_accuses_no_layout(traces, case, precision):
+    found = diff.compare(traces.out(of_model(case), precision), traces.out(case, precision))
+    assert not found["differs"], diff.text(found)
+
+
+@pytest.mark.parametrize(("fault", "case", "named"), FAULTS, ids=[fault for fault, _, _ in FAULTS])
+def test_diff_names_the_tensor_of_a_fault(traces, fault, case, named):
+    a, b = traces.out(of_model(case), "fp32"), traces.out(case, "fp32", fault)
+    found = diff.compare(a, b)
+    tensor = found["tensor"]
+    assert tensor, diff.text(found)
+    assert (tensor["step"], tensor["kind"], tensor["name"]) == named, diff.text(found)
+    if fault == "other_order":
+        here, there = tensor["where"]
+        assert here["samples"] == there["samples"] == [2, 5]
+        assert there["micro_batches"] == {0: [1], 1: [2]}
+    if fault == "tp_reduction_left_out":
+        assert "MLP down and its reduction over tp" in tensor["between"]
+        assert tensor["last_good"] == "the output of block 1's attention"
+    assert len(diff.text(found).splitlines()) < 40
+
+
+def test_another_learning_rate_is_said_first(traces):
+    a, b = traces.out({}, "fp32"), traces.out({"dp": 2, "lr": 2e-3}, "fp32")
+    lines = diff.text(diff.compare(a, b)).splitlines()
+    assert lines[2] == "step 1: the learning rate is 0.001 in A and 0.002 in B"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", UNTRACED, ids=str)
+def test_a_traced_run_has_the_weights_of_an_untraced_one(traces, case, precision):
+    traced = traces.results[str(traces.out(case, precision))]
+    assert traced == traces.results[str(traces.out(case, precision, traced=False))]
+
+
+def test_runs_without_traces_get_the_commands_that_make_them(traces, tmp_path, capsys):
+    case = UNTRACED[1]
+    a, b = traces.out(case, "fp32", traced=False), traces.out(case, "bf16", traced=False)
+    assert runs.run_command(["diff", str(a), str(b)]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert "precision (training): fp32 in A, bf16 in B" in printed
+    assert printed.count("--trace-numerics 1 2") == 2
+    assert runs.run_command(["diff", str(a), str(a), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differs"] is False
+    with pytest.raises(UserError, match="is no folder of a run"):
+        runs.run_command(["diff", str(a), str(tmp_path)])
+
+
+def test_a_step_of_176b_is_at_most_a_megabyte():
+    model = build({"model": "bloom-176b", "steps": 1}).model
+    activations = activation_names(model.layers)
+    parameters = 12 * model.layers + 6  # four norms, two matrices with biases, two more
+    count = bins(2048, len(activations), parameters, 5)
+    names = 40 * (len(activations) + parameters)
+    numbers = count * len(activations) * 12 * (8 + 4) + parameters * 12 * (5 * 8 + 4)
+    assert count >= 8
+    assert numbers + names < 1_000_000
