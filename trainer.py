@@ -217,10 +217,9 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         end.callback(log.close)  # after an error too: close() prints the number of unwritten rows
         for note in [*notes, *splits.notes]:
             log.note(note)
-        if config.run.blocking and config.layout.pp > 1 and on_gpu:
-            log.note(
-                f"--blocking: with pp({config.layout.pp}) it does not wait for every CUDA kernel"
-            )
+        pp = config.layout.pp
+        if config.run.blocking and pp > 1 and on_gpu:
+            log.note(f"--blocking: with pp({pp}) it does not wait for every CUDA kernel")
         checks = None
         if config.run.check_replicas_every:
             checks = partial(replica_check.check, state.stages, state.optimizer, mesh)

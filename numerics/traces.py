@@ -16,9 +16,8 @@ tensors. `Pair.rows` compares it with a tolerance, in the order of execution:
 """
 
 import json
-import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,40 +30,36 @@ FORMAT = 1
 EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 FACTOR = 10.0  # times the measured response
 OF_SKETCHES = 1e-14  # of a tensor's norm: the order in which ranks add changes a sketch so much
-COUNT, SQUARES, LARGEST, PROJECTIONS = 0, 2, 3, slice(4, None)
+COUNT, SQUARES, LARGEST, PROJECTIONS = 0, 2, 3, 4  # columns of a sketch
 EXACT = ("tokens", "labels")
 SQUARED = ("exp_avg_sq", "row_var", "col_var")
-BEFORE, GRADIENT, AFTER = "weights before", "gradient", "weights after"
+GRADIENT, BEFORE, AFTER = 0, 1, -1  # kinds of parameters' rows; between them the optimizer's state
+TINY = 1e-300
 
 
 class Trace:
-    """One file. activations, parameters: rows by name; a parameter's name is (kind, tensor)."""
+    """One file: activations (tensors, bins, 12), parameters (kinds, tensors, 12), what the file
+    says about the step, and the responses of activations and gradients.
+    """
 
     def __init__(self, path: Path):
         """Raise UserError if the file is none of --trace-numerics, or of another format."""
         try:
             with np.load(path) as held:
-                arrays = {name: held[name] for name in held.files}
-            self.about: dict[str, Any] = json.loads(arrays["about"].tobytes())
+                values, response, text = (held[name] for name in ("values", "response", "about"))
+            self.about: dict[str, Any] = json.loads(text.tobytes())
+            names = self.about["activations"]
+            cut = len(names) * self.about["bins"]
+            shape = len(self.about["kinds"]), len(self.about["parameters"]), values.shape[1]
+            self.parameters = values[cut:].reshape(shape)
+            self.activations = values[:cut].reshape(len(names), -1, values.shape[1])
+            self.moved = response[:cut].reshape(self.activations.shape)
+            self.moved_gradients = response[cut:]
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise UserError(f"{path} is no file of --trace-numerics: {error}") from None
         if self.about.get("format") != FORMAT:
             found = f"{path} has format {self.about.get('format')}"
             raise UserError(f"{found}, but this program reads format {FORMAT}")
-        names = self.about["activations"]
-        self.activations = dict(zip(names, arrays["activations"]))
-        self.responses = dict(zip(names, arrays["activations_response"]))
-        self.parameters = {}
-        for kind, rows in zip(self.about["kinds"], arrays["parameters"]):
-            for name, row in zip(self.about["parameters"], rows):
-                self.parameters[kind, name] = row
-        changed = arrays["gradients_response"]
-        self.of_gradient = dict(zip(self.about["parameters"], changed))
-
-    @property
-    def epsilon(self) -> float:
-        """The distance from 1 to the next number in the precision of computation."""
-        return EPSILON[self.about["precision"]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Row:
     """A tensor in two traces: its difference, and the difference that rounding explains.
 
     kind: "activation", or that of a parameter. relative: the difference over the tensor's norm.
-    bins: the bins of samples in which the difference is larger than rounding explains.
+    bins: those of the samples in which the difference is larger than rounding explains.
     """
 
     kind: str
@@ -84,7 +79,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is larger than rounding explains, or only one run has NaN."""
+        """Whether the difference is larger than rounding explains, or not a number."""
         return not self.difference <= self.explained
 
 
@@ -94,143 +89,94 @@ class Pair:
     def __init__(self, a: Trace, b: Trace):
         self.a = a
         self.b = b
-        self.epsilon = max(a.epsilon, b.epsilon)
-        self.of_masters = EPSILON["fp32"]
-        if a.about["precision"] == b.about["precision"] == "fp64":
-            self.of_masters = EPSILON["fp64"]
+        precisions = a.about["precision"], b.about["precision"]
+        self.epsilon = max(EPSILON[name] for name in precisions)
+        self.of_masters = EPSILON["fp64" if set(precisions) == {"fp64"} else "fp32"]
+        self.kinds, *kinds = _common(a.about["kinds"], b.about["kinds"])
+        self.tensors, *tensors = _common(a.about["parameters"], b.about["parameters"])
+        both = [each.parameters[np.ix_(*of)] for each, *of in zip((a, b), kinds, tensors)]
+        moved = [each.moved_gradients[of] for each, of in zip((a, b), tensors)]
         # Tensors without gradients count what routers chose: one choice that rounding turns moves
         # them by more than any response tells.
-        of_b = {name for kind, name in b.parameters if b.parameters[GRADIENT, name][COUNT]}
-        trained = [name for name in a.about["parameters"] if a.parameters[GRADIENT, name][COUNT]]
-        self.tensors = [name for name in trained if name in of_b]
-        self.factor = FACTOR * max(1.0, self._units())
+        kept = (both[0][GRADIENT, :, COUNT] > 0) & (both[1][GRADIENT, :, COUNT] > 0)
+        self.tensors = [name for name, wanted in zip(self.tensors, kept) if wanted]
+        self.both = both[0][:, kept], both[1][:, kept]
+        self.moved = np.maximum(norms(moved[0]), norms(moved[1]))[kept]
+        self.norm = np.sqrt(np.maximum(*self.both)[..., SQUARES])
+        # The units in the last place by which the weights differ already; the response is to one.
+        apart = np.linalg.norm(norms(self.both[0][BEFORE] - self.both[1][BEFORE]))
+        unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])
+        self.factor = FACTOR * max(1.0, float(apart / (unit + TINY)))
 
-    @property
-    def bins(self) -> int:
-        """The number of bins of the samples; 1 if the two files have other bins or samples."""
-        same = all(self.a.about[n] == self.b.about[n] for n in ("bins", "samples"))
-        return self.a.about["bins"] if same else 1
+    def rows(self) -> list[Row]:
+        """Return the rows that both files have, in order of execution."""
+        of_kind = self._parameters()
+        before = of_kind.pop(BEFORE)
+        return before + self._activations() + [row for rows in of_kind for row in rows]
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows that both files have, in order of execution."""
-        for name in self.tensors:
-            yield self._weights(name)
-        for name in self.a.activations:
-            row = self._activation(name)
-            if row is not None:
-                yield row
-        kinds = self.a.about["kinds"]
-        for kind in kinds[1:]:
-            if kind in self.b.about["kinds"]:
-                for name in self.tensors:
-                    if kind != GRADIENT or self.a.parameters[kind, name][COUNT]:
-                        yield self._parameter(kind, name)
+    def _parameters(self) -> list[list[Row]]:
+        """Return the rows of every kind, in the order of the files."""
+        a, b = self.both
+        difference = norms(a - b)
+        updates = [each[AFTER] - each[BEFORE] for each in self.both]
+        difference[AFTER] = norms(updates[0] - updates[1])
+        moved = self.moved + self.epsilon * self.norm[GRADIENT]
+        relative = np.minimum(1.0, moved / (self.norm[GRADIENT] + TINY))
+        drift = FACTOR * np.maximum(*map(norms, updates)) * np.sqrt(relative)
+        explained = self.factor * relative * self.norm
+        explained[GRADIENT] = self.factor * self.moved + self.epsilon * self.norm[GRADIENT]
+        explained[BEFORE] = self.of_masters * self.norm[BEFORE]
+        explained[BEFORE] += drift * (self.a.about["step"] - 1)
+        explained[AFTER] = drift * self.factor / FACTOR + 2.0 * self.of_masters * self.norm[AFTER]
+        largest = np.maximum(a, b)[GRADIENT, :, LARGEST]
+        for number, kind in enumerate(self.kinds):
+            if kind in SQUARED:
+                share = 2.0 * moved / (largest + TINY)
+                explained[number] = self.factor * share * self.norm[number]
+        explained += OF_SKETCHES * self.norm
+        return [
+            [_row(kind, name, of) for name, *of in zip(self.tensors, *numbers)]
+            for kind, *numbers in zip(self.kinds, difference, explained, self.norm)
+        ]
 
-    def _units(self) -> float:
-        """Return by how many units in the last place the weights before the step differ."""
-        difference = 0.0
-        unit = 0.0
-        for name in self.tensors:
-            a, b = self._both(BEFORE, name)
-            difference += distance(a, b) ** 2
-            unit += max(a[SQUARES], b[SQUARES])
-        return math.sqrt(difference) / (0.5 * self.epsilon * math.sqrt(unit) + 1e-300)
-
-    def _both(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-        return self.a.parameters[kind, name], self.b.parameters[kind, name]
-
-    def _response(self, name: str) -> tuple[float, float]:
-        """Return how far rounding moves a tensor's gradient: over its norm, over its largest."""
-        a, b = self._both(GRADIENT, name)
-        moved = max(norm_of(trace.of_gradient[name]) for trace in (self.a, self.b))
-        moved += self.epsilon * math.sqrt(max(a[SQUARES], b[SQUARES]))
-        norm = math.sqrt(max(a[SQUARES], b[SQUARES]))
-        largest = max(a[LARGEST], b[LARGEST])
-        return min(1.0, moved / (norm + 1e-300)), moved / (largest + 1e-300)
-
-    def _update(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the projections of both runs' updates of a tensor."""
-        after, before = self._both(AFTER, name), self._both(BEFORE, name)
-        a, b = (x[PROJECTIONS] - y[PROJECTIONS] for x, y in zip(after, before))
-        return a, b
-
-    def _drift(self, name: str) -> float:
-        """Return the difference of a tensor's updates in one step that rounding explains."""
-        size = max(map(_root_mean_square, self._update(name)))
-        return self.factor * size * math.sqrt(self._response(name)[0])
-
-    def _weights(self, name: str) -> Row:
-        a, b = self._both(BEFORE, name)
-        norm = math.sqrt(max(a[SQUARES], b[SQUARES]))
-        size = max(map(_root_mean_square, self._update(name)))
-        drift = FACTOR * size * math.sqrt(self._response(name)[0])
-        explained = self.of_masters * norm + drift * (self.a.about["step"] - 1)
-        return _row(BEFORE, name, distance(a, b), explained, norm)
-
-    def _activation(self, name: str) -> Row | None:
-        """Return the row of an activation; None if one of the files does not have it."""
-        if name not in self.b.activations:
-            return None
-        a, b = self.a.activations[name], self.b.activations[name]
-        if self.bins != len(a):
-            a, b = a.sum(0, keepdims=True), b.sum(0, keepdims=True)
-        if not (a[:, COUNT].all() and b[:, COUNT].all()):
-            return None
-        difference = np.sqrt(np.square((a - b)[:, PROJECTIONS]).mean(1))
-        norm = np.sqrt(np.maximum(a, b)[:, SQUARES])
-        explained = np.zeros(len(a))
-        if name not in EXACT:
-            moved = [trace.responses[name][:, PROJECTIONS] for trace in (self.a, self.b)]
-            each = [np.sqrt(np.square(one, dtype=float).mean()) for one in moved]
-            explained = self.factor * max(each) + self.epsilon * norm
-            if self.bins == len(moved[0]):
-                own = [np.sqrt(np.square(one, dtype=float).mean(1)) for one in moved]
-                explained += self.factor * np.maximum(*own)
+    def _activations(self) -> list[Row]:
+        """Return the rows of activations; none if the steps have other samples or bins."""
+        if any(self.a.about[name] != self.b.about[name] for name in ("bins", "samples")):
+            return []
+        names, *of = _common(self.a.about["activations"], self.b.about["activations"])
+        a, b = (trace.activations[own] for trace, own in zip((self.a, self.b), of))
+        moved = [norms(trace.moved[own]) for trace, own in zip((self.a, self.b), of)]
+        norm = np.sqrt(np.maximum(a, b)[..., SQUARES])
+        difference = norms(a - b)
+        response = np.maximum(*moved)
+        response += np.sqrt(np.square(response).mean(1, keepdims=True))
+        explained = self.factor * response + self.epsilon * norm
+        explained[[name in EXACT for name in names]] = 0.0
         explained += OF_SKETCHES * norm
-        bins = tuple(int(i) for i in np.flatnonzero(~(difference <= explained)))
-        worst = int(np.argmax(np.nan_to_num(difference / (explained + 1e-300), nan=np.inf)))
-        found = float(difference[worst]), float(explained[worst]), float(norm[worst])
-        return _row("activation", name, *found, bins)
-
-    def _parameter(self, kind: str, name: str) -> Row:
-        a, b = self._both(kind, name)
-        norm = math.sqrt(max(a[SQUARES], b[SQUARES]))
-        relative, of_largest = self._response(name)
-        explained = self.factor * relative * norm
-        difference = distance(a, b)
-        if kind == GRADIENT:
-            moved = max(norm_of(trace.of_gradient[name]) for trace in (self.a, self.b))
-            explained = self.factor * moved + self.epsilon * norm
-        elif kind in SQUARED:
-            explained = 2.0 * self.factor * of_largest * norm
-        elif kind == AFTER:
-            difference = _root_mean_square(np.subtract(*self._update(name)))
-            explained = self._drift(name) + 2.0 * self.of_masters * norm
-        return _row(kind, name, difference, explained, norm)
+        missing = (a[..., COUNT] == 0) | (b[..., COUNT] == 0)
+        found = []
+        for name, *of_name, absent in zip(names, difference, explained, norm, missing):
+            if not absent.any():
+                share = of_name[0] / (of_name[1] + TINY)
+                worst = np.nan_to_num(share, nan=np.inf).argmax()
+                bins = np.flatnonzero(~(of_name[0] <= of_name[1])).tolist()
+                numbers = tuple(column[worst] for column in of_name)
+                found.append(_row("activation", name, numbers, tuple(bins)))
+        return found
 
 
-def _row(
-    kind: str, name: str, difference: float, explained: float, norm: float, bins: tuple = ()
-) -> Row:
-    explained += OF_SKETCHES * norm
-    return Row(kind, name, difference, explained, difference / (norm + 1e-300), bins)
+def _row(kind: str, name: str, numbers: Sequence[float], bins: tuple[int, ...] = ()) -> Row:
+    """Return a row, given its difference, the explained difference, and the tensor's norm."""
+    difference, explained, norm = map(float, numbers)
+    return Row(kind, name, difference, explained, difference / (norm + TINY), bins)
 
 
-def _root_mean_square(values: np.ndarray) -> float:
-    return float(np.sqrt(np.square(values, dtype=float).mean()))
+def _common(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[int], list[int]]:
+    """Return the names in both lists, and their places in each."""
+    names = [name for name in a if name in b]
+    return names, [a.index(name) for name in names], [b.index(name) for name in names]
 
 
-def norm_of(sketch: np.ndarray) -> float:
-    """Return the norm of a tensor as its projections estimate it."""
-    return _root_mean_square(sketch[PROJECTIONS])
-
-
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the norm of the difference of two tensors as their projections estimate it."""
-    return _root_mean_square((a - b)[PROJECTIONS])
-
-
-def traced_steps(run: Path) -> dict[int, Path]:
-    """Return the files of a run's traced steps by the number of the step."""
-    paths = sorted((run / "numerics").glob("step-*.npz"))
-    return {int(path.stem.removeprefix("step-")): path for path in paths}
+def norms(sketches: np.ndarray) -> np.ndarray:
+    """Return the norms of tensors, or of their differences, as the projections estimate them."""
+    return np.sqrt(np.square(sketches[..., PROJECTIONS:], dtype=float).mean(-1))

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
 SOURCES = ("*.md", "docs/*.md", "hardware/*.md", "benchmarks/data/*.md", "benchmarks/results/*.md")
-PROGRAMS = ("train", "plan", "tune", "rehearse", "supervise", "checkpoint", "sample")
+PROGRAMS = ("train", "plan", "tune", "rehearse", "supervise", "runs", "checkpoint", "sample")
 SCRIPTS = ("prepare_data", "prepare_chats", "corpus")
 LINK = re.compile(r"\]\(([^)\s#]+)")
 

@@ -1,17 +1,17 @@
 """The numbers of a step in sketches: `--trace-numerics STEP ...` writes OUT/numerics/step-N.npz.
 
-The file has a sketch (telemetry/sketches.py) for every named tensor, in order of execution:
+The file has a sketch (telemetry/sketches.py) of every named tensor. Its rows are:
 
-    activations   tokens, labels, outputs of embedding, attention and blocks, losses; then the
-                  gradients of these outputs; (tensors, bins, 12): a bin holds some of the samples
-    parameters    (kinds, tensors, 12): weights before the step, gradients before clipping, state of
-                  the optimizer and weights after the step
+    activations x bins of samples      tokens, outputs of embedding, attention and blocks, labels,
+                                       losses; then the gradients of these outputs
+    kinds x parameters                 gradients before clipping, weights before the step, state of
+                                       the optimizer and weights after the step
 
 All ranks' sketches are added, so the file does not depend on the layout, but for rounding. To
 measure how much rounding is to be expected, the passes of a traced step run twice: the first time
-with the last bit of every weight flipped. The change of each sketch by it is beside the sketch:
-`activations_response` and `gradients_response`. The gradients of the first passes are discarded,
-and flipping the bits again restores the weights, so a traced run has the weights of any other.
+with the last bit of every weight flipped. `response` is the change of each sketch of activations
+and gradients by it. The gradients of the first passes are discarded, and flipping the bits again
+restores the weights, so a traced run has the weights of any other.
 
 numerics/diff.py compares two files.
 """
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from torch.utils.hooks import RemovableHandle
 
 from config.schema import Config
 from data import Batch, first_of_micro_batch
-from optim.buckets import ParamShard
 from parallel import ParamFactory
 from telemetry.sketches import NUMBERS, Sketches, of_activation, of_shard
 from zero import Optimizer, StepResult
@@ -42,7 +42,7 @@ MOST_BYTES = 950_000  # of the arrays of a file, by fewer bins; names need 40,00
 # Bits of a number below those that a precision keeps, of the 52 that fp64 keeps.
 LOST_BITS = {torch.float64: 0, torch.float32: 29, torch.float16: 42, torch.bfloat16: 45}
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-BEFORE, GRADIENT, AFTER = "weights before", "gradient", "weights after"
+GRADIENT, BEFORE, AFTER = "gradient", "weights before", "weights after"
 
 
 def activation_names(layers: int) -> list[str]:
@@ -87,11 +87,9 @@ class NumericsTrace:
         self.writing = writing
         self.iteration = 0
         self.activations = activation_names(self.config.model.layers)
-        self.kinds = [BEFORE, GRADIENT, *self.optimizer.state_kinds, AFTER]
-        own = [spec.name for spec in self.optimizer.specs]
-        found = dict.fromkeys(name for names in gather("numerics", own) for name in names)
-        self.parameters = sorted(found, key=_place)
-        self.row_of = {name: row for row, name in enumerate(self.parameters)}
+        self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
+        every = gather("numerics", [spec.name for spec in self.optimizer.specs])
+        self.parameters = sorted(dict.fromkeys(chain(*every)), key=_place)
 
     def step(self, samples: Any, consumed: int, lr: float) -> StepResult:
         """Do one optimizer step, as trainer.step, and write its trace if the options ask for it."""
@@ -102,7 +100,7 @@ class NumericsTrace:
         self.bins = bins(batch, len(self.activations), len(self.parameters), len(self.kinds))
         real, perturbed = self._table(), self._table()
         self.optimizer.finish_gathering()
-        self._add_parameters(real, BEFORE, "weights")
+        self._add(real, BEFORE)
         self._flip_last_bits()
         with self._observing(perturbed, consumed):
             self.passes(self.state, samples, consumed, keep=True)
@@ -111,46 +109,36 @@ class NumericsTrace:
         with self._observing(real, consumed):
             result = self.take_step(self.state, samples, consumed, lr)
         self.optimizer.finish_gathering()
-        for kind in self.optimizer.state_kinds:
-            self._add_parameters(real, kind, kind)
-        self._add_parameters(real, AFTER, "weights")
+        for kind in self.kinds[2:]:
+            self._add(real, kind)
         world = self.factory.mesh.world
-        arrays = real.total(world), perturbed.total(world)
+        tables = real.total(world), perturbed.total(world)
         if self.factory.mesh.rank == 0:
-            self._write(*arrays, self._about(consumed, batch, lr, result))
+            about = {"first_sample": consumed, "samples": batch, "learning_rate": lr}
+            self._write(*tables, about | asdict(result))
         return result
 
     def _table(self) -> Sketches:
         rows = len(self.activations) * self.bins + len(self.kinds) * len(self.parameters)
         return Sketches(rows, self.factory.device)
 
-    # -- parameters -------------------------------------------------------------------------
-
-    def _counted(self) -> list[ParamShard]:
-        """Return the shards that no other rank counts."""
-        owned = self.optimizer.owned()
-        return [shard for shard in owned if not shard.spec.copy and shard.copy == 0]
-
-    def _add(
-        self, table: Sketches, kind: str, shard: ParamShard, values: Tensor, scale: float
-    ) -> None:
-        row = len(self.activations) * self.bins
-        row += self.kinds.index(kind) * len(self.parameters) + self.row_of[shard.spec.name]
-        rows = torch.tensor([row], device=values.device)
-        table.add(rows, *of_shard(shard, values, scale))
-
-    def _add_parameters(self, table: Sketches, kind: str, read: str) -> None:
-        for shard in self._counted():
-            self._add(table, kind, shard, shard.read(read, shard.start, shard.stop), 1.0)
-
-    def _add_gradients(self, table: Sketches) -> None:
-        scale = 1.0 / self.optimizer.scale.value
-        for shard in self._counted():
-            gradients = shard.group.own_gradients()
-            if gradients:  # tensors without gradients have none
-                flat = gradients[shard.master].view(-1)
+    def _add(self, table: Sketches, kind: str) -> None:
+        """Add the parameters' gradients, weights or state on this rank that no other one counts."""
+        first = len(self.activations) * self.bins + self.kinds.index(kind) * len(self.parameters)
+        for shard in self.optimizer.owned():
+            if shard.spec.copy or shard.copy > 0:
+                continue
+            if kind == GRADIENT:
+                gradients = shard.group.own_gradients()
+                if not gradients:  # no gradient updates these tensors
+                    continue
+                flat = gradients[shard.master].view(-1) / self.optimizer.scale.value
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
-                self._add(table, GRADIENT, shard, values, scale)
+            else:
+                read = "weights" if kind in (BEFORE, AFTER) else kind
+                values = shard.read(read, shard.start, shard.stop)
+            row = torch.tensor([first + self.parameters.index(shard.spec.name)])
+            table.add(row.to(values.device), *of_shard(shard, values))
 
     def _flip_last_bits(self) -> None:
         """Flip the last bit, in the precision of computation, of every weight on this rank.
@@ -164,63 +152,31 @@ class NumericsTrace:
                 bits = max(0, LOST_BITS[self.factory.dtype] - LOST_BITS[local.dtype])
                 local.view(INTEGERS[local.element_size()]).bitwise_xor_(1 << bits)
 
-    # -- activations ------------------------------------------------------------------------
-
     @contextmanager
     def _observing(self, table: Sketches, consumed: int) -> Iterator[None]:
         """Add the activations and gradients of the passes inside to the table."""
-        observe = partial(self._add_gradients, table)
-        observer = _Observer(self, table, consumed)
-        handles = list(observer.hooks(self.state.pipeline.stages))
+        observe = partial(self._add, table, GRADIENT)
+        handles = list(_Observer(self, table, consumed).hooks(self.state.pipeline.stages))
         self.optimizer.after_reduction.append(observe)
-        try:
-            yield
-        finally:
-            self.optimizer.after_reduction.remove(observe)
-            for handle in handles:
-                handle.remove()
-
-    # -- the file ---------------------------------------------------------------------------
-
-    def _about(self, consumed: int, batch: int, lr: float, result: StepResult) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "step": self.iteration,
-            "first_sample": consumed,
-            "samples": batch,
-            "length": self.config.length(consumed),
-            "bins": self.bins,
-            "learning_rate": lr,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "loss_scale": result.loss_scale,
-            "skipped": result.skipped,
-            "precision": self.config.training.precision,
-            "layout": asdict(self.config.layout),
-            "torch": torch.__version__,
-            "activations": self.activations,
-            "parameters": self.parameters,
-            "kinds": self.kinds,
-        }
+        yield
+        self.optimizer.after_reduction.remove(observe)
+        for handle in handles:
+            handle.remove()
 
     def _write(self, real: np.ndarray, perturbed: np.ndarray, about: dict[str, Any]) -> None:
-        cut = len(self.activations) * self.bins
-        shape = len(self.activations), self.bins, NUMBERS
-        of_kinds = len(self.kinds), len(self.parameters), NUMBERS
-        change = (perturbed - real).astype(np.float32)
-        arrays = {
-            "activations": real[:cut].reshape(shape),
-            "activations_response": change[:cut].reshape(shape),
-            "parameters": real[cut:].reshape(of_kinds),
-            "gradients_response": change[cut:].reshape(of_kinds)[self.kinds.index(GRADIENT)],
-            "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
-        }
-        folder = os.path.join(self.config.run.out, "numerics")
+        config = self.config
+        about |= {"format": FORMAT, "step": self.iteration, "bins": self.bins}
+        about |= {"precision": config.training.precision, "layout": asdict(config.layout)}
+        about |= {"activations": self.activations, "parameters": self.parameters}
+        text = json.dumps(about | {"kinds": self.kinds}).encode()
+        responding = len(self.activations) * self.bins + len(self.parameters)
+        response = (perturbed - real)[:responding].astype(np.float32)
+        folder = os.path.join(config.run.out, "numerics")
         path = os.path.join(folder, f"step-{self.iteration:06d}.npz")
         with self.writing(path):
             os.makedirs(folder, exist_ok=True)
             with open(path + ".new", "wb") as file:
-                np.savez(file, **arrays)  # type: ignore[arg-type]
+                np.savez(file, values=real, response=response, about=np.frombuffer(text, np.uint8))
             os.replace(path + ".new", path)
 
 
@@ -248,28 +204,27 @@ class _Observer:
         self.mesh = trace.factory.mesh
         self.batch = trace.config.batches.batch(consumed)
         length = trace.config.length(consumed)
-        self.split = trace.factory.sequence_parallel
-        self.positions = self.mesh.cp.balanced_shard(torch.arange(length), 0)
+        places = torch.arange(length, device=trace.factory.device)
+        self.positions = self.mesh.cp.balanced_shard(places, 0)
         self.passes: dict[int, int] = {}  # forward passes so far, by stage
         self.micro_batch: int | None = None  # of the forward pass that runs
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
         """Register all hooks; yield their handles."""
-        last = max(spec.index for spec in self.trace.state.stage_specs)
         for index, stage in stages.items():
-            yield stage.register_forward_pre_hook(partial(self._begin, index, last))
+            yield stage.register_forward_pre_hook(partial(self._begin, index))
             yield stage.register_forward_hook(self._end)
             for name, part in _parts(stage):
                 yield part.register_forward_hook(partial(self._after, name))
 
-    def _begin(self, stage: int, last: int, module: nn.Module, inputs: tuple) -> None:
-        self.micro_batch = self.passes.get(stage, 0)
-        self.passes[stage] = self.micro_batch + 1
+    def _begin(self, index: int, stage: Any, inputs: tuple) -> None:
+        self.micro_batch = self.passes.get(index, 0)
+        self.passes[index] = self.micro_batch + 1
         batch: Batch | None = inputs[1]
-        if batch is not None and stage == 0:
-            self._add("tokens", self.micro_batch, batch.tokens.t()[..., None], False)
-        if batch is not None and stage == last:
-            self._add("labels", self.micro_batch, batch.labels.t()[..., None], False)
+        if batch is not None and index == 0:
+            self._add("tokens", self.micro_batch, batch.tokens.t())
+        if batch is not None and stage.head is not None:
+            self._add("labels", self.micro_batch, batch.labels.t())
 
     def _end(self, *_: Any) -> None:
         self.micro_batch = None
@@ -277,33 +232,30 @@ class _Observer:
     def _after(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         if self.micro_batch is None:
             return
-        if name == "loss":
-            self._add(name, self.micro_batch, output.detach()[..., None], False)
-            return
         last = output
-        total = output
         if isinstance(output, tuple):  # a block's output is the sum of two tensors
-            total = output[0] + output[1]
             last = output[1]
-        self._add(name, self.micro_batch, total.detach(), self.split)
-        if last.requires_grad:
-            last.register_hook(partial(self._gradient, f"gradient of {name}", self.micro_batch))
+            output = output[0] + last
+        self._add(name, self.micro_batch, output)
+        if last.requires_grad and name != "loss":
+            last.register_hook(partial(self._add, f"gradient of {name}", self.micro_batch))
 
-    def _gradient(self, name: str, micro_batch: int, gradient: Tensor) -> None:
-        scale = 1.0 / self.trace.optimizer.scale.value
-        self._add(name, micro_batch, gradient, self.split, scale)
-
-    def _add(self, name: str, micro_batch: int, x: Tensor, split: bool, scale: float = 1.0) -> None:
-        """Add an activation (s, b, h) of a micro-batch; split: over tp, else all ranks have it."""
+    def _add(self, name: str, micro_batch: int, x: Tensor) -> None:
+        """Add an activation (s, b, h) of a micro-batch, or numbers of its tokens, (s, b)."""
         tp = self.mesh.tp
+        split = self.trace.factory.sequence_parallel and x.dim() == 3
         if tp.rank > 0 and not split:
-            return
+            return  # every tensor rank has the same
         trace = self.trace
+        x = x.detach()
+        if name.startswith("gradient"):
+            x = x.double() / trace.optimizer.scale.value
         positions = tp.shard(self.positions) if split else self.positions
         first = first_of_micro_batch(0, micro_batch, trace.config.layout, self.mesh.dp.rank)
         samples = torch.arange(first, first + x.shape[1], device=x.device)
         rows = samples * trace.bins // self.batch + trace.activations.index(name) * trace.bins
-        self.table.add(rows, *of_activation(x, positions.to(x.device), samples, scale))
+        of = x if x.dim() == 3 else x[..., None]
+        self.table.add(rows, *of_activation(of, positions, samples))
 
 
 def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:

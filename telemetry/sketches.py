@@ -3,13 +3,14 @@
     count, sum, sum of squares, largest magnitude, 8 projections        of a tensor, all in fp64
 
 A projection is the sum of the elements with signs. The sign of an element is a function of its
-global index alone: the product over the tensor's dimensions of one drawn sign for the index along
-each. So a part of a tensor is sketched by a product with a thin matrix, and the sketches of all
-parts add up to that of the tensor (the largest magnitude is the maximum). The mean square of the
-differences between two tensors' projections estimates the square of the norm of their difference.
+global index alone: the product of signs that are drawn for its row and for its column. So a part of
+a tensor is sketched by a product with a thin matrix, and the sketches of all parts add up to that
+of the tensor (the largest magnitude is the maximum). The mean square of the differences between two
+tensors' projections estimates the square of the norm of their difference.
 """
 
 import hashlib
+import math
 
 import numpy as np
 import torch
@@ -23,14 +24,6 @@ PROJECTIONS = 8
 SUMS = 3 + PROJECTIONS  # numbers of a sketch that add up: all but the largest magnitude
 NUMBERS = SUMS + 1
 AT_ONCE = 2**22  # elements that are converted to fp64 at a time
-
-
-def signs(key: str, index: Tensor) -> Tensor:
-    """Return the signs of the indices (n,) along one dimension: fp64, (n, PROJECTIONS)."""
-    digest = hashlib.sha256(key.encode()).digest()
-    drawn = splitmix64(index.long(), int.from_bytes(digest[:8], "little", signed=True))
-    bits = drawn[:, None] >> torch.arange(PROJECTIONS, device=index.device)
-    return 1.0 - 2.0 * (bits & 1).double()
 
 
 class Sketches:
@@ -53,78 +46,65 @@ class Sketches:
         return torch.cat([first, self.largest[:, None], projections], 1).cpu().numpy()
 
 
-@torch.no_grad()
-def of_shard(shard: ParamShard, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return sums (1, SUMS) and largest magnitude (1,) of `values` times `scale`.
+def signs(key: str, index: Tensor) -> Tensor:
+    """Return the signs of the indices (n,) along one dimension: fp64, (n, PROJECTIONS)."""
+    digest = hashlib.sha256(key.encode()).digest()
+    drawn = splitmix64(index, int.from_bytes(digest[:8], "little", signed=True))
+    bits = drawn[:, None] >> torch.arange(PROJECTIONS, device=index.device)
+    return 1.0 - 2.0 * (bits & 1).double()
 
-    values: one for each element of the shard, flat. Padding of the local tensor is not counted.
+
+@torch.no_grad()
+def sketch(x: Tensor, of_rows: Tensor, of_columns: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return sums (b, SUMS) and largest magnitudes (b,) of the b slices of x, (s, b, h).
+
+    of_rows, of_columns: signs (s, PROJECTIONS) and (h, PROJECTIONS). count: elements of a slice.
     """
-    *outer, width = shard.shape
-    first = shard.start // width
-    stop = -(-shard.stop // width)
-    before = shard.start - first * width
-    after = stop * width - shard.stop
-    x = values
-    if before or after:
-        x = torch.nn.functional.pad(values, (before, after))
-    x = x.view(stop - first, width)
-    columns = torch.arange(width, device=x.device)
-    of_columns, real_columns = _along(shard, len(outer), columns)
-    rest = torch.arange(first, stop, device=x.device)
-    of_rows = torch.ones(len(rest), PROJECTIONS, dtype=torch.float64, device=x.device)
-    real_rows = torch.ones(len(rest), dtype=torch.float64, device=x.device)
-    for dim in reversed(range(len(outer))):
-        found, real = _along(shard, dim, rest % outer[dim])
-        of_rows *= found
-        real_rows *= real
-        rest = rest // outer[dim]
-    count = real_rows.sum() * real_columns.sum()
-    count -= real_rows[0] * real_columns[:before].sum()
-    count -= real_rows[-1] * real_columns[width - after :].sum()
-    sums = torch.zeros(SUMS, dtype=torch.float64, device=x.device)
-    largest = torch.zeros(1, dtype=torch.float64, device=x.device)
-    rows = max(1, AT_ONCE // width)
+    sums = torch.zeros(x.shape[1], SUMS, dtype=torch.float64, device=x.device)
+    largest = torch.zeros_like(sums[:, 0])
+    sums[:, 0] = count
+    rows = max(1, AT_ONCE // x[0].numel())
     for part, sign in zip(x.split(rows), of_rows.split(rows)):
-        exact = part.double() * scale
-        sums[1] += exact.sum()
-        sums[2] += exact.square().sum()
-        sums[3:] += (sign * (exact @ of_columns)).sum(0)
-        largest = torch.maximum(largest, exact.abs().max())
-    sums[0] = count
-    return sums[None], largest
+        exact = part.double()
+        sums[:, 1] += exact.sum((0, 2))
+        sums[:, 2] += exact.square().sum((0, 2))
+        sums[:, 3:] += (sign[:, None] * (exact @ of_columns)).sum(0)
+        largest = torch.maximum(largest, exact.abs().amax((0, 2)))
+    return sums, largest
 
 
-def _along(shard: ParamShard, dim: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the signs of local indices along a dimension, and 1.0 for those of no padding."""
-    spec = shard.spec
-    real = torch.ones(len(index), dtype=torch.float64, device=index.device)
-    start = 0
-    if dim == spec.dim:
-        real = (index < spec.stop - spec.start).double()
-        start = spec.start
-    return signs(f"{spec.name}/{dim}", index + start), real
+def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums (1, SUMS) and largest magnitude (1,) of `values`, the shard's elements, flat.
+
+    Padding of the local tensor, which is 0, is not counted.
+    """
+    spec, shape = shard.spec, shard.shape
+    width = shape[-1]
+    dim = spec.dim or 0
+    first = shard.start // width
+    padding = shard.start % width, -shard.stop % width
+    x = torch.nn.functional.pad(values, padding).view(-1, 1, width)
+    rows = torch.arange(first, first + len(x), device=x.device)
+    columns = torch.arange(width, device=x.device)
+    if dim == len(shape) - 1:
+        columns += spec.start
+    else:
+        inner = math.prod(shape[dim + 1 : -1])
+        run = shape[dim] * inner  # adjacent rows of the local tensor that are adjacent in the whole
+        rows = rows + rows // run * (spec.shape[dim] * inner - run) + spec.start * inner
+    inner = math.prod(shape[dim + 1 :])
+    run, real = shape[dim] * inner, (spec.stop - spec.start) * inner
+    before, upto = (e // run * real + min(e % run, real) for e in (shard.start, shard.stop))
+    of_rows, of_columns = signs(f"{spec.name} rows", rows), signs(f"{spec.name} columns", columns)
+    return sketch(x, of_rows, of_columns, upto - before)
 
 
-@torch.no_grad()
-def of_activation(
-    x: Tensor, positions: Tensor, samples: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return sums (b, SUMS) and largest magnitudes (b,) of x (s, b, h) times `scale`, by sample.
+def of_activation(x: Tensor, positions: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums (b, SUMS) and largest magnitudes (b,) of the samples of x, (s, b, h).
 
     positions (s,) and samples (b,): global numbers, of which the signs are functions.
     """
-    length, count, width = x.shape
-    of_width = signs("channel", torch.arange(width, device=x.device))
-    of_position = signs("position", positions)
-    sums = torch.zeros(count, SUMS, dtype=torch.float64, device=x.device)
-    largest = torch.zeros(count, dtype=torch.float64, device=x.device)
-    rows = max(1, AT_ONCE // (count * width))
-    for part, sign in zip(x.split(rows), of_position.split(rows)):
-        exact = part.double() * scale
-        sums[:, 1] += exact.sum((0, 2))
-        sums[:, 2] += exact.square().sum((0, 2))
-        sums[:, 3:] += (sign[:, None] * (exact @ of_width)).sum(0)
-        largest = torch.maximum(largest, exact.abs().amax((0, 2)))
-    sums[:, 0] = length * width
-    sums[:, 3:] *= signs("sample", samples)
+    of_columns = signs("channels", torch.arange(x.shape[2], device=x.device))
+    sums, largest = sketch(x, signs("positions", positions), of_columns, x[:, 0].numel())
+    sums[:, 3:] *= signs("samples", samples)
     return sums, largest
