@@ -327,7 +327,6 @@ class Run:
         "write sketches of all tensors of these steps to OUT/numerics, for runs.py diff",
         nargs="+",
         item=int,
-        minimum=1,
     )
 
     @property

@@ -444,7 +444,7 @@ def _check_run(run: Run, steps: int) -> None:
         raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
-    traced = max(run.trace_numerics, default=0)
-    for flag, step in (("torch-profile", run.torch_profile or 0), ("trace-numerics", traced)):
-        if step > steps:
+    traced = [("trace-numerics", step) for step in run.trace_numerics]
+    for flag, step in [("torch-profile", run.torch_profile or 1), *traced]:
+        if not 1 <= step <= steps:
             raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")

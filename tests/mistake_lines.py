@@ -141,7 +141,7 @@ OF_RUNS = {
 --hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
 --torch-profile -1 | --torch-profile must be at least 1, not -1
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
---trace-numerics 0 | --trace-numerics must be at least 1, not 0
+--trace-numerics 0 | --trace-numerics 0 is never reached: the run has 2 steps
 --trace-numerics 1 3 | --trace-numerics 3 is never reached: the run has 2 steps
 --log-every 0 | --log-every must be at least 1, not 0
 --sample-every 2 | --sample-every N and --sample-prompt TEXT need each other
