@@ -20,7 +20,7 @@ from numerics.places import described, place, ranges
 from numerics.traces import EPSILON, Pair, Trace
 
 MOST_LINES = 8  # of options
-SETTINGS = {"lr": "the learning rate", "consumed_samples": "the samples consumed"}
+SETTINGS = {"learning_rate": "the learning rate", "consumed_samples": "the samples consumed"}
 # Columns of metrics.jsonl, and how much larger their rounding is than that of the loss.
 LOSSES = {"loss": ("the loss", 1.0), "grad_norm": ("the gradient norm", 8.0)}
 Rows = dict[int, dict[str, Any]]  # of metrics.jsonl, by the number of the step

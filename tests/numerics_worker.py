@@ -45,7 +45,8 @@ def train(config, context: Context, prepare) -> dict:
         lr = config.training.lr
         result = step(splits.train, consumed, lr)
         rows.append({"iteration": iteration, "loss": result.loss, "grad_norm": result.grad_norm})
-        rows[-1] |= {"lr": lr, "consumed_samples": consumed + config.batches.batch(consumed)}
+        rows[-1] |= {"learning_rate": lr}
+        rows[-1]["consumed_samples"] = consumed + config.batches.batch(consumed)
     state.reader.close()
     weights = golden_worker.weights(state)
     if context.rank == 0:

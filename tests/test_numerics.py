@@ -169,6 +169,19 @@ def test_another_learning_rate_is_said_first(traces):
     assert lines[2] == "step 1: the learning rate is 0.001 in A and 0.002 in B"
 
 
+def test_diff_reads_the_files_that_train_writes(tmp_path):
+    """train.py's own metrics.jsonl and traces: another rate is said, and its updates are named."""
+    shape = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 61 --steps 2"
+    for name, lr in (("a", "0.001"), ("b", "0.002")):
+        words = f"{shape} --device cpu --lr {lr} --trace-numerics 1 --out {tmp_path / name}"
+        assert start_ranks(1, "train.py", *words.split()).status == 0
+    found = diff.compare(tmp_path / "a", tmp_path / "b")
+    (first,) = found["settings"]
+    assert (first["step"], first["of"], first["values"]) == (1, "learning_rate", [0.001, 0.002])
+    assert found["traces"] == ["step-000001.npz"]
+    assert found["tensor"]["kind"] == "weights after"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", UNTRACED, ids=str)
 def test_a_traced_run_has_the_weights_of_an_untraced_one(traces, case, precision):
