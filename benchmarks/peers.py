@@ -48,7 +48,7 @@ SHAPES = {
     "tiny": Shape(4, 32, 4, 128, 16, 2, 4),
     "tiny experts": Shape(2, 32, 4, 128, 16, 2, 2, experts=4, chosen=2, ffn=48),
 }
-STEPS = {"4 x 256": 4, "8 x 512": 1, "8 experts": 2, "tiny": 2, "tiny experts": 2}  # of a block
+STEPS = {"4 x 256": 4, "8 x 512": 1, "8 experts": 2, "tiny": 2, "tiny experts": 2}  # in a block
 
 PARTS = {
     "plain": "plain PyTorch loop",

@@ -38,7 +38,7 @@ from planner.job import Job
 
 DATA = ROOT / "benchmarks" / "data"
 
-# What is fitted, and on which sources. Time and memory share no constant.
+# The fitted constants, and the sources of their rows. Time and memory share no constant.
 FITS = {
     "seconds": (
         (
@@ -160,7 +160,7 @@ def mean_error(cases, kind: str, predicted: dict[str, float]) -> float:
 
 
 def decide(tables: dict[str, list[str]], cases, predicted: dict[str, float]) -> list[tuple]:
-    """Of each table: name, rows, Kendall's tau, regret, the row picked and the best one."""
+    """Return for each table: name, rows, Kendall's tau, regret, the row picked, the best one."""
     by_id = {c.id: c for c in cases}
     found = []
     for name, ids in tables.items():

@@ -1,5 +1,5 @@
-"""What a row's training program does beyond its columns: benchmarks/data/engines.toml, and what the
-row itself says in `software`, `inexpressible` and `note`.
+"""Facts of a row's training program that its columns lack: from benchmarks/data/engines.toml, and
+from the row's own `software`, `inexpressible` and `note`.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ KERNELS = {
     "flash_attention2": "flash2",
     "flash_attention2 + RMS kernel": "flash2",
 }
-# What a row used beyond the columns: software facts.
+# Software facts of a row beyond its columns.
 USED: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": True},
     "float8": {"fp8": True},

@@ -36,7 +36,7 @@ class Guess(NamedTuple):
 def predict(
     rows: Sequence[StatedRow], values: dict[str, float], seconds_only: bool = False
 ) -> dict[str, Guess]:
-    """What the planner says of every row, with these constants."""
+    """Return the planner's prediction of every row, with these constants."""
     machines = {name: hardware.load(name, **values) for name in {row.machine for row in rows}}
     return {
         row.id: _guess(row, row.on(machines[row.machine], values), seconds_only) for row in rows
@@ -164,8 +164,8 @@ def compare(
 
 
 def _errors(ratios: list[float]) -> dict[str, float] | None:
-    """Of predicted over measured: mean, median, largest error and bias, raw and after the one
-    multiplier that makes the mean error least.
+    """Return mean, median and largest error, and the bias, of ratios of predicted to measured: raw,
+    and after the one multiplier that makes the mean error least.
     """
     if not ratios:
         return None
@@ -205,7 +205,7 @@ def _near_best(timed: list[StatedRow]) -> list[StatedRow]:
 
 
 def _choice(timed: list[StatedRow], guesses: dict[str, Guess]) -> dict[str, float] | None:
-    """Of tables with two rows or more that ran: best picked, regret, Kendall's tau."""
+    """Return best picked, regret and Kendall's tau of tables with two rows or more that ran."""
     regrets, taus = [], []
     for table in tables(timed):
         if len(table) < 2:
@@ -227,8 +227,8 @@ def _choice(timed: list[StatedRow], guesses: dict[str, Guess]) -> dict[str, floa
 def _caution(
     rows: list[StatedRow], guesses: dict[str, Guess], accepted: float
 ) -> dict[str, float] | None:
-    """Of tables where some layout ran out of memory and some ran: how often the fastest layout of
-    acceptable risk had run out; and what the slower choice cost where it had not.
+    """Return, for tables in which some layouts ran out of memory and some ran, how often the
+    fastest one of acceptable risk had run out; and the cost of the slower choice where it had not.
     """
     count, out, none, costs = 0, 0, 0, []
     for table in tables(rows):

@@ -115,18 +115,18 @@ def run_jobs(run_job: Callable[[dict, Context], Any]) -> None:
 
 
 def run_case(case: dict, context: Context) -> dict:
-    """What `run` gives; with --compile what run_compiled gives."""
+    """Return the result of `run`, or with --compile of `run_compiled`."""
     config = validation.check(options(case), context.size)
     result = run_compiled(config, context) if case.get("compile") else run(config, context)
-    # What another rank found is lost otherwise: only rank 0 writes.
+    # Only rank 0 writes, so the finding of another rank would be lost.
     if result["unequal"]:
         raise RuntimeError(f"{case}: {result['unequal']}")
     return result
 
 
 def run_compiled(config: configuration.Config, context: Context) -> dict:
-    """What `run` gives, and "graphs": how many there are on rank 0 after the build, after the
-    warm-up and after the steps.
+    """Return the result of `run`, and "graphs": the numbers of graphs on rank 0 after the build,
+    after the warm-up and after the steps.
     """
     from torch._dynamo.utils import counters  # this import takes seconds
 

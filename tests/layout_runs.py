@@ -16,7 +16,7 @@ from config import run_options, schema, validation
 from distributed.context import start as start_context
 from distributed.launch import Launch
 
-STARTS = 3  # of the ranks for one list of cases, at most: each but the first follows a hang
+STARTS = 3  # the most starts of the ranks for one list of cases: all but the first follow a hang
 
 
 class LayoutRuns:
@@ -64,7 +64,7 @@ class LayoutRuns:
         return found + [{"error": "not reached: see the first error"}] * missing
 
     def reference(self, case: dict) -> dict:
-        """What a case must give: the run of one rank on this device, in this process."""
+        """Return a case's expected result: the run of one rank on this device, in this process."""
         layout = schema.Layout.__dataclass_fields__
         key = json.dumps({name: value for name, value in case.items() if name not in layout})
         if key not in self.single:

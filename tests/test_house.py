@@ -64,8 +64,8 @@ MOST_ROOT_FILES = 19
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 MOST_ROOMS_OF_TRAINER = 14
-# What a plain run loads of this project, by `size.measure`; these limits may only fall.
-MOST_NODES_OF_A_PLAIN_RUN = 88_600
+# The nodes, by `size.measure`, and files that a plain run loads; these limits may only fall.
+MOST_NODES_OF_A_PLAIN_RUN = 88_150
 MOST_FILES_OF_A_PLAIN_RUN = 63
 
 
@@ -316,12 +316,9 @@ def test_a_plain_run_loads_no_feature_that_it_does_not_use(tmp_path):
         assert f"checkpointing/{name}.py" not in sizes
 
 
-@pytest.mark.parametrize("folder", [".", "scripts", *wings()])
+@pytest.mark.parametrize("folder", [".", *OUTSIDE, *wings()])
 def test_sentences_begin_with_their_subject(folder):
-    """A comment or docstring that begins so has left out the noun that it is about.
-
-    tests/ and benchmarks/ still have some.
-    """
+    """A comment or docstring that begins so has left out the noun that it is about."""
     forbidden = re.compile(r"(Of|That of|Those|What|As)\b")
     found = []
     for path in (ROOT / folder).glob("*.py"):

@@ -37,10 +37,10 @@ TOLERANCE = {
     "bf16": 1e-2,
     "fp16": 1e-3,
 }
-# Of weights: these round each element's update by itself, which the loss hardly shows.
+# Tolerances of the weights: these rules round each element's update, which the loss hardly shows.
 WEIGHT_TOLERANCE = TOLERANCE | {"adamw8bit": 1e-3, "muon": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 RULE_WORLDS, PRECISION_WORLDS = (1, 4), (2, 8)  # numbers of ranks
-# What bitsandbytes' blocks of 256 need to be cut by tp 2.
+# A model whose matrices tp 2 cuts between bitsandbytes' blocks of 256.
 WIDE = {"layers": 2, "hidden": 512, "heads": 8, "ffn_hidden": 512}
 
 
@@ -215,7 +215,7 @@ RULES = [
 
 @pytest.mark.parametrize(("name", "group", "shape"), RULES)
 def test_state_that_was_read_and_written_gives_the_same_bits(name, group, shape):
-    """As through a checkpoint: by kind, in two parts where a rule's state may be cut."""
+    """State is read and written as by a checkpoint: by kind, and in two parts if it may be cut."""
     masters = [random(*shape, seed=1)]
     rule = rule_of(name, masters, group)
     for step in range(5):

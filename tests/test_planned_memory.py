@@ -44,7 +44,7 @@ def test_mixed_precision_costs_18_bytes_and_zero_shards_12():
 
 
 def test_sections_of_whole_matrices_are_as_long_as_the_largest():
-    """As rehearse.py had it: 0.824, 1.648 and 0.206 GB. Muon's matrices of 8 blocks are even."""
+    """rehearse.py measured 0.824, 1.648 and 0.206 GB. Muon's matrices of 8 blocks are even."""
     model, layout = ModelShape(2, 1024, 16, vocab_size=50257), Layout(dp=8)
     adafactor = training(64, precision="bf16", optimizer="adafactor")
     (found,) = memory.stages(Job(model, layout, adafactor, A100))
@@ -59,7 +59,7 @@ def test_sections_of_whole_matrices_are_as_long_as_the_largest():
 
 
 def test_the_gradient_of_a_tied_matrix_is_beside_the_logits():
-    """As rehearse.py had the fullest moment, in GB: that of the head's backward."""
+    """The peaks in GB are rehearse.py's. The fullest moment is the head's backward pass."""
     logits, matrix, output = 2048 * 50304, 50304 * 1024, 2048 * 1024
     for words, world, peaks in (
         ("--layers 4", 1, [2.444]),

@@ -88,8 +88,8 @@ def theirs(model: ModelShape, group: dist.ProcessGroup, balance: str, z_rate: fl
 
 
 def routed(kind: str, group: dist.ProcessGroup, balance: str = "none", z_rate: float = 0.0):
-    """Of our router and of theirs: each token's weight of every expert, (T, E), and the gradient
-    that the losses alone give the router's weight, (E, h).
+    """Return for both routers, Trine's and Megatron's, each token's weight of every expert, (T, E),
+    and the gradient of the router's weight by the losses alone, (E, h).
     """
     shape = {"layers": 1, "hidden": HIDDEN, "heads": 2, "bias": False, "activation": "swiglu"}
     shape |= {"experts": EXPERTS, "experts_per_token": 2}
