@@ -1,8 +1,10 @@
-"""Answers questions about runs that are over, from the files in their folders; needs no torch.
+"""Answers questions about runs from the files in their folders, while they train and after.
 
+    python runs.py list [FOLDER]                 which runs are there, and in what do they differ?
     python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
 
-numerics/ has the answers; train.py --trace-numerics writes what `diff` compares tensor by tensor.
+numerics/ has the answers; no command needs torch or a GPU. train.py --trace-numerics writes what
+`diff` compares tensor by tensor.
 """
 
 import argparse
@@ -13,10 +15,16 @@ from pathlib import Path
 from config import messages  # first: it ends a Python that is too old
 from config.messages import Parser
 
+SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
+
 
 def run_command(arguments: list[str]) -> int:
     """Print the answer; return the exit status. Raise UserError if a folder is no run."""
     given = _parser().parse_args(arguments)
+    return given.answer(given)
+
+
+def _diff(given: argparse.Namespace) -> int:
     from numerics import diff
 
     found = diff.compare(given.run_a, given.run_b)
@@ -24,10 +32,29 @@ def run_command(arguments: list[str]) -> int:
     return int(found["differs"])
 
 
+def _list(given: argparse.Namespace) -> int:
+    from numerics import table
+
+    rows, notes = table.table(given.folder, given.sort)
+    found = {"runs": rows, "notes": notes}
+    print(json.dumps(found, indent=1) if given.json else table.text(rows, notes))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("list", help="which runs are there, and in what do they differ?")
+    command.set_defaults(answer=_list)
+    text = "folder with the folders of runs, default: runs"
+    command.add_argument(
+        "folder", metavar="FOLDER", type=Path, nargs="?", help=text, default="runs"
+    )
+    text = "column to sort by, default: date"
+    command.add_argument("--sort", choices=SORTS, default="date", help=text)
+    command.add_argument("--json", action="store_true", help="print all columns as JSON")
     command = commands.add_parser("diff", help="why do two runs differ?")
+    command.set_defaults(answer=_diff)
     command.add_argument("run_a", metavar="RUN_A", type=Path, help="folder of a run")
     command.add_argument("run_b", metavar="RUN_B", type=Path, help="folder of another run")
     command.add_argument("--json", action="store_true", help="print all that was found as JSON")

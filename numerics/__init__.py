@@ -1,5 +1,7 @@
-"""Questions about runs that are over, answered from their files, without torch.
+"""Questions about runs, answered from the files in their folders, without torch.
 
+record   reads the folder of a run; options in which runs differ
+table    all runs of a folder, one line each
 traces   the files of --trace-numerics, and the difference of two of them row by row
 places   which samples, micro-batches and ranks a row belongs to, and what is computed before it
 diff     why two runs differ

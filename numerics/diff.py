@@ -9,7 +9,6 @@ loss or gradient norm differs by more than rounding explains; if both runs have 
 such traces.
 """
 
-import json
 import shlex
 from itertools import chain
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from config.messages import UserError
 from numerics.places import described, place, ranges
+from numerics.record import differing, options, read
 from numerics.traces import EPSILON, Pair, Trace
 
 MOST_LINES = 8  # of options
@@ -27,12 +27,19 @@ Rows = dict[int, dict[str, Any]]  # of metrics.jsonl, by the number of the step
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
-    """Return how two runs differ; UserError if one of the folders is no run."""
+    """Return how two runs differ; UserError if a folder is no run or has no step."""
     runs = (a, b)
-    facts = [_facts(run) for run in runs]
-    rows = [_metrics(run) for run in runs]
+    records = [read(run) for run in runs]
+    for record in records:
+        if not record.steps:
+            raise UserError("; ".join([f"{record.folder} has no row of a step", *record.notes]))
+    facts = [record.facts for record in records]
+    rows = [{row["iteration"]: row for row in record.steps} for record in records]
     steps = sorted(rows[0].keys() & rows[1].keys())
-    found: dict[str, Any] = {"runs": [str(a), str(b)], "options": _options(*facts)}
+    found: dict[str, Any] = {"runs": [str(a), str(b)]}
+    options_differ = differing([options(each) for each in facts])
+    found["options"] = [[name, *values] for name, values in options_differ.items()]
+    found["notes"] = [note for record in records for note in record.notes]
     of_settings = [_first(rows, steps, name, 0.0) for name in SETTINGS]
     found["settings"] = [first for first in of_settings if first]
     precisions = [each["config"]["training"]["precision"] for each in facts]
@@ -52,35 +59,6 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         found["commands"] = _commands(runs, facts, step)
     found["differs"] = bool(found["tensor"] or found["settings"] or found["losses"])
     return found
-
-
-def _facts(run: Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run} is no folder of a run: run.json: {error}") from None
-
-
-def _metrics(run: Path) -> Rows:
-    """Return the rows of a run's steps."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run}/metrics.jsonl: {error}") from None
-    return {row["iteration"]: row for row in rows if "loss" in row}
-
-
-def _options(*facts: dict[str, Any]) -> list[list[Any]]:
-    """Return names and values of options and versions that differ; those of layouts come last."""
-    tables = []
-    for each in facts:
-        groups = each["config"] | {"program": {"trine": each["version"]} | each.get("versions", {})}
-        order = [*sorted(groups.keys() - {"run", "layout"}), "layout"]
-        tables.append({name: value for group in order for name, value in groups[group].items()})
-    a, b = tables
-    names = dict.fromkeys([*a, *b])
-    return [[name, a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)]
 
 
 def _first(rows: list[Rows], steps: list[int], name: str, unit: float) -> dict[str, Any] | None:
@@ -136,10 +114,11 @@ def text(found: dict[str, Any]) -> str:
     for first in found["settings"]:
         a, b = first["values"]
         lines.append(f"step {first['step']}: {SETTINGS[first['of']]} is {a} in A and {b} in B")
-    options = found["options"]
-    lines += [f"option {name}: {a} in A, {b} in B" for name, a, b in options[:MOST_LINES]]
-    if len(options) > MOST_LINES:
-        lines.append(f"and {len(options) - MOST_LINES} more options, which --json lists")
+    lines += [f"note: {note}" for note in found["notes"]]
+    differ = found["options"]
+    lines += [f"option {name}: {a} in A, {b} in B" for name, a, b in differ[:MOST_LINES]]
+    if len(differ) > MOST_LINES:
+        lines.append(f"and {len(differ) - MOST_LINES} more options, which --json lists")
     first = found["losses"]
     line = "losses and gradient norms: rounding explains all differences"
     if first:

@@ -6,6 +6,7 @@ print(ranked_layouts(question).text)      # a Question as in planner/questions.p
 import math
 import re
 import shlex
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -249,15 +250,17 @@ def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
     return columns([heads, *([row[name] for name in heads] for row in rows)])
 
 
-def columns(rows: list[list[str]]) -> list[str]:
-    """Lines with the cells of `rows`, whose first is the head; those of TEXTS begin at the left."""
+def columns(rows: list[list[str]], texts: Collection[str] = TEXTS) -> list[str]:
+    """Lines with the cells of `rows`; the first row is the head. Columns in `texts` begin at the
+    left.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH else " "
     lines = []
     for row in rows:
         line = ""
         for name, cell, width in zip(rows[0], row, widths, strict=True):
-            line += gap + (cell.ljust(width) if name in TEXTS else cell.rjust(width))
+            line += gap + (cell.ljust(width) if name in texts else cell.rjust(width))
         lines.append(line.rstrip())
     return lines
 

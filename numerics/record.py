@@ -1,0 +1,155 @@
+"""Reads the folder of a run, also of one that trains, was killed, or has an older version's files.
+
+    record = read(Path("runs/a"))       facts of run.json, rows of metrics.jsonl
+    differing([options(one.facts) for one in records])      {"lr": [0.001, 0.002], ...}
+
+A run that was resumed in its folder has earlier parts, metrics.jsonl.1 and so on. The rows of a
+part end where the next part begins, so no step is in the rows twice.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from config.messages import UserError
+from config.schema import GROUPS, ModelShape
+from distributed.run_lock import in_use
+from planner import run_files
+from telemetry.row_file import read_rows
+
+LAST_ROWS = 50  # of a part, if not the whole part is asked for
+# The options of `run` that can change a run's numbers or its speed.
+OF_RUN = ("device", "backend", "compile", "deterministic")
+ORDER = ("training", "data", "model", "program", "versions", "layout")
+DEFAULTS = {name: {f.name: f.default for f in fields(cls)} for name, cls in GROUPS.items()}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that was read of a run.
+
+    facts: run.json. rows: of metrics.jsonl and its earlier parts, the oldest first; steps: those
+    of steps, without evaluations. resumes: the number of earlier parts. notes: sentences about
+    what is missing or damaged.
+    """
+
+    folder: Path
+    facts: dict[str, Any]
+    rows: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    resumes: int
+    notes: list[str]
+
+    def last(self, name: str) -> Any:
+        """Return the newest value of a column; None if no row has it."""
+        return next((row[name] for row in reversed(self.rows) if name in row), None)
+
+    @property
+    def total(self) -> int | None:
+        """The run's last step; None if the run ends after a number of samples."""
+        return self.facts["config"].get("training", {}).get("steps")
+
+    @property
+    def state(self) -> str:
+        """A word: running, finished, stopped or empty. In a run that ends after a number of
+        samples, the last step is the one after which less than a batch is left.
+        """
+        if in_use(str(self.folder)):
+            return "running"
+        if not self.steps:
+            return "empty"
+        done = self.steps[-1]
+        if self.total:
+            return "finished" if done["iteration"] >= self.total else "stopped"
+        left = self.facts["config"]["training"]["train_samples"] - done["consumed_samples"]
+        return "finished" if left < done["global_batch_size"] else "stopped"
+
+
+def find(folder: Path) -> Iterator[Path]:
+    """Yield the folders in `folder` that have a run.json, except folders of checkpoints."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in sorted(folders) if not name.startswith("checkpoints")]
+        if "run.json" in files:
+            yield Path(place)
+
+
+def read(folder: Path, whole: bool = True) -> Record:
+    """Return the record of a run; UserError if it has no readable run.json.
+
+    whole: False reads the first row, the newest validation and the last rows of each part.
+    """
+    try:
+        facts = run_files.facts_of(str(folder / "run.json"))
+    except UserError as error:
+        raise UserError(f"{folder} is no folder of a run: {error}") from None
+    config = facts["config"]
+    notes: list[str] = []
+    missing = [
+        name for group in DEFAULTS for name in DEFAULTS[group] - config.get(group, {}).keys()
+    ]
+    if missing:
+        whose = f"{folder}/run.json is of an older version: it"
+        notes.append(f"{whose} lacks {len(missing)} options, whose defaults are taken")
+    rows = _part(folder / "metrics.jsonl", whole, notes)
+    parts = folder.glob("metrics.jsonl.*") if config.get("run", {}).get("resume") else []
+    resumes = 0
+    for path in sorted(parts, key=lambda path: int(path.suffix[1:]), reverse=True):
+        first = rows[0]["iteration"] if rows else math.inf
+        if first == 1:
+            break
+        rows = [row for row in _part(path, whole, notes) if row["iteration"] < first] + rows
+        resumes += 1
+    steps = [row for row in rows if isinstance(row.get("loss"), float)]
+    return Record(folder, facts, rows, steps, resumes, notes)
+
+
+def _part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the rows of a file; add a note for whatever in it is not a row."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        notes.append(f"cannot read {path}: {error.strerror}")
+        return []
+    if lines and not lines[-1].endswith(b"\n"):
+        notes.append(f"{path}: the last line is cut off and not read")
+        del lines[-1]
+    if not whole:
+        evaluations = [line for line in lines if b'"validation_loss"' in line]
+        lines = lines[:1] + evaluations[-1:] + lines[1:][-LAST_ROWS:]
+    rows = [row for row in read_rows(b"".join(lines)) if "iteration" in row]
+    if len(rows) < len(lines):
+        notes.append(f"{path}: {len(lines) - len(rows)} lines are damaged and not read")
+    return rows
+
+
+def options(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's options and versions; those of the layout come last.
+
+    Left out are options at values that follow from others, such as ffn_hidden, and the options of
+    `run` that change neither numbers nor speed. An option that run.json lacks has its default.
+    """
+    config = facts["config"]
+    groups = {name: DEFAULTS[name] | config.get(name, {}) for name in DEFAULTS}
+    shape = groups["model"]
+    model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
+    follows = model.derived() | {"max_positions": model.seq_length}
+    groups["model"] = {name: shape[name] for name in shape if follows.get(name) != shape[name]}
+    groups["program"] = {"trine": facts.get("version")}
+    groups["versions"] = facts.get("versions", {})
+    found = {name: groups["run"][name] for name in OF_RUN}
+    for group in ORDER:
+        found |= groups[group]
+    return found
+
+
+def differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the names whose values are not the same in all tables, with a value per table.
+
+    A table that lacks a name counts as None.
+    """
+    names = dict.fromkeys(name for table in tables for name in table)
+    columns = {name: [table.get(name) for table in tables] for name in names}
+    return {name: values for name, values in columns.items() if values != values[:1] * len(values)}

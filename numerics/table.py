@@ -1,0 +1,99 @@
+"""All runs of a folder, one line each: `python runs.py list [FOLDER]`.
+
+    rows, notes = table(Path("runs"), "loss")
+    print(text(rows, notes))
+
+The last columns are the options in which the runs differ. Options that all runs share are left out.
+"""
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from config.messages import UserError, printable
+from numerics.record import Record, differing, find, options, read
+from planner.layout_table import columns
+
+MOST_OPTIONS = 8  # columns of options in the text; --json has all
+RECENT_STEPS = 20  # the speed is the median of these last steps
+SHOWN = ("tp", "pp", "cp", "dp", "steps")  # options that have a column anyway
+# Columns and how their values are printed.
+FORMATS = {
+    "run": "",
+    "state": "",
+    "step": "",
+    "of": "",
+    "tokens": ",",
+    "loss": ".4f",
+    "validation": ".4f",
+    "tokens/s": ",.0f",
+    "parameters": ",",
+    "layout": "",
+    "date": ".16",
+}
+
+
+def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a dictionary per run, sorted by one of FORMATS, and notes about damaged runs.
+
+    Runs without the value that they are sorted by come last. Raise UserError if the folder has no
+    run that can be read.
+    """
+    rows: list[dict[str, Any]] = []
+    tables: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for place in find(folder):
+        try:
+            record = read(place, whole=False)
+            tables.append(options(record.facts))
+        except UserError as error:
+            notes.append(str(error))
+        else:
+            rows.append(_row(record, folder))
+            notes += record.notes
+    if not rows:
+        raise UserError("; ".join([f"{folder} has no folder with a run.json to read", *notes]))
+    differ = differing(tables)
+    for number, row in enumerate(rows):
+        row["options"] = {name: differ[name][number] for name in differ if name not in SHOWN}
+    return sorted(rows, key=lambda row: (row[sort] is None, row[sort] or 0)), notes
+
+
+def _row(record: Record, folder: Path) -> dict[str, Any]:
+    """Return the columns of a run, None for unknown values and for losses that are not finite."""
+    axes = record.facts["config"].get("layout", {})
+    speeds = [row["tokens_per_second"] for row in record.steps[-RECENT_STEPS:]]
+    return {
+        "run": str(record.folder.relative_to(folder)),
+        "state": record.state,
+        "step": record.last("iteration"),
+        "of": record.total,
+        "tokens": record.last("consumed_tokens"),
+        "loss": _finite(record.last("loss")),
+        "validation": _finite(record.last("validation_loss")),
+        "tokens/s": statistics.median(speeds) if speeds else None,
+        "parameters": record.facts.get("parameters"),
+        "layout": " ".join(f"{name}{axes.get(name, 1)}" for name in ("tp", "pp", "cp", "dp")),
+        "date": record.facts.get("started"),
+    }
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
+def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
+    """Return the table as lines, with the notes below it."""
+    names = list(rows[0]["options"])
+    heads = [*FORMATS, *names[:MOST_OPTIONS]]
+    cells = [[_cell(row | row["options"], name) for name in heads] for row in rows]
+    lines = columns([heads, *cells], texts=("run", "state", "layout"))
+    if len(names) > MOST_OPTIONS:
+        lines.append(f"the runs differ in {len(names) - MOST_OPTIONS} more options: see --json")
+    return "\n".join(map(printable, [*lines, *(f"note: {note}" for note in notes)]))
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    value = row[name]
+    return "-" if value is None else format(value, FORMATS.get(name, ""))

@@ -1,0 +1,148 @@
+"""runs.py list: if this failed, a table of runs would hide an option that differs, or would end at
+the first run that still trains, was killed, or is of an older version.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import ROOT, fork_one
+from test_run_lock import holder
+
+import runs
+from config.messages import UserError
+from numerics import table
+from numerics.record import differing, find, read
+
+SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 61 --device cpu"
+OPTIONS = f"{SHAPE} --global-batch-size 4 --eval-every 2 --eval-samples 4 --save-every 4"
+OLD = Path(ROOT) / "tests/data/run_189cc1d"
+
+
+def train(out: Path, words: str, status: int = 0) -> None:
+    done = fork_one("train.py", *OPTIONS.split(), *words.split(), "--out", str(out))
+    assert done.status == status, done.err
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Two runs that differ in the learning rate; the second was resumed after step 4 of 8."""
+    made = tmp_path_factory.mktemp("runs")
+    train(made / "low", "--lr 1e-3 --steps 6")
+    train(made / "deep/high", "--lr 4e-3 --steps 8 --stop-at-samples 16", status=75)
+    train(made / "deep/high", "--lr 4e-3 --steps 8 --resume auto")
+    return made
+
+
+@pytest.fixture
+def copied(folder, tmp_path) -> Path:
+    """A copy of the folder that a test may damage."""
+    return Path(shutil.copytree(folder, tmp_path / "copied"))
+
+
+def test_list_shows_the_last_values_and_the_options_that_differ(folder):
+    rows, notes = table.table(folder, "run")
+    assert notes == []
+    high, low = rows
+    assert (high["run"], low["run"]) == ("deep/high", "low")
+    assert high["options"] == {"lr": 0.004}
+    assert low["options"] == {"lr": 0.001}
+    for row in rows:
+        held = rows_of(folder / row["run"])
+        assert row["loss"] == next(r["loss"] for r in reversed(held) if "loss" in r)
+        assert (
+            row["validation"] == [r for r in held if "validation_loss" in r][-1]["validation_loss"]
+        )
+        assert row["tokens"] == held[-1]["consumed_tokens"]
+    assert [row["state"] for row in rows] == ["finished", "finished"]
+    assert [(row["step"], row["of"]) for row in rows] == [(8, 8), (6, 6)]
+    assert (low["layout"], low["parameters"]) == ("tp1 pp1 cp1 dp1", 4416)
+
+
+def test_the_text_and_the_json_of_list(folder, capsys):
+    assert runs.run_command(["list", str(folder), "--sort", "loss"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == [*table.FORMATS, "lr"]
+    losses = [float(line.split()[5]) for line in lines]
+    assert losses == sorted(losses)
+    assert runs.run_command(["list", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["options"]["lr"] for row in found["runs"]] == [0.001, 0.004], "by date"
+
+
+def test_a_resumed_run_has_the_rows_of_all_its_parts(folder):
+    record = read(folder / "deep/high")
+    assert record.resumes == 1
+    assert [row["iteration"] for row in record.steps] == [*range(1, 9)]
+    assert read(folder / "low").resumes == 0
+
+
+def test_a_killed_run_is_listed_without_its_last_line(copied):
+    file = copied / "low/metrics.jsonl"
+    lines = file.read_text().splitlines()
+    upto = next(n for n, line in enumerate(lines) if '"iteration": 5, ' in line)
+    file.write_text("\n".join([*lines[:upto], lines[upto][:40]]))
+    rows, notes = table.table(copied, "run")
+    assert (rows[1]["state"], rows[1]["step"]) == ("stopped", 4)
+    assert notes == [f"{file}: the last line is cut off and not read"]
+    file.write_text("\n".join([lines[0], "damaged", lines[1], ""]))
+    assert read(copied / "low").notes == [f"{file}: 1 lines are damaged and not read"]
+
+
+def test_a_run_that_trains_is_running(copied):
+    with holder(copied / "low") as other:
+        assert [row["state"] for row in table.table(copied, "run")[0]] == ["finished", "running"]
+        other.stdin.close()
+
+
+def test_a_run_of_an_older_version_is_listed_with_a_note(copied, capsys):
+    shutil.copytree(OLD, copied / "old")
+    assert runs.run_command(["list", str(copied), "--sort", "run"]) == 0
+    *_, old, note = capsys.readouterr().out.splitlines()
+    assert old.split()[:3] == ["old", "finished", "6"]
+    assert note.startswith(f"note: {copied}/old/run.json is of an older version: it lacks")
+
+
+def test_damaged_runs_do_not_hide_the_others(copied):
+    (copied / "low/run.json").write_text("{")
+    rows, notes = table.table(copied, "run")
+    assert [row["run"] for row in rows] == ["deep/high"]
+    assert "low is no folder of a run" in notes[0]
+    (copied / "deep/high/metrics.jsonl").unlink()
+    (copied / "deep/high/metrics.jsonl.1").unlink()
+    rows, notes = table.table(copied, "loss")
+    assert (rows[0]["state"], rows[0]["loss"]) == ("empty", None)
+    assert any("cannot read" in note for note in notes)
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UserError, match="has no folder with a"):
+            runs.run_command(["list", str(folder)])
+
+
+def test_checkpoints_are_not_searched(copied):
+    shutil.copy(copied / "low/run.json", copied / "low/checkpoints/run.json")
+    assert [path.name for path in find(copied)] == ["high", "low"]
+
+
+values = st.one_of(st.none(), st.integers(0, 2), st.sampled_from(["a", "b"]), st.just([1, 2]))
+runs_of_options = st.lists(
+    st.dictionaries(st.sampled_from("uvwxyz"), values), min_size=1, max_size=5
+)
+
+
+@given(runs_of_options)
+def test_exactly_the_options_that_differ_are_columns(given_options):
+    found = differing(given_options)
+    for name in {name for each in given_options for name in each}:
+        column = [each.get(name) for each in given_options]
+        assert (name in found) == any(value != column[0] for value in column)
+        assert found.get(name, column) == column
