@@ -171,7 +171,7 @@ class ExpertMLP(nn.Module):
         self.chosen = model.experts_per_token
         self.activation = factory.fused(activation)
         columns = (2,) if model.up_matrices == 2 else ()
-        f = model.ffn_hidden
+        f = model.expert_ffn_hidden
         h = model.hidden
         held_here = functools.partial(
             factory.parameter,

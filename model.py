@@ -124,7 +124,7 @@ class Block(nn.Module):
             factory, f"{name}.attention", model, std, recompute == "selective"
         )
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
-        self.has_experts = model.experts > 1
+        self.has_experts = model.has_experts(index)
         self.mlp = (_experts if self.has_experts else MLP)(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"
         self.kind = model.block

@@ -50,8 +50,8 @@ class StepResult:
 
     grad_norm: the norm before clipping; loss: the mean over the targets. skipped: no weight was
     updated, because gradients overflowed or no label counted. loss_scale: the scale of this step's
-    losses. expert_loads: for each block the rows of its busiest expert, over the mean of its
-    experts; None for a model without experts.
+    losses. expert_loads: for each block with experts the rows of its busiest expert, over the
+    mean of its experts; None for a model without experts.
     """
 
     grad_norm: float

@@ -354,11 +354,7 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     up = (2, f) if model.activation == "swiglu" else (f,)
     linear: dict[str, tuple[Shape, int, bool]] = {"attention.qkv": (qkv, h, model.qkv_bias)}
     linear |= {"attention.out": ((h,), model.attention_width, model.bias)}
-    experts: dict[str, Shape] = {}
-    if model.experts == 1:
-        linear |= {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
-    else:
-        experts = _expert_shapes(model, up)
+    one_mlp = {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
     scales = {
         "none": {},
         "head": {"q": (d,), "k": (d,)},
@@ -372,13 +368,17 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
         shapes["head.weight"] = (model.vocab_size, h)
     if model.embedding_norm:
         norms.append("embedding.norm")
-    for block in (f"blocks.{i}" for i in range(model.layers)):
+    for i in range(model.layers):
+        block = f"blocks.{i}"
         norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
-        for name, (outputs, inputs, bias) in linear.items():
+        sparse = model.has_experts(i)
+        for name, (outputs, inputs, bias) in (linear if sparse else linear | one_mlp).items():
             shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
             if bias:
                 shapes[f"{block}.{name}.bias"] = outputs
-        shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
+        if sparse:
+            for name, shape in _expert_shapes(model).items():
+                shapes[f"{block}.mlp.{name}"] = shape
         for name, shape in scales[model.qk_norm].items():
             shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:
@@ -388,21 +388,23 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     return shapes
 
 
-def _expert_shapes(model: ModelShape, up: Shape) -> dict[str, Shape]:
-    """Return the shapes of a block's tensors of experts; up: rows of an expert's first matrix."""
+def _expert_shapes(model: ModelShape) -> dict[str, Shape]:
+    """Return the shapes of a block's tensors of experts."""
     count = model.experts
+    columns = (2,) if model.activation == "swiglu" else ()
     h = model.hidden
-    f = model.shared_ffn_hidden
+    f = model.expert_ffn_hidden
+    shared = model.shared_ffn_hidden
     shapes: dict[str, Shape] = {
         "router.weight": (count, h),
         "router.bias": (count,),
         "router.load": (count,),
-        "experts.up.weight": (count, *up, h),
-        "experts.down.weight": (count, h, model.ffn_hidden),
+        "experts.up.weight": (count, *columns, f, h),
+        "experts.down.weight": (count, h, f),
     }
-    if f:
-        shapes["shared.up.weight"] = (*up[:-1], f, h)
-        shapes["shared.down.weight"] = (h, f)
+    if shared:
+        shapes["shared.up.weight"] = (*columns, shared, h)
+        shapes["shared.down.weight"] = (h, shared)
     if model.shared_gate:
         shapes["shared_gate.weight"] = (1, h)
     return shapes

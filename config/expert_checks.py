@@ -21,7 +21,13 @@ def check(model: ModelShape, layout: Layout | None, training: Training | None) -
 
 
 def check_router(model: ModelShape) -> None:
-    """Raise UserError if the experts, or the groups of them, do not go together."""
+    """Raise UserError if no block has experts, or the groups of experts do not go together."""
+    if not any(map(model.has_experts, range(model.layers))):
+        dense, interval = model.first_dense_layers, model.expert_interval
+        raise UserError(
+            f"first-dense-layers({dense}) and expert-interval({interval}) leave no block of "
+            f"layers({model.layers}) with experts"
+        )
     experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
     if chosen > experts:
         raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")

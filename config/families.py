@@ -22,6 +22,7 @@ from config.validation import ROTARY_SCALING, rotary_scaling
 
 MOST_BYTES = 2**26  # of a JSON file
 WINDOW = 4096  # that of Mistral where config.json has no sliding_window
+OF_MLP_ALONE = "mlp_only_layers"  # the numbers of the blocks that have no experts
 # The values of config.json and ours, by our option. Of several that mean one of ours, the first is
 # written.
 _VALUES: dict[str, dict[Any, Any]] = {
@@ -142,6 +143,8 @@ def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
     for ours, names in family.fields.items():
         theirs = [name for name, own in _VALUES.get(ours, {}).items() if own == values[ours]]
         config[names[0]] = theirs[0] if theirs else values[ours]
+        if names[0] == OF_MLP_ALONE:
+            config[OF_MLP_ALONE] = list(range(values[ours]))
     if model.positions == "rotary":
         config |= _rope_fields(model, family)
     return config
@@ -274,6 +277,11 @@ def _take(
     ours: str, name: str, value: Any, family: Family, options: dict[str, Any], lacks: list[str]
 ) -> None:
     """Set our option by a field of config.json, or say why that is not possible."""
+    if name == OF_MLP_ALONE:
+        if value != list(range(len(value))):
+            lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")
+            return
+        value = len(value)
     known = _VALUES.get(ours)
     if known is not None:
         value_here = known.get(value) if isinstance(value, (str, bool)) else None

@@ -5,7 +5,13 @@ The parts of a model are the embedding (tokens, positions, their norm), the bloc
 
 Symbols: L layers, h hidden, s sequence length, V vocabulary, f MLP width, a heads of size d,
 g key/value heads, B samples.
+
+A model may have blocks with experts beside blocks with one MLP (ModelShape.kinds). What is said of
+one block is then the mean over all blocks.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 from config.messages import UserError
 from config.schema import Config, ModelShape
@@ -28,8 +34,34 @@ def normed_width(model: ModelShape) -> int:
     return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
 
 
-def block_parameters(model: ModelShape) -> int:
+def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any:
+    """Return the mean over a model's blocks of `value`, which takes a model whose blocks are alike.
+
+    Where all blocks are alike it is the value itself, an integer if that is one.
+    """
+    kinds = model.kinds
+    if len(kinds) == 1:
+        return value(kinds[0][1])
+    return sum(blocks * value(kind) for blocks, kind in kinds) / model.layers
+
+
+def block_parameters(model: ModelShape) -> Any:
     """Parameters of one block; 12 h^2 + 13 h for a plain GPT."""
+    return mean_of_blocks(model, _block_parameters)
+
+
+def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
+    """Parameters of the blocks [first, last) of a model."""
+    sparse = sum(map(model.has_experts, range(first, last)))
+    total = 0
+    for _, kind in model.kinds:
+        blocks = sparse if kind.experts > 1 else last - first - sparse
+        total += blocks * _block_parameters(kind)
+    return total
+
+
+def _block_parameters(model: ModelShape) -> int:
+    """Parameters of one block of a model whose blocks are alike."""
     h = model.hidden
     qkv = model.qkv_width
     mlps = model.mlps[0]
@@ -70,7 +102,7 @@ def head_parameters(model: ModelShape) -> int:
 
 def parameters(model: ModelShape) -> int:
     """Parameters of the whole model, each counted once, without vocabulary padding."""
-    blocks = model.layers * block_parameters(model)
+    blocks = parameters_of_blocks(model, 0, model.layers)
     return embedding_parameters(model) + blocks + head_parameters(model)
 
 
@@ -81,6 +113,11 @@ FORMULAS = ("megatron-2025", "megatron-2021", "bigscience")
 
 def block_flops(model: ModelShape) -> float:
     """Forward FLOPs of one block for one token, by GEMM; attention counts its causal half."""
+    return mean_of_blocks(model, _block_flops)
+
+
+def _block_flops(model: ModelShape) -> float:
+    """Forward FLOPs of one block for one token, of a model whose blocks are alike."""
     attention = model.qkv_width + model.attention_width
     mlp = model.up_width + model.ffn_hidden
     mlps, active = model.mlps

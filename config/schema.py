@@ -11,7 +11,7 @@ options go together.
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,17 @@ BUCKETS, LEAST_BUCKET = 8, 2**20
 # Logits that the loss holds in fp32 at a time. They must stay in a cache between kernels: 17 MB in
 # a GPU's L2 cache, which has 40 MB or more from A100 on, or 0.5 MB in the L2 cache of a CPU core.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
+
+# Options of experts, as a model without experts has them.
+OF_ONE_MLP: dict[str, Any] = {
+    "experts": 1,
+    "experts_per_token": 1,
+    "expert_ffn_hidden": None,
+    "router_groups": 1,
+    "router_groups_per_token": 1,
+    "shared_ffn_hidden": 0,
+    "shared_gate": False,
+}
 
 # Pipeline schedules; schedules/orders.py builds them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
@@ -92,6 +103,13 @@ class ModelShape:
         1, "MLPs of a block, of which a router chooses some for each token; 1: no router", minimum=1
     )
     experts_per_token: int = option(1, "experts that compute each token", minimum=1)
+    expert_ffn_hidden: int = option(None, "width of each expert, default: ffn-hidden", minimum=1)
+    first_dense_layers: int = option(
+        0, "first blocks that have one MLP, as wide as ffn-hidden, and no experts", minimum=0
+    )
+    expert_interval: int = option(
+        1, "every Nth block has experts, after the first dense ones; others have one MLP", minimum=1
+    )
     router: str = option(
         "softmax", "scores of the experts for a token", choices=("softmax", "sigmoid")
     )
@@ -118,7 +136,9 @@ class ModelShape:
     def derived(self) -> dict[str, Any]:
         """Return the default values of the fields whose defaults depend on other fields."""
         head = {"head_size": self.hidden // self.heads, "kv_heads": self.heads}
-        return head | {"ffn_hidden": self.default_ffn(), "qkv_bias": self.bias}
+        default = self.default_ffn()
+        widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
+        return head | widths | {"qkv_bias": self.bias}
 
     def default_ffn(self) -> int:
         """Return the width of the MLP for a model without --ffn-hidden."""
@@ -153,8 +173,32 @@ class ModelShape:
 
     @property
     def mlps(self) -> tuple[int, int]:
-        """MLPs in a block, and MLPs that compute a token, without the shared MLP."""
+        """MLPs in a block with experts, and those that compute a token, without the shared MLP."""
         return self.experts, self.experts_per_token
+
+    def has_experts(self, block: int) -> bool:
+        """Return whether the block of that number, from 0, has experts in place of one MLP."""
+        if self.experts == 1 or block < self.first_dense_layers:
+            return False
+        return (block + 1) % self.expert_interval == 0
+
+    @cached_property
+    def kinds(self) -> "list[tuple[int, ModelShape]]":
+        """How many blocks have experts, and how many have one MLP; each number above 0 with a model
+        of as many blocks that are all of this kind. Its ffn_hidden is the width of its MLPs.
+        """
+        if self.experts == 1:
+            return [(self.layers, self)]
+        alike: dict[str, Any] = {"first_dense_layers": 0, "expert_interval": 1}
+        sparse = sum(map(self.has_experts, range(self.layers)))
+        dense = self.layers - sparse
+        kinds: list[tuple[int, ModelShape]] = []
+        if sparse:
+            width: dict[str, Any] = {"ffn_hidden": self.expert_ffn_hidden}
+            kinds.append((sparse, replace(self, layers=sparse, **alike, **width)))
+        if dense:
+            kinds.append((dense, replace(self, layers=dense, **alike, **OF_ONE_MLP)))
+        return kinds
 
     def padded_vocab(self, layout: "Layout") -> int:
         """Return the vocabulary's rows as stored: vocab_size rounded up to the next multiple of
@@ -273,7 +317,7 @@ class Layout:
         fits["overlap_param_gather"] = self.zero in (1, 2) and (self.dp, self.cp) != (1, 1)
         left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
         left = {name: on for name, on in left.items() if getattr(self, name) is None}
-        return dataclasses.replace(self, **left)
+        return replace(self, **left)
 
     @property
     def recomputed_of_stage(self) -> tuple[int, ...] | None:
@@ -346,8 +390,8 @@ class Config:
         """Return the run with --precision auto replaced by `automatic`, a name such as bf16."""
         if self.training.precision != "auto":
             return self
-        training = dataclasses.replace(self.training, precision=automatic)
-        return dataclasses.replace(self, training=training)
+        training = replace(self.training, precision=automatic)
+        return replace(self, training=training)
 
     @property
     def total_samples(self) -> int:

@@ -97,10 +97,12 @@ class RouterBalance:
         self.device = factory.device
         self.training = training
         self.shape = (model.layers, model.experts)
+        self.sparse = [n for n in range(model.layers) if model.has_experts(n)]
         self.routers: dict[int, Router] = {}  # by the number of the block
         for stage in stages:
-            for n, block in enumerate(stage.blocks):
-                self.routers[stage.spec.first + n] = block.mlp.router
+            for n, block in enumerate(stage.blocks, stage.spec.first):
+                if block.has_experts:
+                    self.routers[n] = block.mlp.router
 
     def begin_step(self, loss_weight: float) -> None:
         """Prepare the routers for the passes of a step; loss_weight: by Optimizer.begin_step."""
@@ -119,8 +121,8 @@ class RouterBalance:
     def finish_step(self, skipped: bool) -> list[float]:
         """Sum the counts over all ranks, and update the routers unless the step was skipped.
 
-        Called after the optimizer's update; collective over the world. Return for each block of the
-        model the rows of its busiest expert, over the mean of its experts.
+        Called after the optimizer's update; collective over the world. Return for each block with
+        experts the rows of its busiest expert, over the mean of its experts.
         """
         counts = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
         for block, router in self.routers.items():
@@ -135,7 +137,7 @@ class RouterBalance:
             if self.training.balance == "bias":
                 missing = (rows[block] - experts * counts[block]).sign()
                 router.bias.add_(missing, alpha=self.training.balance_rate)
-        return self.mesh.world.values(loads.amax(1))
+        return self.mesh.world.values(loads[self.sparse].amax(1))
 
 
 class _NoState:

@@ -92,22 +92,33 @@ class Job(NamedTuple):
         return block_parameters(self.model) - self.experts_elsewhere
 
     @property
+    def kinds(self) -> "list[tuple[float, Job]]":
+        """The shares of a model's blocks that are alike, each with the job of such blocks alone."""
+        layers = self.model.layers
+        return [(blocks / layers, self._replace(model=kind)) for blocks, kind in self.model.kinds]
+
+    @property
+    def parameters_of_all_experts(self) -> float:
+        """Parameters of all experts of a block, in the mean over the blocks; 0 without experts."""
+        found = 0.0
+        for share, job in self.kinds:
+            if job.model.experts > 1:
+                found += share * job.model.experts * mlp_parameters(job.model)
+        return found
+
+    @property
     def expert_parameters(self) -> Column:
         """The part of `block_parameters` that is the experts', if there are several: each rank of
         the tensor group holds whole experts.
         """
-        if self.model.experts == 1:
-            return 0.0
-        return self.layout.tp * self.model.experts / self.ep * mlp_parameters(self.model)
+        return self.layout.tp / self.ep * self.parameters_of_all_experts
 
     @property
     def experts_elsewhere(self) -> Column:
         """Parameters of a block's experts that no rank of the tensor group holds; below 0 if the
         group's ranks hold some experts twice.
         """
-        if self.model.experts == 1:
-            return 0.0
-        return self.model.experts * mlp_parameters(self.model) - self.expert_parameters
+        return self.parameters_of_all_experts - self.expert_parameters
 
     @property
     def sequence_parallel(self) -> Column:
@@ -197,3 +208,22 @@ def term(
         return cast(Found, own(job, *more, **named))
 
     return of_program
+
+
+def mean_of_kinds(
+    formula: Callable[Concatenate[Job, Given], Found],
+) -> Callable[Concatenate[Job, Given], Found]:
+    """Decorate a formula about one block, for models that have blocks of two kinds.
+
+    The formula sees jobs whose blocks are alike; the result is the mean over the model's blocks.
+    """
+
+    @wraps(formula)
+    def mean(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        found: list[Any] = [formula(kind, *args, **kwargs) for _, kind in job.kinds]
+        if len(found) == 1:
+            return found[0]
+        shares = [share for share, _ in job.kinds]
+        return found[0] * shares[0] + found[1] * shares[1]
+
+    return mean

@@ -14,7 +14,7 @@ import numpy as np
 
 from config.model_stats import head_norm_parameters, norm_parameters, normed_width
 from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
-from planner.job import Column, Job, term
+from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
 
 # Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
@@ -164,12 +164,14 @@ def kept_bytes(job: Job) -> Column:
     return np.where(np.equal(recompute, "full"), job.activation_bytes / job.sequence_shards, kept)
 
 
+@mean_of_kinds
 @term
 def kept_selectively(job: Job) -> Column:
     """Bytes that a block keeps under selective recomputation: all but what attention needs."""
     return block_activations(job, False)
 
 
+@mean_of_kinds
 @term
 def block_activations(job: Job, scores: Column) -> Column:
     """Bytes that one block keeps without recomputation, arXiv 2205.05198 section 4; of attention

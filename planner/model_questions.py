@@ -16,17 +16,21 @@ def model(question: Question) -> Answer:
     shape, samples = question.config.model, question.config.training.global_batch_size
     validation.check_shape(shape)
     total = model_stats.parameters(shape)
-    parts = {
-        "block": model_stats.block_parameters(shape),
-        "embedding": model_stats.embedding_parameters(shape),
-        "head": model_stats.head_parameters(shape),
-    }
+    parts: dict[str, int] = {}
+    counts = {"embedding": 1, "head": 1}
+    for blocks, kind in shape.kinds:
+        name = "block" if len(parts) == 0 else "dense block"
+        parts[name] = model_stats.block_parameters(kind)
+        counts[name] = blocks
+    parts["embedding"] = model_stats.embedding_parameters(shape)
+    parts["head"] = model_stats.head_parameters(shape)
     lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
     for name, part in parts.items():
-        lines.append(f"  {name:10} {shape.layers if name == 'block' else 1:4} x {part:15,}")
+        lines.append(f"  {name:11} {counts[name]:3} x {part:15,}")
     experts, active = shape.mlps
-    used = total - shape.layers * (experts - active) * model_stats.mlp_parameters(shape)
     if experts > 1:
+        blocks, sparse = shape.kinds[0]
+        used = total - blocks * (experts - active) * model_stats.mlp_parameters(sparse)
         parts["active"] = used
         lines.append(f"{used:,} of them active: {active} of {experts} experts for each token")
     lines.append(f"{18 * total / BILLION:,.0f} GB at 18 bytes per parameter, before activations")

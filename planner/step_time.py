@@ -127,7 +127,7 @@ def block_passes(job: Job) -> tuple[Pass, Pass]:
     """Seconds of one micro-batch through a block that is not recomputed, and through one that is,
     as the layout says: no less than the host takes to launch it.
     """
-    whole = sum(time_terms.block_terms(job).values(), Pass(0.0, 0.0))
+    whole = time_terms.block_seconds(job)
     full = np.equal(job.layout.recompute, "full")
     selective = np.equal(job.layout.recompute, "selective")
     again = np.where(full, whole.forward, 0.0)

@@ -1,6 +1,6 @@
 """Every term of a step's time with its unit and its source: seconds, unless it says otherwise.
 
-    block_terms(job)                    of one micro-batch through a block
+    block_terms(job)                    of one micro-batch through a block, if all are alike
     head(job), embedding(job)           of one through the ends
     message_seconds(job)                of one from a stage to the next
     gather_seconds, reduce_seconds      of a step, which passes may hide
@@ -15,7 +15,7 @@ import numpy as np
 
 from config.model_stats import normed_width
 from planner import op_costs
-from planner.job import Column, Job, term
+from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
 
 OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
@@ -27,6 +27,12 @@ UNEVEN = 1.1  # rows of the busiest rank's experts over those of even routing; a
 
 
 # ---- A block -------------------------------------------------------------------------------------
+
+
+@mean_of_kinds
+def block_seconds(job: Job) -> Pass:
+    """One micro-batch through a block on each GPU of its tensor group."""
+    return sum(block_terms(job).values(), Pass(0.0, 0.0))
 
 
 def block_terms(job: Job) -> dict[str, Pass]:
@@ -183,6 +189,7 @@ def operations(job: Job) -> Column:
     return OPERATIONS + np.where(job.layout.tp > 1, collectives, 0)
 
 
+@mean_of_kinds
 def block_weights(job: Job) -> Column:
     """Return the part of a block's backward that is the gradients of its weights: half of the
     products, and their sums.

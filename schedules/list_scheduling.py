@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
+from config.model_stats import mean_of_blocks
 from config.schema import Layout, ModelShape
 from config.validation import explicit_costs
 from schedules.partition import (
@@ -119,7 +120,7 @@ def parts_of(
             "full": block.forward,
         }
         block = block._replace(inputs=block.inputs + again[layout.recompute])
-    widths = model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
+    widths = mean_of_blocks(model, _kept_widths)
     kept = 2.0 * (8 * h / (t if layout.sequence_parallel else 1) + 2 * widths / t)
     held = sent_bytes(model) if layout.recompute == "full" else kept
     logits = 4.0 * model.vocab_size / t
@@ -129,6 +130,13 @@ def parts_of(
         block = PassCosts(*scaled[:3])
         head = PassCosts(*scaled[3:])
     return embedding, block._replace(held=held), head._replace(held=logits)
+
+
+def _kept_widths(model: ModelShape) -> int:
+    """Columns of what a block keeps for its backward pass beside its norms, of a model whose blocks
+    are alike.
+    """
+    return model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
 
 
 def list_rows(

@@ -148,7 +148,6 @@ def stage_specs(
 # Cached: for layouts that differ only in the micro-batch size, for example, stages are the same.
 @lru_cache(maxsize=4096)
 def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[StageSpec]:
-    per_block = model_stats.block_parameters(model)
     matrix = model.vocab_size * model.hidden
     rank_of = placement(layout)
     copied = model.tied and rank_of[0] != rank_of[-1] and not layout.vocab_pp
@@ -158,7 +157,8 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding = index == 0
         head = index == layout.stages - 1
-        count = blocks * per_block
+        last = first + blocks
+        count = model_stats.parameters_of_blocks(model, first, last)
         seconds = blocks * costs.block
         if embedding:
             count += model_stats.embedding_parameters(model)
@@ -168,7 +168,6 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
             count += matrix if copied else 0
             seconds += costs.head
         tied = copied and (embedding or head)
-        last = first + blocks
         share = seconds / whole
         spec = StageSpec(index, first, last, embedding, head, count, share, rank_of[index], tied)
         if layout.vocab_pp:

@@ -10,6 +10,7 @@ runs that both record can be compared by their files: equal bytes are equal choi
 
 The file is an array of NumPy's own format: (samples of the run, blocks, seq_length, k), uint16.
 An element is 1 + the number of an expert; the k experts of a token ascend. 0: not written, because
+the block has no experts, or
 the run has not come so far. Samples have the numbers that they have in the run, so the file does
 not depend on the layout. Read experts.py first.
 """

@@ -57,7 +57,11 @@ CASES = {
     "olmo2": LLAMA | {"pad_token_id": None},
     "mixtral": LLAMA | {"num_local_experts": 4},
     "qwen3_moe": QWEN_MOE | {"norm_topk_prob": True, "head_dim": 16},
+    "qwen3_moe first dense": QWEN_MOE
+    | {"mlp_only_layers": [0], "num_hidden_layers": 3, "head_dim": 16},
     "qwen2_moe": QWEN_MOE | {"shared_expert_intermediate_size": 56},
+    "qwen2_moe every second": QWEN_MOE
+    | {"shared_expert_intermediate_size": 56, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     "olmoe": LLAMA | {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None},
 }
 
