@@ -11,6 +11,7 @@ validation      every check across options; an error shows both sides with their
 needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
+block_kinds     the same of models with blocks of two kinds, with experts and without
 launcher        the commands of an installed Trine
 messages        `UserError`, the parser and the version of every program
 """

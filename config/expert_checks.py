@@ -52,10 +52,12 @@ def check_ranks(model: ModelShape, layout: Layout) -> None:
     if layout.dp is not None and ranks % ep:
         axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
         raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
-    if model.shared_ffn_hidden % layout.tp:
-        raise UserError(
-            f"tp({layout.tp}) does not divide shared-ffn-hidden({model.shared_ffn_hidden})"
-        )
+    widths = {"shared-ffn-hidden": model.shared_ffn_hidden}
+    if not all(map(model.has_experts, range(model.layers))):
+        widths["ffn-hidden"] = model.ffn_hidden
+    for name, width in widths.items():
+        if width % layout.tp:
+            raise UserError(f"tp({layout.tp}) does not divide {name}({width})")
 
 
 def check_run(model: ModelShape, layout: Layout, training: Training) -> None:

@@ -6,7 +6,7 @@ The parts of a model are the embedding (tokens, positions, their norm), the bloc
 Symbols: L layers, h hidden, s sequence length, V vocabulary, f MLP width, a heads of size d,
 g key/value heads, B samples.
 
-A model may have blocks with experts beside blocks with one MLP (ModelShape.kinds). What is said of
+A model may have blocks with experts beside blocks with one MLP (block_kinds.py). What is said of
 one block is then the mean over all blocks.
 """
 
@@ -35,14 +35,12 @@ def normed_width(model: ModelShape) -> int:
 
 
 def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any:
-    """Return the mean over a model's blocks of `value`, which takes a model whose blocks are alike.
+    """Return the mean over a model's blocks of `value`, which takes a model of one kind."""
+    if model.experts == 1:
+        return value(model)
+    from config import block_kinds  # here, since only models with experts need the module
 
-    Where all blocks are alike it is the value itself, an integer if that is one.
-    """
-    kinds = model.kinds
-    if len(kinds) == 1:
-        return value(kinds[0][1])
-    return sum(blocks * value(kind) for blocks, kind in kinds) / model.layers
+    return block_kinds.mean(model, value)
 
 
 def block_parameters(model: ModelShape) -> Any:
@@ -52,12 +50,11 @@ def block_parameters(model: ModelShape) -> Any:
 
 def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
     """Parameters of the blocks [first, last) of a model."""
-    sparse = sum(map(model.has_experts, range(first, last)))
-    total = 0
-    for _, kind in model.kinds:
-        blocks = sparse if kind.experts > 1 else last - first - sparse
-        total += blocks * _block_parameters(kind)
-    return total
+    if model.experts == 1:
+        return (last - first) * _block_parameters(model)
+    from config import block_kinds  # here, since only models with experts need the module
+
+    return block_kinds.total(model, _block_parameters, first, last)
 
 
 def _block_parameters(model: ModelShape) -> int:

@@ -16,7 +16,8 @@ from config.schema import Config
 ROTARY = ("rotary_base", "rotary_fraction", "rotary_scaling")
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 OF_SAVES = ("keep_last", "save_weights_only", "async_save")
-OF_ROUTING = ("record_routing", "pin_routing")
+OF_EXPERTS: tuple[str, ...] = ("expert_ffn_hidden", "first_dense_layers", "expert_interval")
+OF_EXPERTS += ("record_routing", "pin_routing")
 DYNAMIC: tuple[str, ...] = ("initial_loss_scale_power", "loss_scale_window")
 DYNAMIC += ("loss_scale_hysteresis", "min_loss_scale")
 
@@ -59,7 +60,7 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (OF_SAVES, "--save-every or --save-every-minutes: nothing is saved", lambda c: c.run.saves),
     (("keep_every",), "--keep-last: now all are kept", lambda c: c.run.keep_last),
     (("load_weights_only",), "--resume, to say which weights", lambda c: c.run.resume),
-    (OF_ROUTING, "--experts N, with N above 1", lambda c: c.model.experts > 1),
+    (OF_EXPERTS, "--experts N, with N above 1", lambda c: c.model.experts > 1),
     (("begin_at_samples",), "--resume: a new run begins with 0", lambda c: c.run.resume),
     (("hang_timeout",), "the watchdog; now it is off", lambda c: c.run.watchdog),
     (("slow_rank_percent",), "--check-speed-every above 0", lambda c: c.run.check_speed_every),

@@ -11,7 +11,7 @@ options go together.
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +32,6 @@ BUCKETS, LEAST_BUCKET = 8, 2**20
 # Logits that the loss holds in fp32 at a time. They must stay in a cache between kernels: 17 MB in
 # a GPU's L2 cache, which has 40 MB or more from A100 on, or 0.5 MB in the L2 cache of a CPU core.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
-
-# Options of experts, as a model without experts has them.
-OF_ONE_MLP: dict[str, Any] = {
-    "experts": 1,
-    "experts_per_token": 1,
-    "expert_ffn_hidden": None,
-    "router_groups": 1,
-    "router_groups_per_token": 1,
-    "shared_ffn_hidden": 0,
-    "shared_gate": False,
-}
 
 # Pipeline schedules; schedules/orders.py builds them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
@@ -182,24 +171,6 @@ class ModelShape:
             return False
         return (block + 1) % self.expert_interval == 0
 
-    @cached_property
-    def kinds(self) -> "list[tuple[int, ModelShape]]":
-        """How many blocks have experts, and how many have one MLP; each number above 0 with a model
-        of as many blocks that are all of this kind. Its ffn_hidden is the width of its MLPs.
-        """
-        if self.experts == 1:
-            return [(self.layers, self)]
-        alike: dict[str, Any] = {"first_dense_layers": 0, "expert_interval": 1}
-        sparse = sum(map(self.has_experts, range(self.layers)))
-        dense = self.layers - sparse
-        kinds: list[tuple[int, ModelShape]] = []
-        if sparse:
-            width: dict[str, Any] = {"ffn_hidden": self.expert_ffn_hidden}
-            kinds.append((sparse, replace(self, layers=sparse, **alike, **width)))
-        if dense:
-            kinds.append((dense, replace(self, layers=dense, **alike, **OF_ONE_MLP)))
-        return kinds
-
     def padded_vocab(self, layout: "Layout") -> int:
         """Return the vocabulary's rows as stored: vocab_size rounded up to the next multiple of
         pad_vocab_multiple x tp, and of that number x pp with --vocab-pp.
@@ -317,7 +288,7 @@ class Layout:
         fits["overlap_param_gather"] = self.zero in (1, 2) and (self.dp, self.cp) != (1, 1)
         left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
         left = {name: on for name, on in left.items() if getattr(self, name) is None}
-        return replace(self, **left)
+        return dataclasses.replace(self, **left)
 
     @property
     def recomputed_of_stage(self) -> tuple[int, ...] | None:
@@ -390,8 +361,8 @@ class Config:
         """Return the run with --precision auto replaced by `automatic`, a name such as bf16."""
         if self.training.precision != "auto":
             return self
-        training = replace(self.training, precision=automatic)
-        return replace(self, training=training)
+        training = dataclasses.replace(self.training, precision=automatic)
+        return dataclasses.replace(self, training=training)
 
     @property
     def total_samples(self) -> int:

@@ -115,8 +115,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
     tp = layout.tp
     pp = layout.pp
     parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
-    if any(kind.experts == 1 for _, kind in model.kinds):  # tp cuts no expert
-        parts["ffn-hidden"] = model.ffn_hidden
+    parts |= {"ffn-hidden": model.ffn_hidden} if model.experts == 1 else {}  # tp cuts no expert
     for name, size in parts.items():
         if size % tp:
             raise UserError(f"tp({tp}) does not divide {name}({size})")
@@ -145,9 +144,6 @@ def _check_experts(
         return
     given = {
         "--experts-per-token": model.experts_per_token > 1,
-        "--expert-ffn-hidden": model.expert_ffn_hidden != model.ffn_hidden,
-        "--first-dense-layers": model.first_dense_layers > 0,
-        "--expert-interval": model.expert_interval > 1,
         "--router-groups": model.router_groups > 1,
         "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
         "--shared-gate": model.shared_gate,

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from config import block_kinds
 from config.messages import UserError
 from config.model_stats import block_parameters, mlp_parameters
 from config.schema import Layout, ModelShape, Training
@@ -94,8 +95,11 @@ class Job(NamedTuple):
     @property
     def kinds(self) -> "list[tuple[float, Job]]":
         """The shares of a model's blocks that are alike, each with the job of such blocks alone."""
+        if self.model.experts == 1:
+            return [(1.0, self)]
         layers = self.model.layers
-        return [(blocks / layers, self._replace(model=kind)) for blocks, kind in self.model.kinds]
+        found = block_kinds.kinds(self.model)
+        return [(blocks / layers, self._replace(model=kind)) for blocks, kind in found]
 
     @property
     def parameters_of_all_experts(self) -> float:

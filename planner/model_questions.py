@@ -5,7 +5,7 @@ print(largest(question).text)      # a Question as in planner/questions.py
 
 from dataclasses import asdict
 
-from config import model_stats, schema, validation
+from config import block_kinds, model_stats, schema, validation
 from config.messages import UserError
 from planner import model_sizes
 from planner.questions import BILLION, Answer, Question, Questions
@@ -18,7 +18,7 @@ def model(question: Question) -> Answer:
     total = model_stats.parameters(shape)
     parts: dict[str, int] = {}
     counts = {"embedding": 1, "head": 1}
-    for blocks, kind in shape.kinds:
+    for blocks, kind in block_kinds.kinds(shape):
         name = "block" if len(parts) == 0 else "dense block"
         parts[name] = model_stats.block_parameters(kind)
         counts[name] = blocks
@@ -29,7 +29,7 @@ def model(question: Question) -> Answer:
         lines.append(f"  {name:11} {counts[name]:3} x {part:15,}")
     experts, active = shape.mlps
     if experts > 1:
-        blocks, sparse = shape.kinds[0]
+        blocks, sparse = block_kinds.kinds(shape)[0]
         used = total - blocks * (experts - active) * model_stats.mlp_parameters(sparse)
         parts["active"] = used
         lines.append(f"{used:,} of them active: {active} of {experts} experts for each token")

@@ -134,6 +134,7 @@ OF_RUNS = {
 --save-every-minutes nan | --save-every-minutes must be a finite number, not nan
 --exit-after-minutes inf | --exit-after-minutes must be a finite number, not inf
 --begin-at-samples 8 | --begin-at-samples 8 needs --resume: a new run begins with 0
+--expert-interval 2 | --expert-interval 2 needs --experts N, with N above 1
 --pin-routing f | --pin-routing f needs --experts N, with N above 1
 --experts 2 --no-bias --record-routing f --pin-routing g | --record-routing and --pin-routing: a run
 --stop-at-samples -1 | --stop-at-samples must be at least 0, not -1

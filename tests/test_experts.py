@@ -349,7 +349,6 @@ def test_experts_without_rows_have_a_gradient_of_zero():
         ),
         ({"first_dense_layers": 4}, r"first-dense-layers\(4\) and expert-interval\(1\) leave no"),
         ({"first_dense_layers": 1, "ffn_hidden": 90, "tp": 4}, r"does not divide ffn-hidden\(90\)"),
-        ({"experts": 1, "experts_per_token": 1, "expert_interval": 2}, "--expert-interval needs"),
         ({"experts": 1}, "--experts-per-token needs --experts N, with N above 1"),
         ({"experts": 1, "experts_per_token": 1, "balance": "bias"}, "--balance needs --experts N"),
     ],

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import plan
-from config import model_stats
+from config import block_kinds, model_stats
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
@@ -47,6 +47,23 @@ def test_flops_are_those_of_the_active_experts():
         model = with_experts(dense, 8, active)
         more = model_stats.block_flops(model) - model_stats.block_flops(dense)
         assert more == pytest.approx((active - 1) * mlp + router)
+
+
+def test_blocks_of_two_kinds_are_counted_each_and_planned_as_their_mean():
+    model = with_experts(preset("gpt2-1.5b"), 8)
+    model = replace(model, first_dense_layers=16, ffn_hidden=6400, expert_ffn_hidden=1600)
+    (sparse_blocks, sparse), (dense_blocks, dense) = block_kinds.kinds(model)
+    assert (sparse_blocks, dense_blocks) == (32, 16)
+    difference = model_stats.block_parameters(sparse) - model_stats.block_parameters(dense)
+    assert difference == 1600 * 8 + 8 * (2 * 1600 * 1600 + 3200) - (2 * 1600 * 6400 + 8000)
+    assert model_stats.parameters_of_blocks(model, 15, 18) == (
+        3 * model_stats.block_parameters(dense) + 2 * difference
+    )
+    passes = [step_time.block_pass(job(each, Layout(dp=8))) for each in (sparse, dense, model)]
+    assert passes[2].forward == pytest.approx((2 * passes[0].forward + passes[1].forward) / 3)
+    held = [memory.stages(job(each, Layout(dp=8)))[0] for each in (sparse, dense, model)]
+    assert held[2].parameters < model_stats.parameters(model)
+    assert held[0].activations + held[1].activations == pytest.approx(held[2].activations, rel=0.01)
 
 
 def test_experts_are_spread_over_ep_and_their_state_over_all_replicas():
