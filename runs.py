@@ -1,6 +1,7 @@
 """Answers questions about runs from the files in their folders, while they train and after.
 
     python runs.py list [FOLDER]                 which runs are there, and in what do they differ?
+    python runs.py show RUN                      what has one run done, how fast, with what?
     python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
 
 numerics/ has the answers; no command needs torch or a GPU. train.py --trace-numerics writes what
@@ -32,6 +33,13 @@ def _diff(given: argparse.Namespace) -> int:
     return int(found["differs"])
 
 
+def _show(given: argparse.Namespace) -> int:
+    from numerics import page
+
+    print(page.text(given.run))
+    return 0
+
+
 def _list(given: argparse.Namespace) -> int:
     from numerics import table
 
@@ -53,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "column to sort by, default: date"
     command.add_argument("--sort", choices=SORTS, default="date", help=text)
     command.add_argument("--json", action="store_true", help="print all columns as JSON")
+    command = commands.add_parser("show", help="one run on one screen")
+    command.set_defaults(answer=_show)
+    command.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
     command = commands.add_parser("diff", help="why do two runs differ?")
     command.set_defaults(answer=_diff)
     command.add_argument("run_a", metavar="RUN_A", type=Path, help="folder of a run")

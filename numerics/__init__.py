@@ -2,6 +2,7 @@
 
 record   reads the folder of a run; options in which runs differ
 table    all runs of a folder, one line each
+page     one run on one screen
 traces   the files of --trace-numerics, and the difference of two of them row by row
 places   which samples, micro-batches and ranks a row belongs to, and what is computed before it
 diff     why two runs differ

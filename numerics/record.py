@@ -32,15 +32,15 @@ class Record:
     """Everything that was read of a run.
 
     facts: run.json. rows: of metrics.jsonl and its earlier parts, the oldest first; steps: those
-    of steps, without evaluations. resumes: the number of earlier parts. notes: sentences about
-    what is missing or damaged.
+    of steps, without evaluations. parts: endings of the names of these files, newest first: an
+    empty text, then .2 and so on. notes: sentences about what is missing or damaged.
     """
 
     folder: Path
     facts: dict[str, Any]
     rows: list[dict[str, Any]]
     steps: list[dict[str, Any]]
-    resumes: int
+    parts: list[str]
     notes: list[str]
 
     def last(self, name: str) -> Any:
@@ -95,15 +95,15 @@ def read(folder: Path, whole: bool = True) -> Record:
         notes.append(f"{whose} lacks {len(missing)} options, whose defaults are taken")
     rows = _part(folder / "metrics.jsonl", whole, notes)
     parts = folder.glob("metrics.jsonl.*") if config.get("run", {}).get("resume") else []
-    resumes = 0
+    read_parts = [""]
     for path in sorted(parts, key=lambda path: int(path.suffix[1:]), reverse=True):
         first = rows[0]["iteration"] if rows else math.inf
         if first == 1:
             break
         rows = [row for row in _part(path, whole, notes) if row["iteration"] < first] + rows
-        resumes += 1
+        read_parts.append(path.suffix)
     steps = [row for row in rows if isinstance(row.get("loss"), float)]
-    return Record(folder, facts, rows, steps, resumes, notes)
+    return Record(folder, facts, rows, steps, read_parts, notes)
 
 
 def _part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]]:
@@ -136,7 +136,8 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
     shape = groups["model"]
     model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
     follows = model.derived() | {"max_positions": model.seq_length}
-    groups["model"] = {name: shape[name] for name in shape if follows.get(name) != shape[name]}
+    unlike = {name for name in shape if shape[name] not in (None, follows.get(name))}
+    groups["model"] = {name: shape[name] for name in shape if name in unlike}
     groups["program"] = {"trine": facts.get("version")}
     groups["versions"] = facts.get("versions", {})
     found = {name: groups["run"][name] for name in OF_RUN}

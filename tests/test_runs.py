@@ -1,5 +1,5 @@
-"""runs.py list: if this failed, a table of runs would hide an option that differs, or would end at
-the first run that still trains, was killed, or is of an older version.
+"""runs.py list and show: if this failed, a table of runs would hide an option that differs, or
+would end at the first run that still trains, was killed, or is of an older version.
 """
 
 import json
@@ -79,9 +79,9 @@ def test_the_text_and_the_json_of_list(folder, capsys):
 
 def test_a_resumed_run_has_the_rows_of_all_its_parts(folder):
     record = read(folder / "deep/high")
-    assert record.resumes == 1
+    assert record.parts == ["", ".1"]
     assert [row["iteration"] for row in record.steps] == [*range(1, 9)]
-    assert read(folder / "low").resumes == 0
+    assert read(folder / "low").parts == [""]
 
 
 def test_a_killed_run_is_listed_without_its_last_line(copied):
@@ -131,6 +131,57 @@ def test_a_folder_without_runs_is_refused(tmp_path):
 def test_checkpoints_are_not_searched(copied):
     shutil.copy(copied / "low/run.json", copied / "low/checkpoints/run.json")
     assert [path.name for path in find(copied)] == ["high", "low"]
+
+
+def headings(printed: str) -> dict[str, str]:
+    """The lines of show by their headings, each joined with the lines that continue it."""
+    lines = printed.replace("\n" + " " * 18, " ").splitlines()
+    return {line[:18].strip(): line[18:] for line in lines}
+
+
+def test_show_has_the_numbers_of_all_parts(folder, capsys):
+    assert runs.run_command(["show", str(folder / "deep/high")]) == 0
+    shown = headings(capsys.readouterr().out)
+    losses = [row["loss"] for row in read(folder / "deep/high").steps]
+    assert len(losses) == 8
+    lowest = min(losses)
+    best = f"lowest {lowest:.4f} at step {losses.index(lowest) + 1}"
+    ends = [f"first {losses[0]:.4f} at step 1", f"last {losses[-1]:.4f} at step 8"]
+    assert shown["loss"] == f"{ends[0]}, {best}, {ends[1]}"
+    assert shown["run"] == f"{folder}/deep/high: finished, resumed 1 times"
+    assert (shown["progress"], shown["checkpoints"]) == ("step 8 of 8", "at step 4,8")
+    assert "lr 0.004" in shown["not default"]
+    assert "weight_decay" not in shown["not default"]
+    assert shown["notes"] == "none"
+    assert "spikes" not in shown
+
+
+def test_show_names_spikes_and_steps_without_a_loss(copied, capsys):
+    run = copied / "low"
+    rows = rows_of(run)
+    steps = [row for row in rows if "loss" in row]
+    steps[1]["loss"] = steps[2]["loss"] = float("nan")
+    steps[1]["skipped"] = True
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "spikes.jsonl").write_text('{"iteration": 4, "loss": 9.0}\n')
+    (run / "hang").mkdir()
+    (run / "hang/case.json").write_text('{"kind": "dead", "culprits": [3], "error": "SIGKILL"}')
+    assert runs.run_command(["show", str(run)]) == 0
+    shown = headings(capsys.readouterr().out)
+    assert shown["not finite"] == "at step 2-3"
+    assert (shown["no update"], shown["spikes"]) == ("at step 2", "at step 4")
+    assert shown["fault"] == "dead, ranks 3: SIGKILL"
+    assert "lowest nan" not in shown["loss"]
+
+
+def test_show_reads_runs_of_older_versions_and_runs_without_steps(copied, capsys):
+    assert runs.run_command(["show", str(OLD)]) == 0
+    assert "is of an older version" in headings(capsys.readouterr().out)["notes"]
+    (copied / "low/metrics.jsonl").write_text("")
+    assert runs.run_command(["show", str(copied / "low")]) == 0
+    assert headings(capsys.readouterr().out)["run"] == f"{copied}/low: empty, resumed 0 times"
+    with pytest.raises(UserError, match="is no folder of a run"):
+        runs.run_command(["show", str(copied)])
 
 
 values = st.one_of(st.none(), st.integers(0, 2), st.sampled_from(["a", "b"]), st.just([1, 2]))
