@@ -52,6 +52,11 @@ class ParamSpec:
         """Whether another stage holds a copy of this tensor."""
         return "tied" in self.reduce_over
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether the tensor has a matrix for each expert, along its first dimension."""
+        return self.reduce_over[0] == "expert_replicas"
+
     def counts_on(self, mesh: Mesh) -> bool:
         """Whether norms count this rank's elements; each counts on one rank of a replica."""
         return not self.copy and (self.dim is not None or mesh.tp.rank == 0)

@@ -64,11 +64,6 @@ def check_run(model: ModelShape, layout: Layout, training: Training) -> None:
     """Raise UserError if experts do not go with the other options of a run."""
     if model.bias:
         raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
-    if training.optimizer in ("muon", "adafactor"):
-        raise UserError(
-            f"--optimizer {training.optimizer} takes whole matrices and would take all "
-            f"experts({model.experts}) as one: give adamw, adamw8bit, apex or sgd"
-        )
     check_zero(model, replace(layout, ep=layout.ep or 1))
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 from typing import Any
 
 import torch
@@ -106,3 +107,14 @@ class Adam8bit:
         codes = torch.bucketize(blocks / scales.clamp(min=1e-38)[:, None], middles)
         self.codes[kind][index][start : start + count] = codes.view(-1).to(torch.uint8)
         self.scales[kind][index][start // BLOCK : (start + count) // BLOCK] = scales
+
+
+def check_blocks(p: Any) -> None:
+    """Raise UserError if tensor parallelism cuts a matrix inside a block of 8-bit state."""
+    spec = p.spec
+    run = math.prod(p.shape[spec.dim or 0 :])
+    if spec.dim is not None and run % BLOCK and p.shape[spec.dim] < spec.shape[spec.dim]:
+        raise UserError(
+            f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "
+            f"which is no multiple of its blocks of {BLOCK}; use a smaller --tp"
+        )

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config.messages import UserError
 from config.schema import BUCKET_ELEMENTS, Training, bucket_elements
 from distributed.collectives import Handle
 from distributed.mesh import Mesh
@@ -238,13 +237,20 @@ class Bucket(ParamGroup):
 
     def _cuts(self) -> list[tuple[nn.Parameter, int, int, int]]:
         """Return (parameter, its offset, start and stop of the overlap) for each parameter that
-        overlaps this rank's section; all offsets in the bucket. Whole matrices come without their
-        padding, since Adafactor's means over a matrix would include it.
+        overlaps this rank's section; all offsets in the bucket. Whole matrices come one by one,
+        each expert's too, and without padding, which Adafactor's means over one would include.
         """
-        start, stop, cuts = self.start, self.start + self.section, []
+        stop = self.start + self.section
+        cuts = []
         for p, at in self.places:
-            size = math.prod(p.spec.shape) if self.whole_matrices else p.numel()
-            cuts.append((p, at, max(at, start), min(at + size, stop)))
+            size = p.numel()
+            matrices = 1
+            if self.whole_matrices:
+                size = min(size, math.prod(p.spec.shape))
+                matrices = p.shape[0] if p.spec.of_experts else 1
+            each = size // matrices
+            for a in range(at, at + size, each):
+                cuts.append((p, at, max(a, self.start), min(a + each, stop)))
         return [cut for cut in cuts if cut[2] < cut[3]]
 
     def own_gradients(self) -> list[Tensor]:
@@ -390,7 +396,9 @@ def make_buckets(
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
         if key.family == "blocks":
-            _check_blocks(p)
+            from optim import adam8bit  # here: no other optimizer needs it
+
+            adam8bit.check_blocks(p)
         of_key = runs.setdefault(key, [[]])
         full = sum(q.numel() for q in of_key[-1]) + p.numel() > most
         if of_key[-1] and full and key.family != "matrices":
@@ -429,18 +437,6 @@ def _lay_out(
         total += -(-p.numel() // step) * step
     share = max(ALIGNMENT, step) * owners
     return places, -(-total // share) * share
-
-
-def _check_blocks(p: nn.Parameter) -> None:
-    """Raise UserError if tensor parallelism cuts a matrix inside a block of 8-bit state."""
-    spec = p.spec
-    block = update_rules.BLOCK
-    run = math.prod(p.shape[spec.dim or 0 :])
-    if spec.dim is not None and run % block and p.shape[spec.dim] < spec.shape[spec.dim]:
-        raise UserError(
-            f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "
-            f"which is no multiple of its blocks of {block}; use a smaller --tp"
-        )
 
 
 def _flat_shape(shard: ParamShard) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ Parameters belong to three families, and a rule updates masters of one family:
     plain     AdamW, SGD, and parameters that the rules below do not update: flat sections, which
               may begin anywhere in a parameter
     blocks    8-bit AdamW: flat sections that begin at a multiple of BLOCK in every parameter
-    matrices  Adafactor and Muon: whole matrices, each of which has one owner
+    matrices  Adafactor and Muon: whole matrices, each of which has one owner; an expert's are apart
 """
 
 import math

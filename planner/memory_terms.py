@@ -77,14 +77,27 @@ def laid_out(job: Job, parts: Parts) -> Column:
     name, model, held = job.training.optimizer, job.model, held_parameters(job, parts)
     if name not in ("adafactor", "muon"):
         return held
-    largest = model.hidden * model.up_width * (parts.blocks > 0)
-    matrices = parts.blocks * job.block_parameters
+    widest = max(model.qkv_width, model.up_width)
+    if all(kind.model.experts > 1 for _, kind in job.kinds):
+        widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
+    largest = model.hidden * widest * (parts.blocks > 0)
+    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)
     if name == "adafactor":
         ends = parts.embedding | parts.head
         largest = np.maximum(largest, ends * model.hidden * job.vocab_columns)
-        matrices = held
+        matrices = held - parts.blocks * job.expert_parameters
     sections = held - matrices + np.maximum(matrices, job.shards * largest)
+    if model.experts > 1:  # a block's experts are in one section of the ranks that hold the same
+        experts = parts.blocks * job.expert_parameters
+        stack = largest_stack(job) * (parts.blocks > 0)
+        sections = sections - experts + np.maximum(experts, job.shards // job.ep * stack)
     return np.where(job.layout.zero > 0, sections, held)
+
+
+def largest_stack(job: Job) -> Column:
+    """Parameters of the first matrices of all experts that a rank holds of a block."""
+    model = job.model
+    return model.experts / job.ep * model.hidden * model.expert_ffn_hidden * model.up_matrices
 
 
 def weights_of(job: Job, parts: Parts, held: Column) -> Column:

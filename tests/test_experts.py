@@ -61,7 +61,7 @@ CHOICES = {
     "tied": (False, True),
     "overlap_param_gather": (False, True),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
-    "optimizer": ("adamw", "adamw", "sgd"),
+    "optimizer": ("adamw", "adamw", "sgd", "adafactor"),
 }
 SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "cp": (1, 1, 2), "ep": (1, 2, 4, 8)}
 
@@ -123,6 +123,8 @@ OF_FOUR_RANKS = (
         "expert_ffn_hidden": 24,
         "router_normalised": False,
     },
+    {"ep": 2, "optimizer": "adafactor", "zero": 1},
+    {"ep": 4, "optimizer": "muon", "zero": 1},
 )
 
 
@@ -132,7 +134,9 @@ def test_four_layouts_of_experts_equal_the_single_rank_run(tmp_path):
     cases = [alike | {"balance_rate": 0.05} | options for options in OF_FOUR_RANKS]
     results = run_cases(4, cases, tmp_path)
     for case, result in zip(cases, results, strict=True):
-        assert_within(distance(result, reference(case)), 1e-12, case)
+        # Muon makes a matrix orthogonal in bf16, where a rounding of fp64 may change the last bit.
+        tolerance = 1e-3 if case.get("optimizer") == "muon" else 1e-12
+        assert_within(distance(result, reference(case)), tolerance, case)
 
 
 @pytest.mark.slow
@@ -149,15 +153,20 @@ def test_every_layout_of_experts_equals_the_single_rank_run(tmp_path):
                 assert_within(distance(result, wanted), 1e-12, case)
 
 
-def test_a_checkpoint_is_resumed_under_another_ep(tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [("adamw", "--tp 2 --ep 4", "--pp 2 --ep 2"), ("adafactor", "--ep 4", "--pp 2 --ep 2")],
+)
+def test_a_checkpoint_is_resumed_under_another_ep(optimizer, before, after, tmp_path):
     """The last rows are those of the run that went on; biases and loads come along."""
     model = "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --no-bias --experts 8"
     model += " --experts-per-token 2 --router sigmoid --balance bias --balance-rate 0.05"
     run = f"train.py {model} --precision fp64 --steps 4 --global-batch-size 8 --data synthetic"
+    run += f" --optimizer {optimizer}"
     first, then = tmp_path / "first", tmp_path / "then"
     ways = {
-        first: "--tp 2 --ep 4 --save-every 2",
-        then: f"--pp 2 --ep 2 --resume {first}/checkpoints/step_00000002",
+        first: f"{before} --save-every 2",
+        then: f"{after} --resume {first}/checkpoints/step_00000002",
     }
     rows = {}
     for folder, way in ways.items():
@@ -340,7 +349,6 @@ def test_experts_without_rows_have_a_gradient_of_zero():
         ({"bias": True}, r"experts\(8\) have no biases here: give --no-bias"),
         ({"shared_gate": True}, "--shared-gate is of the shared MLP: give --shared-ffn-hidden N"),
         ({"shared_ffn_hidden": 9, "tp": 2}, r"tp\(2\) does not divide shared-ffn-hidden\(9\)"),
-        ({"optimizer": "muon"}, "takes whole matrices and would take all experts"),
         ({"zero": 3, "ep": 2}, r"--zero 3 with experts needs --ep 1 and tp\(1\), not ep\(2\)"),
         ({"experts": 1, "experts_per_token": 1, "ep": 2}, "--ep needs --experts N"),
         (
