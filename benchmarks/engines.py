@@ -241,6 +241,10 @@ class Engine(Software):
         size = job.number_bytes / 2 * job.tokens * more
         return unwrap(memory_terms.block_activations)(job, scores) + size
 
+    def copied_width(self, job: Job) -> Column:
+        """Copies of queries and keys are facts of an engine: `copies_of_attention`."""
+        return 0.0
+
     def attention_copies(self, job: Job) -> Column:
         if self.keeps_scores:
             return 0.0

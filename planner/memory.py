@@ -114,7 +114,7 @@ def of_run(config: Config) -> list[dict[str, float]]:
     scale = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas end at fp32
     batch = max(level.batch for level in config.levels)
     training = replace(config.training, global_batch_size=batch)
-    layout = config.layout
+    layout = replace(config.layout, ep=config.layout.ep or 1)  # a run has 1 if none is given
     if layout.schedule == "auto":  # which holds no more than the fullest rank of 1F1B
         layout = replace(layout, schedule="1f1b")
     table = stages(Job(config.model, layout, training, machine))

@@ -21,6 +21,10 @@ from schedules.partition import StageSpec
 # and two scales for 256 weights, one moment, or two factors of a matrix. Muon and 8-bit AdamW leave
 # some weights to AdamW: `state_of_others`.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
+# Bytes that a router keeps for each expert of a token, beside the row itself: its number and its
+# weight in FP32 and half precision; two permutations, with --ep four.
+PLACES = 8 + 4 + 2 + 2 * 8
+PLACES_ELSEWHERE = PLACES + 2 * 8
 
 
 class Parts(NamedTuple):
@@ -205,12 +209,38 @@ def block_activations(job: Job, scores: Column) -> Column:
     numbers = numbers + normed_width(model) / t
     if model.activation == "swiglu":
         numbers = numbers + f / t  # SiLU's result: torch has it as a kernel of its own
+    numbers = numbers + copied_width(job) / t
     if experts > 1:
         numbers = numbers + 2 * active * h / t  # sent to experts, and back
     # Keys and values of other ranks of cp; where attention is recomputed, gathered again.
     gathered_from = scores * (job.cp // job.over_heads - 1)
     numbers = numbers + gathered_from * keys / t
-    return job.number_bytes * job.tokens * numbers
+    return job.number_bytes * job.tokens * numbers + routing_bytes(job)
+
+
+def routing_bytes(job: Job) -> Column:
+    """Bytes that a block's router keeps of one micro-batch: in FP32 its input, in place of that of
+    an MLP, and the scores; and of each row's way to its expert and back the places.
+    """
+    model, h = job.model, job.model.hidden
+    if model.experts == 1:
+        return 0.0
+    places = np.where(job.ep > 1, PLACES_ELSEWHERE, PLACES)
+    each = 4.0 * (h + model.experts) + places * model.experts_per_token
+    unused = 0 if model.shared_ffn_hidden else h
+    saved = job.number_bytes * unused / job.sequence_shards
+    return job.tokens * (each / job.layout.tp - saved)
+
+
+@term
+def copied_width(job: Job) -> Column:
+    """Columns of queries and keys that a block keeps again beside those of the product, which hold
+    the values too: rotary positions turn both, and queries that share keys lie apart.
+    """
+    model = job.model
+    if model.qk_norm == "none" and model.positions == "rotary":
+        return (model.qkv_width + model.attention_width) / 2
+    return model.attention_width * (model.kv_heads < model.heads)
 
 
 @term
@@ -237,7 +267,8 @@ def working_of(job: Job, parts: Parts, kept: Column, heads: Column) -> Column:
 
     kept: of one micro-batch, bytes; heads: outputs of the head that a rank keeps.
     """
-    working = np.maximum(block_working(job), embedding_working(job, parts, kept))
+    of_blocks = np.where(parts.blocks > 0, block_working(job), 0.0)
+    working = np.maximum(of_blocks, embedding_working(job, parts, kept))
     has_head = parts.head | np.bool_(job.layout.vocab_pp)
     working = np.maximum(working, np.where(has_head, loss_bytes(job, parts, heads), 0.0))
     reduced = np.maximum(working, buckets_of(job, parts) - kept) + tied_gradient(job, parts)
@@ -266,10 +297,14 @@ def reduced_bytes(job: Job) -> Column:
 @term
 def block_working(job: Job) -> Column:
     """Bytes of a block's backward: all that a block keeps that is computed again; else the
-    gradients of its output and input, since others take the place of what is freed.
+    gradients of its output and input, since others take the place of what is freed. Of experts
+    there are the gradients of a token's rows and their products before anything is free.
     """
     ends = 2.0 * job.activation_bytes / job.sequence_shards
-    return np.where(np.equal(job.layout.recompute, "full"), block_activations(job, True), ends)
+    active = job.model.experts_per_token * (job.model.experts > 1)
+    rows = 2.0 * active * job.activation_bytes / job.layout.tp
+    whole = block_activations(job, True)
+    return np.where(np.equal(job.layout.recompute, "full"), whole, ends) + rows
 
 
 @term

@@ -3,6 +3,8 @@
 SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 2"
 SMALL += " --global-batch-size 64 --precision bf16 "
 LLAMA = "--kv-heads 4 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
+EXPERTS = LLAMA + "--qk-norm head --experts 16 --experts-per-token 8 --ffn-hidden 256 "
+EXPERTS += "--vocab-size 1024 --micro-batch-size 8 "
 BLOOM = "--positions alibi --embedding-norm "
 NOW_AND_THEN = "--sample-every 5 --sample-prompt 1"
 
@@ -23,6 +25,8 @@ CASES: dict[str, tuple[int, str]] = {
     "vocabulary over pp 4": (8, SMALL + "--tp 2 --pp 4 --vocab-pp --sequence-parallel"),
     "cp 4 over heads, pp 2": (8, SMALL + BLOOM + "--cp 4 --pp 2 --recompute selective"),
     "masks over keys of 4 ranks": (4, SMALL + "--cp 4 --kv-heads 1 --objective prefix"),
+    "experts of 4 ranks": (4, SMALL + EXPERTS + "--ep 4 --global-batch-size 128"),
+    "experts recomputed, pp 2": (4, SMALL + EXPERTS + "--ep 2 --pp 2 --recompute full"),
     "one rank, fp32": (1, SMALL + "--precision fp32"),
     "tp 2": (2, SMALL + "--tp 2"),
     "tp 8": (8, SMALL + "--tp 8"),
@@ -70,4 +74,4 @@ CASES: dict[str, tuple[int, str]] = {
         " --recompute full --global-batch-size 2048",
     ),
 }
-IN_SUITE = list(CASES)[:13]
+IN_SUITE = list(CASES)[:15]

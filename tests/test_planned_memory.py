@@ -189,3 +189,42 @@ def test_what_a_program_keeps_beside_what_its_kernels_need():
     assert gathered.total - plain.total == pytest.approx(4 * jobs[0].activation_bytes)
     one = dataclasses.replace(layout, tp=1)
     assert memory.stages(Job(model, one, training(8), machines[2]))[0].buffers == plain.buffers
+
+
+MIXTURE = {"experts": 16, "experts_per_token": 4, "bias": False, "seq_length": 128}
+
+
+def test_a_router_keeps_its_input_scores_and_places():
+    """Of the tensors that an ExpertMLP saved for its backward on one rank, by their bytes a token:
+    input in FP32 1,024, scores 64, and for each of four experts 30 of numbers, weights and places.
+    """
+    model = ModelShape(2, 256, 4, **MIXTURE)
+    one = Job(model, Layout(dp=8, ep=1), training(8), A100)
+    assert memory_terms.routing_bytes(one) == 128 * (1024 + 64 + 4 * 30 - 512)
+    over_ranks = Job(model, Layout(dp=8, ep=8), training(8), A100)
+    assert memory_terms.routing_bytes(over_ranks) == memory_terms.routing_bytes(one) + 128 * 64
+    shared = dataclasses.replace(model, shared_ffn_hidden=96)
+    with_shared = Job(shared, Layout(dp=8, ep=1), training(8), A100)
+    assert memory_terms.routing_bytes(with_shared) == 128 * (1024 + 64 + 4 * 30)
+    dense = ModelShape(2, 256, 4)
+    assert memory_terms.routing_bytes(Job(dense, Layout(dp=8), training(8), A100)) == 0.0
+
+
+def test_queries_that_share_keys_or_are_turned_are_kept_again():
+    def width(**rest):
+        model = ModelShape(2, 256, 4, **rest)
+        return memory_terms.copied_width(Job(model, Layout(dp=8), training(8), A100))
+
+    assert width() == 0
+    assert width(kv_heads=2) == 256
+    assert width(positions="rotary") == 512
+    assert width(positions="rotary", kv_heads=2) == 256 + 128
+    assert width(positions="rotary", kv_heads=2, qk_norm="head") == 256
+    assert width(positions="rotary", qk_norm="head") == 0
+
+
+def test_a_run_whose_ep_is_not_given_holds_all_experts():
+    words = "--layers 2 --hidden 256 --heads 4 --experts 16 --no-bias --steps 1 --precision bf16"
+    words += " --global-batch-size 8"
+    tables = [memory.of_run(check(parse(f"{words} {ep}".split()), 8)) for ep in ("", "--ep 1")]
+    assert tables[0] == tables[1]
