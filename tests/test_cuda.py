@@ -74,6 +74,13 @@ def test_the_gpu_computes_what_the_cpu_does(cuda_device, kind, precision, tolera
     assert_close(ours, theirs, tolerance, kind)
 
 
+def test_many_small_experts_on_the_gpu(cuda_device):
+    """Their products are one kernel in bf16, and one for each expert on the CPU."""
+    options = {"experts": 32, "experts_per_token": 4, "bias": False, "activation": "swiglu"}
+    ours = losses(options | {"precision": "bf16"}, cuda_device)
+    assert_close(ours, losses(options | {"precision": "fp32"}, "cpu"), 2e-2)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_on_the_gpu(cuda_device, recompute):
     plain = losses({"precision": "bf16"}, cuda_device)

@@ -24,7 +24,7 @@ from config.messages import UserError
 from distributed.mesh import Mesh
 from emulator.matching import World, mismatches
 from emulator.recording import Event
-from experts import ExpertMLP, Router
+from experts import ExpertMLP, Router, in_one_kernel, one_by_one
 from optim.balance import Penalty
 from parallel import ParamFactory
 
@@ -335,6 +335,20 @@ def test_experts_without_rows_have_a_gradient_of_zero():
     mlp(x, kept).sum().backward()
     used = [bool(part.any()) for part in mlp.up.grad]
     assert used == [i == 5 for i in range(8)]
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 0], [0, 0, 0, 9], [1, 1, 1, 1]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_one_kernel_computes_what_a_product_for_each_expert_does(counts, dtype, transposed):
+    """The kernel that GPUs take for many small experts, in torch's version for the CPU."""
+    x = torch.randn(sum(counts), 16, dtype=dtype)
+    weight = torch.randn(4, 16, 24, dtype=dtype)
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = one_by_one(x, weight, counts)
+    tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
+    assert_close(in_one_kernel(x, weight, counts), expected, tolerance)
 
 
 @pytest.mark.parametrize(
