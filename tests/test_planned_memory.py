@@ -195,8 +195,8 @@ MIXTURE = {"experts": 16, "experts_per_token": 4, "bias": False, "seq_length": 1
 
 
 def test_a_router_keeps_its_input_scores_and_places():
-    """Of the tensors that an ExpertMLP saved for its backward on one rank, by their bytes a token:
-    input in FP32 1,024, scores 64, and for each of four experts 30 of numbers, weights and places.
+    """An ExpertMLP saved tensors with these bytes a token for its backward on one rank: the input
+    in FP32 1,024, scores 64, and for each of four experts 30 of numbers, weights and places.
     """
     model = ModelShape(2, 256, 4, **MIXTURE)
     one = Job(model, Layout(dp=8, ep=1), training(8), A100)
