@@ -82,13 +82,12 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     """
     model = build_model(config, context)
     config = model.config
-    factory = model.factory
-    optimizer = Optimizer(model.stages, factory, config.training, config.layout, config.model)
+    optimizer = Optimizer(model.stages, model.factory, config.training, config.layout, config.model)
     state = TrainState(**vars(model), optimizer=optimizer)
     if config.run.routing_file and optimizer.balance:
         from telemetry.routing_file import RoutingFile  # here, since few runs need the module
 
-        routing = RoutingFile(config, factory, optimizer.balance.routers)
+        routing = RoutingFile(config, model.factory, optimizer.balance.routers)
         state.before_passes.append(routing.begin_step)
     return state
 
@@ -112,8 +111,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
         from optim.fsdp import block_sharder  # here, since it loads 43 MB of torch's modules
 
         factory = replace(factory, shard=block_sharder(factory, training))
-    costs = part_costs(config.model, factory.device.type)
-    specs = stage_specs(config.model, layout, costs)
+    specs = stage_specs(config.model, layout, part_costs(config.model, factory.device.type))
     stage_of: dict[int, Stage] = {}
     for spec in specs:
         if spec.rank == mesh.pp.rank:
@@ -170,10 +168,9 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     """Return the mean loss per target of the first `count` samples, 0 without any; collective."""
     config = state.config
     mesh = state.factory.mesh
-    layout = state.config.layout
     mesh.recorder.enter("evaluate")
     state.pipeline.set_length(config.model.seq_length)
-    micro_batches = -(-count // (layout.micro_batch_size * layout.dp))
+    micro_batches = -(-count // (config.layout.micro_batch_size * config.layout.dp))
     batches = state.reader.batches(samples, 0, config, count)
     loss_sum, counted = state.pipeline.evaluate(batches, micro_batches)
     sums = torch.stack([loss_sum, torch.full_like(loss_sum, counted)])
@@ -300,6 +297,10 @@ class Trainer:
             from telemetry.numerics_trace import NumericsTrace
 
             self.step = NumericsTrace(state, passes, step, exchange.gather, log.without).step
+        if self.config.run.audit_every:
+            from telemetry.audit import Audit
+
+            self.after_step.append(Audit(state, self.checkpoints, log, self.done, self.total).after)
         self.after_step.append(StepTimes(exchange, log).after)
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples
@@ -435,7 +436,6 @@ class Trainer:
 
     def _stop_early(self) -> bool:
         """Save, print which rank requested the stop, and return False: the run is not finished.
-
         Raise UserError if the state could not be saved.
         """
         reasons = self.checkpoints.exchange.gather("stop", self.conditions.reason)

@@ -96,6 +96,9 @@ class Optimizer:
         self._overlap = layout.overlap_param_gather
         # Called when the gradients of a step, or of discarded passes, are reduced.
         self.after_reduction: list[Callable[[], None]] = []
+        # Called in place of the step's count with each parameter whose gradient is complete; None:
+        # the gradients are those of a step.
+        self.gradient_taker: Callable[[nn.Parameter], None] | None = None
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
@@ -171,6 +174,9 @@ class Optimizer:
 
         The gradient is in the bucket's buffer, or in `p.grad` at --zero 2.
         """
+        if self.gradient_taker is not None:
+            self.gradient_taker(p)
+            return
         self._bucket_of[p].missing -= 1
         self._reduce_ready_buckets()
 

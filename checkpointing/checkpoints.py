@@ -50,6 +50,9 @@ class Checkpoints:
         self._check_replicas = check_replicas
         self._arguments = (config, mesh, optimizer, context, samples, print_line, check_replicas)
         self._made: Checkpointer | None = None
+        # On rank 0, the last step whose audit found nothing; -1: there is none. The newest
+        # checkpoint of at most this step is not deleted.
+        self.covered = -1
         if self.enabled or config.run.resume:
             self._checkpointer()
 
@@ -66,7 +69,9 @@ class Checkpoints:
 
     def after_step(self, progress: Progress, last: bool, requested: bool) -> None:
         if self._made or requested:
-            self._checkpointer().after_step(progress, last, requested)
+            made = self._checkpointer()
+            made.writer.covered = self.covered
+            made.after_step(progress, last, requested)
 
     @property
     def requested_action(self) -> RequestedAction:

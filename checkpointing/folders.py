@@ -237,15 +237,20 @@ def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
     return [step for step in older if not keep_every or step % keep_every]
 
 
-def delete_surplus(parent: str, keep_last: int, keep_every: int, saved: int) -> None:
-    """Delete the checkpoints whose steps `surplus` returns, except that of the step `saved`.
+def delete_surplus(
+    parent: str, keep_last: int, keep_every: int, saved: int, covered: int = -1
+) -> None:
+    """Delete the checkpoints whose steps `surplus` returns, except that of the step `saved` and the
+    newest one of at most the step `covered`.
 
     Called after each save, with its step as `saved`. Raise OSError if a deletion fails.
     """
     found = list_checkpoints(parent)
-    delete = surplus(sorted({step_of(path) for path in found}), keep_last, keep_every)
+    steps = sorted({step_of(path) for path in found})
+    needed = {saved, *[step for step in steps if step <= covered][-1:]}
+    delete = {*surplus(steps, keep_last, keep_every)} - needed
     for path in found:
-        if step_of(path) in delete and step_of(path) != saved:
+        if step_of(path) in delete:
             remove(path)
 
 

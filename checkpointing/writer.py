@@ -92,7 +92,8 @@ class Writer:
 
     parent: the folder of all checkpoints. exchange: passes the ranks' reports to rank 0.
     other_course: on rank 0, (step, reason): checkpoints of later steps did not lead to this run's
-    state, and are moved to another folder before the run's first checkpoint appears.
+    state, and are moved to another folder before the run's first checkpoint appears. covered: the
+    newest checkpoint of at most this step is not deleted.
     """
 
     run: Run
@@ -101,6 +102,7 @@ class Writer:
     exchange: StoreExchange
     recorder: FlightRecorder
     other_course: tuple[int, str] | None = None
+    covered: int = -1
     _image: tuple[list, bytes] | None = field(default=None, init=False)
 
     def write(self, save: PendingSave, runs: dict[str, Iterable[np.ndarray]]) -> None:
@@ -206,7 +208,7 @@ class Writer:
         save.bytes = sum(total for total, _ in files.values())
         try:
             keep = self.run.keep_last, self.run.keep_every
-            folders.delete_surplus(self.parent, *keep, save.progress.iteration)
+            folders.delete_surplus(self.parent, *keep, save.progress.iteration, self.covered)
         except OSError as error:  # only a note: this checkpoint is complete
             save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,11 +54,22 @@ class SaveError(UserError):
 
 
 class NodeError(UserError):
-    """An error of the named nodes; a run may start if they are left out."""
+    """An error of the named nodes; a run may start if they are left out.
 
-    def __init__(self, sentence: str, nodes: Iterable[str]):
+    kind, ranks: of the case that is written for the supervisor.
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        nodes: Iterable[str],
+        kind: str = "preflight",
+        ranks: Sequence[int] = (),
+    ):
         super().__init__(sentence)
         self.nodes = sorted(nodes)
+        self.kind = kind
+        self.ranks = list(ranks)
 
 
 class Parser(argparse.ArgumentParser):

@@ -248,6 +248,11 @@ class Run:
         "steps between replica checks, also before each save; 0: never",
         minimum=0,
     )
+    audit_every: int = option(
+        0,
+        "steps between audits: all replicas repeat a micro-batch and compare the bits; 0: never",
+        minimum=0,
+    )
     spike_sigma: float = option(
         6.0,
         "record in spikes.jsonl a loss or gradient norm so many sigma above recent steps; 0: never",

@@ -38,6 +38,10 @@ def check(config: Config, ranks: int) -> Config:
     _check_precision(config.training)
     _check_length(config)
     _check_run(config.run, config.total_steps)
+    if config.run.audit_every:
+        from config import audit_checks  # here, since most runs have no audits
+
+        audit_checks.check(config)
     return config
 
 
@@ -112,20 +116,18 @@ def rotary_scaling(text: str) -> tuple[str, list[float]]:
 
 def check_split(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
-    tp = layout.tp
-    pp = layout.pp
     parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
     parts |= {"ffn-hidden": model.ffn_hidden} if model.experts == 1 else {}  # tp cuts no expert
     for name, size in parts.items():
-        if size % tp:
-            raise UserError(f"tp({tp}) does not divide {name}({size})")
+        if size % layout.tp:
+            raise UserError(f"tp({layout.tp}) does not divide {name}({size})")
     if product := _uncut(layout, model.seq_length):
         raise UserError(f"{product} does not divide seq-length({model.seq_length})")
     _check_schedule(layout)
     _check_vocab_pp(layout)
     _check_experts(model, layout)
     if layout.stages > model.layers + 2:
-        product = f"pp({pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
+        product = f"pp({layout.pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
         raise UserError(
             f"{product} is more stages than there are parts to place: "
             f"{model.layers} blocks + embedding + head = {model.layers + 2}"
@@ -305,16 +307,14 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
 def check_batches(config: Config) -> None:
     """Raise UserError for the first batch size of this start that the layout cannot divide."""
     layout = config.layout
-    rounds = config.training.decrease_batch_size_if_needed
     share = layout.micro_batch_size * layout.dp
-    run = config.run
     levels = batch_schedule(config.training, config.model.seq_length).levels()
-    for level in between(levels, run.begin_at_samples, run.stop_at_samples):
+    for level in between(levels, config.run.begin_at_samples, config.run.stop_at_samples):
         name, when = "global-batch-size", ""
         if level.consumed or level.steps:
             name = "batch"
             when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
-        if not rounds:
+        if not config.training.decrease_batch_size_if_needed:
             check_batch(layout, name, level.batch, when)
         elif level.batch < share:
             raise UserError(

@@ -85,7 +85,7 @@ def prepare(run: Run, pp: int = 1) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if run.compile:  # there are few small kernels: no pool of compiler processes beside each rank
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if run.deterministic:
+    if run.deterministic or run.audit_every:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -289,7 +289,7 @@ class Context(Meeting):
                 from watchdog import hang_report  # needed for this error alone
 
                 with contextlib.suppress(OSError):  # the error has been printed already
-                    hang_report.write_refusal(f"{self.out}/hang", str(error), error.nodes)
+                    hang_report.write_refusal(f"{self.out}/hang", error)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)
         sys.stdout.flush()
         self.end_all_ranks(status or 1)

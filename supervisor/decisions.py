@@ -2,7 +2,7 @@
 
     finished, stopped early, a user's mistake, diverged    return the status of the ranks
     the disk is full                                       wait until there is room, start again
-    a node does not answer, or the pre-flight names it     leave the node out
+    a node does not answer, or a check names it            leave the node out
     a lost rank                                            leave its node out if a node is spare
     an exception                                           start again; the second time as above
     the same step fails on other nodes, or three times     stop: it is not the hardware
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import printable
-from supervisor.evidence import LOST, Evidence
+from supervisor.evidence import LOST, REFUSED, Evidence
 from telemetry.row_file import RowFile, read_rows
 
 SAME_STEP = 3  # failures in the same step after which the supervisor stops
@@ -97,7 +97,7 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
     if found.requested:
         return Decision(Action.PASS, "a signal asked for the end")
     recent = [row for row in earlier if row.ago < DAY]
-    named = found.silent or (found.nodes if found.kind == "preflight" else ())
+    named = found.silent or (found.nodes if found.kind in REFUSED else ())
     if not named and not found.disk_is_full and found.is_mistake:
         what = "a user's mistake" if found.finite else "training has diverged"
         return Decision(Action.STOP, f"{what}: another start would end in the same way")

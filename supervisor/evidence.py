@@ -26,6 +26,7 @@ from telemetry.row_file import read_object, read_rows
 LEAST_ROOM = 1 << 20  # free bytes that a run needs even if its checkpoints are smaller
 TAIL_BYTES = 1 << 16  # bytes that are read from the end of metrics.jsonl
 LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has reported an error
+REFUSED = ("preflight", "audit")  # kinds of cases whose nodes have failed a check
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Evidence:
     """How a start of the ranks ended."""
 
     status: int  # exit status of the launcher
-    kind: str = ""  # kind of case: dead, hang, missing, failed, preflight; empty without a case
+    kind: str = ""  # kind of case: dead, hang, missing, failed, preflight, audit; or empty
     nodes: tuple[str, ...] = ()  # nodes that the case names
     ranks: tuple[int, ...] = ()
     error: str = ""  # the last line of an exception, or another error message
@@ -56,7 +57,7 @@ class Evidence:
     @property
     def is_mistake(self) -> bool:
         """Whether a UserError or diverged training ended the run; both have status 2."""
-        return self.status == 2 and self.kind not in (*LOST, "preflight")
+        return self.status == 2 and self.kind not in (*LOST, *REFUSED)
 
     def describe(self) -> str:
         """Return the evidence as a part of a sentence."""

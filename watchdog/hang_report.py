@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.messages import Parser, UserError, number_ranges, sentences
+from config.messages import NodeError, Parser, UserError, number_ranges, sentences
 from watchdog.flight_recorder import describe_place
 
 Ranks = dict[int, dict[str, Any]]  # by rank: the result of monitor.Rank.to_dict
@@ -397,14 +397,12 @@ def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) ->
     (path / "case.json").write_text(json.dumps(case))
 
 
-def write_refusal(folder: str, sentence: str, nodes: list[str]) -> None:
-    """Write the case of a failed check before step 1. Raise OSError if writing fails.
-
-    sentence: the error. nodes: the nodes that cannot be used.
-    """
+def write_refusal(folder: str, error: NodeError) -> None:
+    """Write the case of a failed check of nodes. Raise OSError if writing fails."""
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    case = {"kind": "preflight", "time": when, "culprits": [], "nodes": nodes, "error": sentence}
-    write_files(folder, case, {}, f"\n{_RULE}\n{when}: {sentence}\n{_RULE}")
+    case = {"kind": error.kind, "time": when, "culprits": error.ranks, "nodes": error.nodes}
+    report = f"\n{_RULE}\n{when}: {error}\n{_RULE}"
+    write_files(folder, case | {"error": str(error)}, {}, report)
 
 
 def read_report(out: str) -> str:

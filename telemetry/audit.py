@@ -1,0 +1,432 @@
+"""Repeats a micro-batch on all replicas of a stage and compares every product: `--audit-every N`.
+
+After every N-th step, and after the last one, one replica sends its data-parallel group one
+micro-batch of the step: the input of each stage, the tokens that the stage reads, and the gradient
+of its output. Every replica runs the stage forward and backward on them. All of them have the same
+weights, so the results of all products, the stage's output and all gradients must be equal bit for
+bit. The gradients go to a scratch buffer: weights and training do not change.
+
+A wrong bit spreads to all later results of its rank, and by the next collective to the ranks of its
+tensor and context group. So the first result that differs from the majority names layer and rank.
+With two replicas there is no majority, and the finding names both.
+
+The ranks of all stages audit at the same time, and replicas that are not asked would have to wait
+in the next step: an audit takes the time of one micro-batch and examines every rank. On a GPU,
+torch's deterministic kernels run inside an audit only. Each audit is a row of OUT/audits.jsonl:
+
+    {"iteration": 100, "results": 213, "finding": "", "time": "2026-11-21T20:41:47+0000"}
+
+An audit that found nothing covers the checkpoints of its own step and of earlier steps. After a
+finding, rank 0 moves all later checkpoints to another folder, so that a restart does not load them.
+"""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpointing import folders
+from checkpointing.checkpoints import Checkpoints
+from checkpointing.state import Progress, checkpoints_folder
+from config.messages import NodeError
+from config.schema import Config, coordinates
+from data import Batch
+from distributed.collectives import MAX, Group
+from model import Stage
+from parallel import ParamFactory
+from telemetry.log import Log
+from telemetry.replica_check import bit_hash
+from telemetry.row_file import RowFile, read_rows
+from zero import Optimizer
+
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+EQUAL = 1  # 1, because in a rehearsal every number that is read from a device is 1
+DIFFERS = 2
+
+
+class Results:
+    """The hashes of the results of an audit on this rank, with their names, in order."""
+
+    def __init__(self) -> None:
+        self.layer = ""
+        self.direction = ""
+        self.names: list[str] = []
+        self.hashes: list[Tensor] = []
+
+    def add(self, result: str, tensor: Tensor) -> None:
+        """Add a result of the layer that runs now, such as "mm" or "gradient of its input"."""
+        self.names.append(f"{self.layer}: {result}{self.direction}")
+        self.hashes.append(bit_hash(tensor.detach().reshape(-1)))
+
+    def enter(self, layer: str, direction: str, *_: Any) -> None:
+        """Note that a pass through a layer begins; further arguments are those of torch's hooks."""
+        self.layer = layer
+        self.direction = direction
+
+
+class Products(TorchDispatchMode):
+    """Adds the result of each matrix product and each attention inside the context to `results`."""
+
+    def __init__(self, results: Results):
+        super().__init__()
+        self.results = results
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would load its compiler, some 50 MB, to exclude this class."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        attention = "attention" in name
+        if name in MATRIX_PRODUCTS or attention:
+            outputs = output if isinstance(output, tuple) else (output,)
+            if attention and "backward" not in name:
+                outputs = outputs[:1]  # the others are padded, or no numbers
+            for tensor in filter(_is_result, outputs):
+                self.results.add(name, tensor)
+        return output
+
+
+def _is_result(value: Any) -> bool:
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
+class Captured:
+    """What a stage read in the audited micro-batch; every tensor is a copy."""
+
+    def __init__(self, x: Tensor, batch: Batch | None):
+        self.x = x.detach().clone()
+        self.batch = batch
+        self.gradient: Tensor | None = None  # of the stage's output
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        """Hook that autograd calls with the gradient of the stage's output."""
+        self.gradient = gradient.detach().clone()
+
+    def from_replica(self, source: int, replicas: Group) -> "Captured":
+        """Return what the rank `source` of the group has captured; collective over the group."""
+        values: dict[str, Any] = vars(self.batch) if self.batch else {}
+        of_batch: dict[str, Any] = {
+            name: v.clone() for name, v in values.items() if torch.is_tensor(v)
+        }
+        result = Captured(self.x, replace(self.batch, **of_batch) if self.batch else None)
+        assert self.gradient is not None  # every forward pass of a step has its backward pass
+        result.gradient = self.gradient
+        for tensor in (result.x, *of_batch.values(), result.gradient):
+            replicas.broadcast(tensor, source).wait()
+        return result
+
+
+class Audit:
+    """The audits of one run; every rank has one and calls the same methods."""
+
+    def __init__(self, state: Any, checkpoints: Checkpoints, log: Log, done: Progress, last: int):
+        """state: the trainer's. done: how far the run is. last: its last step."""
+        self.config: Config = state.config
+        self.factory: ParamFactory = state.factory
+        self.optimizer: Optimizer = state.optimizer
+        self.mesh = self.factory.mesh
+        self.stages: dict[int, Stage] = state.pipeline.stages
+        self.checkpoints = checkpoints
+        self.log = log
+        self.last = last
+        self.rows: RowFile | None = None
+        if self.mesh.rank == 0:
+            path = Path(self.config.run.out, "audits.jsonl")
+            self.rows = RowFile(str(path), log.note)
+            checkpoints.covered = last_clean(path, done.iteration)
+        self.micro_batch = -1  # the one to capture; -1: none
+        self.passes: Counter[int] = Counter()  # forward passes of the step, by stage
+        self.captured: dict[int, Captured] = {}
+        state.before_passes.append(self.begin_passes)
+        for index, stage in self.stages.items():
+            stage.register_forward_hook(partial(self._capture, index))
+
+    # -- during the passes of a step --------------------------------------------------------
+
+    def begin_passes(self, consumed: int, length: int) -> None:
+        """Prepare to capture a micro-batch, if this step is audited; called before its passes."""
+        self.passes.clear()
+        self.captured.clear()
+        self.micro_batch = -1
+        iteration = self.mesh.recorder.place[1]
+        if self._is_due(iteration):
+            count = self.config.micro_batches(self.config.batches.batch(consumed))
+            self.micro_batch = self._round(iteration) // self.mesh.dp.size % count
+
+    def _is_due(self, iteration: int) -> bool:
+        return iteration % self.config.run.audit_every == 0 or iteration == self.last
+
+    def _round(self, iteration: int) -> int:
+        """Return the number of the audit, from which replica and micro-batch follow."""
+        return -(-iteration // self.config.run.audit_every)
+
+    def _capture(self, index: int, stage: nn.Module, inputs: tuple, output: Tensor) -> None:
+        """Hook that is called after each forward pass of a stage."""
+        if self.micro_batch < 0 or not output.requires_grad:
+            return
+        if self.passes[index] == self.micro_batch:
+            x, batch = inputs
+            self.captured[index] = Captured(x, batch)
+            output.register_hook(self.captured[index].take_gradient)
+        self.passes[index] += 1
+
+    # -- after a step -----------------------------------------------------------------------
+
+    def after(self, iteration: int) -> None:
+        """Audit if the step is due. Raise NodeError on every rank if results differ. Collective."""
+        if not self._is_due(iteration):
+            return
+        self.mesh.recorder.enter("audit")
+        self.micro_batch = -1
+        results = Results()
+        source = self._round(iteration) % self.mesh.dp.size
+        self.optimizer.finish_gathering()
+        with self._apart(results), _deterministic(self.factory.device):
+            for index, captured in sorted(self.captured.items()):
+                received = captured.from_replica(source, self.mesh.dp)
+                with observed(self.stages[index], results), Products(results):
+                    self._repeat(self.stages[index], received, results)
+        self.captured.clear()
+        differing = self._differing(results)
+        worst = torch.tensor([EQUAL if differing is None else DIFFERS], device=self.factory.device)
+        self.mesh.world.at_once.all_reduce(worst, MAX).wait()
+        if self.mesh.world.values(worst)[0] == EQUAL:
+            self._note(iteration, len(results.names), "")
+            return
+        self._end(iteration, results, differing)
+
+    def _repeat(self, stage: Stage, captured: Captured, results: Results) -> None:
+        """Run a stage forward and backward on a captured micro-batch."""
+        x = captured.x
+        if x.is_floating_point():
+            x.requires_grad_()
+        y = stage(x, captured.batch)
+        results.add("output", y)
+        results.direction = " in the backward pass"
+        deferred = self.factory.deferred
+        if deferred is None:
+            torch.autograd.backward(y, captured.gradient)
+        else:
+            deferred.backward(y, captured.gradient)()
+        if x.grad is not None:
+            results.add("gradient of the stage's input", x.grad)
+
+    @contextmanager
+    def _apart(self, results: Results) -> Iterator[None]:
+        """Inside, gradients go to `results`, and what training counts stays as it is.
+
+        A parameter's gradient is complete when the optimizer is told, so one buffer, as large as
+        the largest parameter, serves all of them.
+        """
+        parameters: list[Any] = [p for s in self.stages.values() for p in s.parameters()]
+        parameters = [p for p in parameters if p.requires_grad]
+        summed = {p: p.main_grad for p in parameters if hasattr(p, "main_grad")}
+        held = {p: p.grad for p in parameters}
+        sums = list(summed.values())
+        scratch = sums[0].new_zeros(max(t.numel() for t in sums)) if sums else torch.empty(0)
+        for p in summed:
+            p.main_grad = scratch[: p.numel()].view(p.shape)
+            if held[p] is not None:
+                p.grad = p.main_grad
+
+        def take(p: Any) -> None:
+            gradient = p.main_grad if p in summed else p.grad
+            results.add(f"gradient of {p.spec.name}", gradient)
+            gradient.zero_()
+            if p not in summed:
+                p.grad = None
+
+        routers = self.optimizer.balance.routers.values() if self.optimizer.balance else ()
+        routings = [router.routing for router in routers]
+        for router in routers:
+            router.routing = None
+        self.optimizer.gradient_taker = take
+        yield
+        self.optimizer.gradient_taker = None
+        for router, routing in zip(routers, routings):
+            router.routing = routing
+        if self.optimizer.balance:
+            self.optimizer.balance.discard()  # the step's counts have been used already
+        for p in parameters:
+            p.grad = held[p]
+        for p, total in summed.items():
+            p.main_grad = total
+
+    def _differing(self, results: Results) -> tuple[int, bool] | None:
+        """Return what `vote` says about this rank; collective over the data-parallel group."""
+        group = self.mesh.dp
+        device = self.factory.device
+        longest = torch.tensor([len(results.hashes)], device=device)
+        group.at_once.all_reduce(longest, MAX).wait()
+        # A wrong choice of experts can change the number of products.
+        count = max(len(results.hashes), int(group.values(longest)[0]))
+        own = torch.zeros(count, dtype=torch.int64, device=device)
+        if results.hashes:
+            own[: len(results.hashes)] = torch.stack(results.hashes)
+        gathered = own.new_empty(group.size * count)
+        group.at_once.all_gather(gathered, own).wait()
+        by_rank = gathered.view(group.size, -1)
+        differ = (by_rank != own).any(0).nonzero().flatten()
+        places = group.values(differ)
+        found = vote(by_rank[:, differ].t().tolist()) if places else {}
+        if group.rank not in found:
+            return None
+        row, tied = found[group.rank]
+        return places[row], tied
+
+    # -- the finding ------------------------------------------------------------------------
+
+    def _note(self, iteration: int, results: int, finding: str) -> None:
+        """Write the row of an audit; on rank 0."""
+        if self.rows is None:
+            return
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        row = {"iteration": iteration, "results": results, "finding": finding, "time": when}
+        self.rows.write(row)
+        if not finding:
+            self.checkpoints.covered = iteration
+
+    def _end(self, iteration: int, results: Results, differing: tuple[int, bool] | None) -> None:
+        """Set uncovered checkpoints aside and raise NodeError with the finding. Collective."""
+        own = None
+        if differing is not None:
+            place, tied = differing
+            names = [*results.names, "the number of products"]
+            own = place, tied, names[min(place, len(results.names))]
+        reports = self.checkpoints.exchange.gather("audit", own)
+        culprits = named(reports, self.config.layout.axes)
+        nodes = self.log.context.nodes
+        what = " and ".join(f"rank {rank} on {nodes[rank]} ({culprits[rank]})" for rank in culprits)
+        tied = any(reports[rank][1] for rank in culprits)
+        finding = f"the audit after iteration {iteration} found other bits on {what}"
+        if tied:
+            finding = f"in the audit after iteration {iteration} the results differ between {what}"
+            finding += "; there is no majority, so nobody can say which is wrong"
+        self.checkpoints.close()
+        if self.rows is not None:
+            self._note(iteration, len(results.names), finding)
+            self.rows.finish()
+            parent = checkpoints_folder(self.config)
+            line = folders.set_aside(parent, self.checkpoints.covered)
+            self.log.note(line or f"no audit-free checkpoint in {parent}")
+        self.checkpoints.exchange.gather("audited", None)  # the files are there before a rank ends
+        raise NodeError(finding, {nodes[rank] for rank in culprits}, "audit", list(culprits))
+
+
+def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
+    """Return the members with wrong results: by member, its first wrong row, and whether there was
+    no majority, so that any of the named members may be wrong.
+
+    rows: for each result, the hashes of all members. A member that was outvoted in a row has no
+    vote in later rows.
+    """
+    voters = list(range(len(rows[0]))) if rows else []
+    found: dict[int, tuple[int, bool]] = {}
+    for number, row in enumerate(rows):
+        common, votes = Counter(row[member] for member in voters).most_common(1)[0]
+        if votes == len(voters):
+            continue
+        if 2 * votes <= len(voters):
+            return found | dict.fromkeys(voters, (number, True))
+        for member in [member for member in voters if row[member] != common]:
+            found[member] = (number, False)
+            voters.remove(member)
+    return found
+
+
+def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
+    """Return the ranks whose own products are wrong, and the name of the first one of each.
+
+    reports: of every rank, the place of its first wrong result, whether nobody was outvoted, and
+    the result's name; None if it has none. The other ranks of a replica get the wrong bits of one
+    rank later, by a collective. So the rank with the earliest result is named.
+    """
+    replicas: dict[tuple[int, int], list[int]] = {}
+    for rank, report in enumerate(reports):
+        if report is not None:
+            place = coordinates(rank, axes)
+            replicas.setdefault((place["pp"], place["dp"]), []).append(rank)
+    found: dict[int, str] = {}
+    for ranks in replicas.values():
+        first = min(reports[rank][0] for rank in ranks)
+        found |= {rank: reports[rank][2] for rank in ranks if reports[rank][0] == first}
+    return found
+
+
+# ---- Contexts of the repeated passes -------------------------------------------------------------
+
+
+@contextmanager
+def observed(stage: Stage, results: Results) -> Iterator[None]:
+    """Inside, `results.layer` is the layer of the stage that runs, forward or backward."""
+    handles = []
+    results.enter(f"stage {stage.spec.index}", "")
+    for name, part in _layers(stage):
+        entered = partial(results.enter, name, "")
+        handles.append(part.register_forward_pre_hook(entered))
+        back = partial(results.enter, name, " in the backward pass")
+        handles.append(part.register_forward_hook(partial(_observe_gradient, back)))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _observe_gradient(
+    entered: Callable[..., None], part: nn.Module, inputs: tuple, output: Tensor
+) -> None:
+    """Have `entered` called when the backward pass reaches a layer's output."""
+    if output.requires_grad:
+        output.register_hook(lambda _: entered())
+
+
+def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers of a stage with their names in the whole model."""
+    if stage.embedding is not None:
+        yield "embedding", stage.embedding
+    blocks: Iterable[Any] = stage.blocks
+    for number, block in enumerate(blocks, stage.spec.first):
+        yield f"blocks.{number}.attention", block.attention
+        yield f"blocks.{number}.mlp", block.mlp
+    if stage.head is not None:
+        yield "head", stage.head
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU runs only kernels that give the same bits for the same inputs."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+def last_clean(path: Path, most: int) -> int:
+    """Return the last step, at most `most`, whose audit found nothing; -1: there is none.
+
+    path: audits.jsonl, which may be missing. most: the step after which the run goes on.
+    """
+    with contextlib.suppress(OSError):
+        rows = read_rows(path.read_bytes())
+        steps = [row.get("iteration") for row in rows if row.get("finding") == ""]
+        return max((step for step in steps if isinstance(step, int) and step <= most), default=-1)
+    return -1
