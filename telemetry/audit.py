@@ -42,7 +42,7 @@ from config.schema import Config, coordinates
 from data import Batch
 from distributed.collectives import MAX, Group
 from model import Stage
-from parallel import ParamFactory
+from parallel import DeferredGradients, ParamFactory
 from telemetry.log import Log
 from telemetry.replica_check import bit_hash
 from telemetry.row_file import RowFile, read_rows
@@ -63,8 +63,8 @@ class Results:
         self.hashes: list[Tensor] = []
 
     def add(self, result: str, tensor: Tensor) -> None:
-        """Add a result of the layer that runs now, such as "mm" or "gradient of its input"."""
-        self.names.append(f"{self.layer}: {result}{self.direction}")
+        """Add a result; its name is for the finding."""
+        self.names.append(result)
         self.hashes.append(bit_hash(tensor.detach().reshape(-1)))
 
     def enter(self, layer: str, direction: str, *_: Any) -> None:
@@ -96,7 +96,7 @@ class Products(TorchDispatchMode):
             if attention and "backward" not in name:
                 outputs = outputs[:1]  # the others are padded, or no numbers
             for tensor in filter(_is_result, outputs):
-                self.results.add(name, tensor)
+                self.results.add(f"{self.results.layer}: {name}{self.results.direction}", tensor)
         return output
 
 
@@ -198,8 +198,7 @@ class Audit:
         with self._apart(results), _deterministic(self.factory.device):
             for index, captured in sorted(self.captured.items()):
                 received = captured.from_replica(source, self.mesh.dp)
-                with observed(self.stages[index], results), Products(results):
-                    self._repeat(self.stages[index], received, results)
+                self._repeat(self.stages[index], received, results)
         self.captured.clear()
         differing = self._differing(results)
         worst = torch.tensor([EQUAL if differing is None else DIFFERS], device=self.factory.device)
@@ -214,16 +213,15 @@ class Audit:
         x = captured.x
         if x.is_floating_point():
             x.requires_grad_()
-        y = stage(x, captured.batch)
-        results.add("output", y)
-        results.direction = " in the backward pass"
-        deferred = self.factory.deferred
-        if deferred is None:
-            torch.autograd.backward(y, captured.gradient)
-        else:
-            deferred.backward(y, captured.gradient)()
+        deferred = self.factory.deferred or DeferredGradients()
+        with observed(stage, results), Products(results):
+            y = stage(x, captured.batch)
+            results.add(f"output of stage {stage.spec.index}", y)
+            results.direction = " in the backward pass"
+            compute_weight_gradients = deferred.backward(y, captured.gradient)
         if x.grad is not None:
-            results.add("gradient of the stage's input", x.grad)
+            results.add(f"gradient of the input of stage {stage.spec.index}", x.grad)
+        compute_weight_gradients()
 
     @contextmanager
     def _apart(self, results: Results) -> Iterator[None]:

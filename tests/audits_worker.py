@@ -1,0 +1,125 @@
+"""Audits with planned wrong products, many in one start of ranks, for tests/test_audit.py and
+benchmarks/audit.py.
+
+    mpirun -n 4 python tests/audits_worker.py jobs.json results.json
+
+A job is {"case": options as in golden_worker.py, "steps": number, "faults": {step: fault of
+audit_worker.py}, "audited": whether there are audits}. Each step is audited; a fault is there in the
+audit of its step alone, so the weights stay right. The result has the final weights in sums; for
+each fault the ranks that the finding names, its text, and whether the bit was flipped; the number of
+audits with a finding but no flipped bit; and the number of products in an audit, by rank.
+"""
+
+import os
+import random
+import re
+import time
+from types import SimpleNamespace
+
+import audit_worker
+import golden_worker
+
+import data
+import trainer
+from checkpointing.checkpoints import Checkpoints
+from checkpointing.state import Progress
+from config import validation
+from config.messages import NodeError
+from distributed.context import Context
+from telemetry.audit import Audit
+
+NO_FAULT = {"product": -1, "rank": -1}
+
+
+class Audited:
+    """A small run whose steps are audited."""
+
+    def __init__(self, case: dict, context: Context, audited: bool = True):
+        case = {"steps": 1000} | case | {"audit_every": int(audited)}
+        os.makedirs(case["out"], exist_ok=True)
+        self.config = validation.check(golden_worker.options(case), context.size)
+        self.context = context
+        self.samples = data.build(self.config).train
+        self.state = trainer.build(self.config, context)
+        self.iteration = 0
+        self.seconds = 0.0  # in audits
+        self.audit: Audit | None = None
+        if audited:
+            optimizer, mesh = self.state.optimizer, self.state.factory.mesh
+            about = (self.config, mesh, optimizer, context, self.samples, print, None)
+            log = SimpleNamespace(context=context, note=lambda line: None)
+            checkpoints = Checkpoints(*about)
+            self.audit = Audit(self.state, checkpoints, log, Progress(), self.config.total_steps)
+
+    def step(self) -> None:
+        """Do one training step."""
+        self.iteration += 1
+        self.state.factory.mesh.recorder.begin_step(self.iteration)
+        consumed = self.config.batches.consumed(self.iteration - 1)
+        trainer.step(self.state, self.samples, consumed, self.config.training.lr)
+
+    def audited(self, fault: dict) -> tuple[str, audit_worker.WrongProducts]:
+        """Audit the last step with a fault; return the finding, or "", and the fault's mode."""
+        here = fault if fault["rank"] == self.context.rank else NO_FAULT
+        mode = audit_worker.WrongProducts(here)
+        mode.step = self.iteration
+        began = time.perf_counter()
+        try:
+            with mode:
+                self.audit.after(self.iteration)
+        except NodeError as error:
+            return str(error), mode
+        finally:
+            self.seconds += time.perf_counter() - began
+        return "", mode
+
+    def everywhere(self, value) -> list:
+        """Every rank's value."""
+        return self.audit.checkpoints.exchange.gather("test", value)
+
+
+def run_job(job: dict, context: Context) -> dict:
+    run = Audited(job["case"], context, job.get("audited", True))
+    found: dict[str, list] = {}
+    false_alarms, products = 0, []
+    for number in range(1, job["steps"] + 1):
+        run.step()
+        if not job.get("audited", True):
+            continue
+        fault = job.get("faults", {}).get(str(number))
+        if isinstance(fault, (int, float)):  # a random product of a random rank
+            fault = drawn(random.Random(fault), products)
+        finding, mode = run.audited(fault or NO_FAULT)
+        if not products:
+            products = run.everywhere(mode.count)
+        if fault:
+            ranks = [int(rank) for rank in re.findall(r"rank (\d+) on", finding)]
+            found[str(number)] = [fault, ranks, finding, sum(run.everywhere(mode.flips))]
+        else:
+            false_alarms += bool(finding)
+    run.state.reader.close()
+    weights = golden_worker.weights(run.state)
+    return {
+        "weights": weights,
+        "found": found,
+        "false_alarms": false_alarms,
+        "products": products,
+        "seconds": run.seconds,
+    }
+
+
+def drawn(source: random.Random, products: list[int]) -> dict:
+    """A fault in a random product of a random rank."""
+    rank = source.randrange(len(products))
+    element, bit = source.randrange(10**6), source.randrange(31)
+    return {
+        "rank": rank,
+        "product": source.randrange(products[rank]),
+        "element": element,
+        "bit": bit,
+    }
+
+
+if __name__ == "__main__":
+    golden_worker.configuration.LEAST_BUCKET = 1
+    golden_worker.run_jobs(run_job)
