@@ -5,8 +5,8 @@
 FAULT is JSON: {"rank", "product", "element", "bit", "from": the first step with the fault,
 "chance": of each execution, default 1}; "null": none. product: the number of the product in the
 passes of a micro-batch through this rank's stages. Its element (modulo their number) has that bit
-flipped whenever it is computed. If OUT/hang/case.json is there, a start before this one had a
-finding, and the rank's node is taken as replaced: the fault is not planted.
+flipped whenever it is computed. With "node" the rank has the fault on this node of Slurm alone.
+Without it, the node is taken as replaced after a finding, if there is OUT/hang/case.json.
 """
 
 import json
@@ -60,7 +60,9 @@ class WrongProducts(TorchDispatchMode):
 
 
 def flip(result: torch.Tensor, fault: dict) -> None:
-    """Flip a bit of an element of a result, in its own memory."""
+    """Flip a bit of an element of a result, in its own memory, if it has an element."""
+    if not result.numel():
+        return
     bits = result.detach().view(INTEGERS[result.element_size()])
     where = []
     place = fault["element"] % result.numel()
@@ -92,6 +94,8 @@ def main() -> None:
     launch = discover()
     config = validation.check(parse(sys.argv[2:]), launch.size)
     replaced = os.path.exists(os.path.join(config.run.out, "hang", "case.json"))
+    if fault and "node" in fault:
+        replaced = os.environ["SLURMD_NODENAME"] != fault["node"]
     if not fault or launch.rank != fault["rank"] or replaced:
         trainer.main(config, launch)
         return

@@ -4,10 +4,11 @@ benchmarks/audit.py.
     mpirun -n 4 python tests/audits_worker.py jobs.json results.json
 
 A job is {"case": options as in golden_worker.py, "steps": number, "faults": {step: fault of
-audit_worker.py}, "audited": whether there are audits}. Each step is audited; a fault is there in the
-audit of its step alone, so the weights stay right. The result has the final weights in sums; for
-each fault the ranks that the finding names, its text, and whether the bit was flipped; the number of
-audits with a finding but no flipped bit; and the number of products in an audit, by rank.
+audit_worker.py, or the seed of a drawn one}, "audited": whether there are audits}. Each step is
+audited; a fault is there in the audit of its step alone, so the weights stay right. The result has
+the final weights in sums; for each fault the ranks that the finding names, its text, and whether
+the bit was flipped; the number of findings in audits without a fault; the number of products in an
+audit, by rank; and the seconds in audits.
 """
 
 import os

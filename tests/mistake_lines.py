@@ -144,6 +144,8 @@ OF_RUNS = {
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
 --trace-numerics 0 | --trace-numerics 0 is never reached: the run has 2 steps
 --trace-numerics 1 3 | --trace-numerics 3 is never reached: the run has 2 steps
+--audit-every -1 | --audit-every must be at least 0, not -1
+--audit-every 5 | --audit-every 5 compares data-parallel replicas, two or more: dp is 1
 --log-every 0 | --log-every must be at least 1, not 0
 --sample-every 2 | --sample-every N and --sample-prompt TEXT need each other
 --sample-prompt text | --sample-every N and --sample-prompt TEXT need each other
