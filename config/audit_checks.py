@@ -20,6 +20,8 @@ def check(config: Config) -> None:
         raise UserError(f"{given} takes no --vocab-pp: its vocabulary passes are not repeated")
     if config.run.compile:
         raise UserError(f"{given} takes no --compile: it examines each product that torch starts")
+    if config.run.routing_file:
+        raise UserError(f"{given} takes no --record-routing and no --pin-routing")
     ep = layout.ep or 1
     if layout.tp * layout.cp % ep:
         raise UserError(

@@ -14,6 +14,7 @@ The ranks of all stages audit at the same time, and replicas that are not asked 
 in the next step: an audit takes the time of one micro-batch and examines every rank. On a GPU,
 torch's deterministic kernels run inside an audit only. Each audit is a row of OUT/audits.jsonl:
 
+    {"iteration": 0}                         # a start of the ranks: the last step before it
     {"iteration": 100, "results": 213, "finding": "", "time": "2026-11-21T20:41:47+0000"}
 
 An audit that found nothing covers the checkpoints of its own step and of earlier steps. After a
@@ -25,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,29 +105,26 @@ def _is_result(value: Any) -> bool:
 
 
 class Captured:
-    """What a stage read in the audited micro-batch; every tensor is a copy."""
+    """The input of a stage and the gradient of its output, copied, and the tokens that it read."""
 
     def __init__(self, x: Tensor, batch: Batch | None):
         self.x = x.detach().clone()
         self.batch = batch
-        self.gradient: Tensor | None = None  # of the stage's output
+        self.gradient: Tensor | None = None
 
     def take_gradient(self, gradient: Tensor) -> None:
         """Hook that autograd calls with the gradient of the stage's output."""
         self.gradient = gradient.detach().clone()
 
-    def from_replica(self, source: int, replicas: Group) -> "Captured":
-        """Return what the rank `source` of the group has captured; collective over the group."""
-        values: dict[str, Any] = vars(self.batch) if self.batch else {}
-        of_batch: dict[str, Any] = {
-            name: v.clone() for name, v in values.items() if torch.is_tensor(v)
-        }
-        result = Captured(self.x, replace(self.batch, **of_batch) if self.batch else None)
-        assert self.gradient is not None  # every forward pass of a step has its backward pass
-        result.gradient = self.gradient
-        for tensor in (result.x, *of_batch.values(), result.gradient):
+    def broadcast(self, source: int, replicas: Group) -> None:
+        """Overwrite all tensors by those of the rank `source`; collective over the group.
+
+        The step is over: nothing else reads the tokens of this micro-batch again.
+        """
+        tokens = vars(self.batch).values() if self.batch else ()
+        for tensor in (self.x, *filter(torch.is_tensor, tokens), self.gradient):
+            assert tensor is not None  # every forward pass of a step has its backward pass
             replicas.broadcast(tensor, source).wait()
-        return result
 
 
 class Audit:
@@ -148,6 +145,7 @@ class Audit:
             path = Path(self.config.run.out, "audits.jsonl")
             self.rows = RowFile(str(path), log.note)
             checkpoints.covered = last_clean(path, done.iteration)
+            self.rows.write({"iteration": done.iteration})
         self.micro_batch = -1  # the one to capture; -1: none
         self.passes: Counter[int] = Counter()  # forward passes of the step, by stage
         self.captured: dict[int, Captured] = {}
@@ -197,8 +195,8 @@ class Audit:
         self.optimizer.finish_gathering()
         with self._apart(results), _deterministic(self.factory.device):
             for index, captured in sorted(self.captured.items()):
-                received = captured.from_replica(source, self.mesh.dp)
-                self._repeat(self.stages[index], received, results)
+                captured.broadcast(source, self.mesh.dp)
+                self._repeat(self.stages[index], captured, results)
         self.captured.clear()
         differing = self._differing(results)
         worst = torch.tensor([EQUAL if differing is None else DIFFERS], device=self.factory.device)
@@ -231,38 +229,26 @@ class Audit:
         the largest parameter, serves all of them.
         """
         parameters: list[Any] = [p for s in self.stages.values() for p in s.parameters()]
-        parameters = [p for p in parameters if p.requires_grad]
-        summed = {p: p.main_grad for p in parameters if hasattr(p, "main_grad")}
-        held = {p: p.grad for p in parameters}
-        sums = list(summed.values())
-        scratch = sums[0].new_zeros(max(t.numel() for t in sums)) if sums else torch.empty(0)
-        for p in summed:
-            p.main_grad = scratch[: p.numel()].view(p.shape)
-            if held[p] is not None:
-                p.grad = p.main_grad
+        sums = [(p, p.main_grad) for p in parameters if hasattr(p, "main_grad")]
+        largest = max(sums, key=lambda pair: pair[1].numel(), default=None)
+        scratch = torch.zeros_like(largest[1]).flatten() if largest else torch.empty(0)
+        for p, _ in sums:
+            _set_gradient(p, scratch[: p.numel()].view(p.shape))
 
         def take(p: Any) -> None:
-            gradient = p.main_grad if p in summed else p.grad
+            gradient = getattr(p, "main_grad", p.grad)
             results.add(f"gradient of {p.spec.name}", gradient)
             gradient.zero_()
-            if p not in summed:
+            if not hasattr(p, "main_grad"):
                 p.grad = None
 
-        routers = self.optimizer.balance.routers.values() if self.optimizer.balance else ()
-        routings = [router.routing for router in routers]
-        for router in routers:
-            router.routing = None
         self.optimizer.gradient_taker = take
         yield
         self.optimizer.gradient_taker = None
-        for router, routing in zip(routers, routings):
-            router.routing = routing
+        for p, total in sums:
+            _set_gradient(p, total)
         if self.optimizer.balance:
             self.optimizer.balance.discard()  # the step's counts have been used already
-        for p in parameters:
-            p.grad = held[p]
-        for p, total in summed.items():
-            p.main_grad = total
 
     def _differing(self, results: Results) -> tuple[int, bool] | None:
         """Return what `vote` says about this rank; collective over the data-parallel group."""
@@ -308,9 +294,11 @@ class Audit:
         reports = self.checkpoints.exchange.gather("audit", own)
         culprits = named(reports, self.config.layout.axes)
         nodes = self.log.context.nodes
-        what = " and ".join(f"rank {rank} on {nodes[rank]} ({culprits[rank]})" for rank in culprits)
+        what = " and ".join(
+            f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()
+        )
         tied = any(reports[rank][1] for rank in culprits)
-        finding = f"the audit after iteration {iteration} found other bits on {what}"
+        finding = f"the audit after iteration {iteration} found wrong bits on {what}"
         if tied:
             finding = f"in the audit after iteration {iteration} the results differ between {what}"
             finding += "; there is no majority, so nobody can say which is wrong"
@@ -320,9 +308,16 @@ class Audit:
             self.rows.finish()
             parent = checkpoints_folder(self.config)
             line = folders.set_aside(parent, self.checkpoints.covered)
-            self.log.note(line or f"no audit-free checkpoint in {parent}")
+            self.log.note(line or "all checkpoints are covered by audits")
         self.checkpoints.exchange.gather("audited", None)  # the files are there before a rank ends
         raise NodeError(finding, {nodes[rank] for rank in culprits}, "audit", list(culprits))
+
+
+def _set_gradient(p: Any, total: Tensor) -> None:
+    """Have the gradients of a parameter added to `total`, by autograd too if it did that before."""
+    p.main_grad = total
+    if p.grad is not None:
+        p.grad = total
 
 
 def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
@@ -410,21 +405,28 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(before)
-    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
-def last_clean(path: Path, most: int) -> int:
-    """Return the last step, at most `most`, whose audit found nothing; -1: there is none.
+def last_clean(path: Path, begin: int) -> int:
+    """Return the last step whose audit found nothing and that led to the step `begin`, after which
+    the run goes on; -1: there is none.
 
-    path: audits.jsonl, which may be missing. most: the step after which the run goes on.
+    path: audits.jsonl, which may be missing. A row without a finding is that of a start of the
+    ranks: audits of later steps belong to another course of the run.
     """
+    rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         rows = read_rows(path.read_bytes())
-        steps = [row.get("iteration") for row in rows if row.get("finding") == ""]
-        return max((step for step in steps if isinstance(step, int) and step <= most), default=-1)
-    return -1
+    clean = [-1]
+    for row in [*rows, {"iteration": begin}]:
+        step = row.get("iteration")
+        if not isinstance(step, int):
+            continue
+        if "finding" not in row:
+            clean = [earlier for earlier in clean if earlier <= step]
+        elif row["finding"] == "":
+            clean.append(step)
+    return clean[-1]

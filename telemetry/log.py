@@ -8,6 +8,7 @@ rank 0 writes. The files of a run, in the folder --out:
     metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
+    audits.jsonl    the audits of --audit-every (audit.py)
     trackers.json   identifiers of the runs in W&B and MLflow that a resumed run continues
 """
 
@@ -318,7 +319,7 @@ class Log:
         new = os.path.join(out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # A run from step 0 must not add its checkpoints to the checkpoints of an earlier run.
-        earlier += [] if self.config.run.resume else ["checkpoints", TRACKED_RUNS]
+        earlier += [] if self.config.run.resume else ["checkpoints", "audits.jsonl", TRACKED_RUNS]
         try:
             os.makedirs(out, exist_ok=True)
             with open(new, "w") as file:

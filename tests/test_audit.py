@@ -157,7 +157,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 def rows(out: Path) -> list[tuple[int, bool]]:
     """The step of each audit, and whether it found nothing."""
     read = map(json.loads, (out / "audits.jsonl").read_text().splitlines())
-    return [(row["iteration"], not row["finding"]) for row in read]
+    return [(row["iteration"], not row["finding"]) for row in read if "finding" in row]
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_the_run_that_goes_back_ends_with_the_weights_of_the_run_without_faults(
     program = ["tests/audit_worker.py", fault, *AUDITED, "--out", str(out)]
     first = fork_ranks(3, *program)
     assert first.status == 2, first.err
-    assert "the audit after iteration 6 found other bits on rank 2 on " in first.err
+    assert "the audit after iteration 6 found wrong bits on rank 2 on " in first.err
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000003"]
     case = json.loads((out / "hang" / "case.json").read_text())
     assert (case["kind"], case["culprits"], len(case["nodes"])) == ("audit", [2], 1)
@@ -213,7 +213,15 @@ def test_the_last_clean_audit_before_a_step_is_found(tmp_path):
     lines = [{"iteration": 3, "finding": ""}, {"iteration": 6, "finding": "the audit ..."}]
     lines += [{"iteration": 12, "finding": ""}, {"iteration": "x", "finding": ""}, {}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iteration": 9')
-    assert [last_clean(path, most) for most in (2, 3, 11, 12)] == [-1, 3, 3, 12]
+    assert [last_clean(path, begin) for begin in (2, 3, 11, 12)] == [-1, 3, 3, 12]
+
+
+def test_audits_of_another_course_cover_nothing(tmp_path):
+    """The run went back to step 4, and then on to step 11 without an audit."""
+    path = tmp_path / "audits.jsonl"
+    lines = [{"iteration": 0}, {"iteration": 3, "finding": ""}, {"iteration": 9, "finding": ""}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"iteration": 4}]))
+    assert last_clean(path, 11) == 3
 
 
 @pytest.mark.parametrize(("covered", "left"), [(-1, [5]), (2, [2, 5]), (4, [4, 5]), (9, [5])])
@@ -237,6 +245,7 @@ SMALL = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "vocab_size": 
         ({"zero": 3}, 2, "needs whole replicas of the weights: --zero 0, 1 or 2, not 3"),
         ({"pp": 2, "vocab_pp": True}, 4, "takes no --vocab-pp"),
         ({"compile": True}, 2, "takes no --compile"),
+        ({"record_routing": "file", **EXPERTS}, 2, "takes no --record-routing"),
         ({"ep": 2, **EXPERTS}, 2, "but ep(2) does not divide tp(1) * cp(1)"),
     ],
 )
