@@ -48,7 +48,7 @@ from telemetry.replica_check import bit_hash
 from telemetry.row_file import RowFile, read_rows
 from zero import Optimizer
 
-MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
 EQUAL = 1  # 1, because in a rehearsal every number that is read from a device is 1
 DIFFERS = 2
 
