@@ -2,6 +2,7 @@
 
     python runs.py list [FOLDER]                 which runs are there, and in what do they differ?
     python runs.py show RUN                      what has one run done, how fast, with what?
+    python runs.py chart RUN ... [--out FILE]    a page of losses over tokens, seconds and FLOPs
     python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
 
 numerics/ has the answers; no command needs torch or a GPU. train.py --trace-numerics writes what
@@ -40,6 +41,16 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
+def _chart(given: argparse.Namespace) -> int:
+    from numerics import chart
+
+    curves = chart.read_curves(given.runs)
+    if not given.text:
+        messages.write_file(given.out, chart.page(curves))
+    print(chart.bars(curves) if given.text else f"written: {given.out}")
+    return 0
+
+
 def _list(given: argparse.Namespace) -> int:
     from numerics import table
 
@@ -64,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("show", help="one run on one screen")
     command.set_defaults(answer=_show)
     command.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    command = commands.add_parser("chart", help="losses of runs over tokens, seconds and FLOPs")
+    command.set_defaults(answer=_chart)
+    command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
+    text = "HTML page to write, default: chart.html"
+    command.add_argument("--out", metavar="FILE", default="chart.html", help=text)
+    command.add_argument("--text", action="store_true", help="print bars and write no page")
     command = commands.add_parser("diff", help="why do two runs differ?")
     command.set_defaults(answer=_diff)
     command.add_argument("run_a", metavar="RUN_A", type=Path, help="folder of a run")

@@ -7,11 +7,8 @@ schedules.svg    1F1B and zb-v in simulation, 4 ranks and 8 micro-batches, as th
 They have colours for dark and for light pages.
 """
 
-import io
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -25,32 +22,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from config.messages import Parser, UserError, sentences
+from planner.picture import LIGHT, SETTINGS, themed
 from schedules import orders
 from schedules.simulation import bubble, simulate, unit_seconds
 
-# Colours by name, light and dark. What does not know the screen (rsvg-convert) takes light ones.
-PALETTE = {
-    "ink": ("#1c1d20", "#e8e8e4"),
-    "faint": ("#696c74", "#9ea2ab"),
-    "line": ("#dcdcd6", "#343841"),
-    "mark": ("#2563b8", "#6ea8ff"),
-    "good": ("#13795b", "#4cc79a"),
-    "back": ("#fbfbf9", "#15171b"),
-}
-LIGHT = {name: colors[0] for name, colors in PALETTE.items()}
-SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "planner",  # the same rows give the same file
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 8,
-    "text.color": LIGHT["ink"],
-    "axes.edgecolor": LIGHT["line"],
-    "axes.labelcolor": LIGHT["faint"],
-    "xtick.labelcolor": LIGHT["faint"],
-    "ytick.labelcolor": LIGHT["faint"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 COLORS = {"F": LIGHT["mark"], "B": LIGHT["good"], "W": LIGHT["line"]}
 RANKS, MICRO_BATCHES = 4, 8
 
@@ -71,7 +46,7 @@ def planner_accuracy() -> str:
         guesses = [predicted[c.id] for c in chosen]
         axes.loglog(measured, guesses, "o", color=LIGHT["mark"], alpha=0.75, markeredgewidth=0)
         axes.set(xlabel="measured seconds a step", ylabel="predicted seconds")
-        return drawn(figure)
+        return themed(figure)
 
 
 def schedules_drawn() -> str:
@@ -82,7 +57,7 @@ def schedules_drawn() -> str:
             timeline(axes, name)
         words = "blue: forward, green: backward (zb-v: of inputs), grey: gradients of weights"
         axes.set_xlabel(words)
-        return drawn(figure)
+        return themed(figure)
 
 
 def timeline(axes: Axes, name: str) -> None:
@@ -103,25 +78,6 @@ def timeline(axes: Axes, name: str) -> None:
             axes.barh(rank, width, color=COLORS[slot.action.kind], alpha=alpha, **place)
             at = slot.start + width / 2, rank
             axes.text(*at, str(slot.action.micro_batch), ha="center", va="center")
-
-
-def drawn(figure: Figure) -> str:
-    """The figure as a file: with a background, and other colours for dark screens."""
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    text = re.sub(r"<style.*?</style>", "", file.getvalue(), flags=re.DOTALL)
-    head, _, shapes = text[text.index("<svg") :].partition(">")
-    back = f'<rect width="100%" height="100%" style="fill: {LIGHT["back"]}"/>'
-    dark = dict(PALETTE.values())
-    rules = []
-    for kind, light in sorted(set(re.findall(r"(fill|stroke): (#\w+)", back + shapes))):
-        if light in dark:
-            found = f'[style*="{kind}: {light}"]'
-            rules.append(f"{found} {{ {kind}: {dark[light]} !important; }}")
-    dark_rules = "\n  ".join(rules)
-    style = f"<style>\n@media (prefers-color-scheme: dark) {{\n  {dark_rules}\n}}\n</style>"
-    return f"{head}>{style}{back}{shapes}"
 
 
 def main(arguments: list[str]) -> None:

@@ -16,6 +16,7 @@ from numerics.record import Record, differing, find, options, read
 from planner.layout_table import columns
 
 MOST_OPTIONS = 8  # columns of options in the text; --json has all
+MOST_NOTES = 12  # lines
 RECENT_STEPS = 20  # the speed is the median of these last steps
 SHOWN = ("tp", "pp", "cp", "dp", "steps")  # options that have a column anyway
 # Columns and how their values are printed.
@@ -91,7 +92,10 @@ def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
     lines = columns([heads, *cells], texts=("run", "state", "layout"))
     if len(names) > MOST_OPTIONS:
         lines.append(f"the runs differ in {len(names) - MOST_OPTIONS} more options: see --json")
-    return "\n".join(map(printable, [*lines, *(f"note: {note}" for note in notes)]))
+    lines += [f"note: {note}" for note in notes[:MOST_NOTES]]
+    if len(notes) > MOST_NOTES:
+        lines.append(f"and {len(notes) - MOST_NOTES} more notes: see --json")
+    return "\n".join(map(printable, lines))
 
 
 def _cell(row: dict[str, Any], name: str) -> str:

@@ -6,14 +6,46 @@
 They are drawn by matplotlib, which is loaded when a picture is asked for, and not before.
 """
 
+import io
+import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from config import messages
 from config.messages import UserError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Point = tuple[float, float]  # x and y
 BLUE, GREEN, GREY = "#2563b8", "#13795b", "#b8b8b2"
 COLORS = {"does not fit": GREY, "fits": BLUE, "measured": BLUE, "front": GREEN}
+# Colours of `themed`, light and dark. rsvg-convert knows no dark screens and takes light ones.
+PALETTE = {
+    "ink": ("#1c1d20", "#e8e8e4"),
+    "faint": ("#696c74", "#9ea2ab"),
+    "line": ("#dcdcd6", "#343841"),
+    "mark": ("#2563b8", "#6ea8ff"),
+    "good": ("#13795b", "#4cc79a"),
+    "back": ("#fbfbf9", "#15171b"),
+    "orange": ("#a85500", "#ffb25c"),
+    "red": ("#b3261e", "#ff8a80"),
+    "violet": ("#6a3fb5", "#b79cff"),
+}
+LIGHT = {name: colors[0] for name, colors in PALETTE.items()}
+SETTINGS: dict[Any, Any] = {  # for rc_context, around what `themed` takes
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "planner",  # the same rows give the same file
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8,
+    "text.color": LIGHT["ink"],
+    "axes.edgecolor": LIGHT["line"],
+    "axes.labelcolor": LIGHT["faint"],
+    "xtick.labelcolor": LIGHT["faint"],
+    "ytick.labelcolor": LIGHT["faint"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -53,3 +85,25 @@ def write(
 
 def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
+
+
+def themed(figure: "Figure") -> str:
+    """Return a figure as an SVG element with a background, and other colours on dark screens.
+
+    Only colours of PALETTE change.
+    """
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = re.sub(r"<style.*?</style>", "", file.getvalue(), flags=re.DOTALL)
+    head, _, shapes = text[text.index("<svg") :].partition(">")
+    back = f'<rect width="100%" height="100%" style="fill: {LIGHT["back"]}"/>'
+    dark = dict(PALETTE.values())
+    rules = []
+    for kind, light in sorted(set(re.findall(r"(fill|stroke): (#\w+)", back + shapes))):
+        if light in dark:
+            found = f'[style*="{kind}: {light}"]'
+            rules.append(f"{found} {{ {kind}: {dark[light]} !important; }}")
+    dark_rules = "\n  ".join(rules)
+    style = f"<style>\n@media (prefers-color-scheme: dark) {{\n  {dark_rules}\n}}\n</style>"
+    return f"{head}>{style}{back}{shapes}"

@@ -10,6 +10,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import commands
 import pictures
 
+from planner.picture import PALETTE
+
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
 README_LINES = range(120, 151)
@@ -110,9 +112,9 @@ def test_pictures_have_plain_colours_and_dark_ones_for_dark_screens(name):
     style, shapes = re.fullmatch(r".*?<style>(.*)</style>(.*)", text, re.DOTALL).groups()
     assert "var(" not in text
     colors = set(re.findall(r"(fill|stroke): (#\w+)", shapes))
-    assert ("fill", pictures.PALETTE["back"][0]) in colors
-    assert ("fill", pictures.PALETTE["mark"][0]) in colors
-    dark = dict(pictures.PALETTE.values())
+    assert ("fill", PALETTE["back"][0]) in colors
+    assert ("fill", PALETTE["mark"][0]) in colors
+    dark = dict(PALETTE.values())
     media = style[style.index("@media (prefers-color-scheme: dark)") :]
     for kind, color in colors & {(kind, light) for kind in ("fill", "stroke") for light in dark}:
         rule = f'[style*="{kind}: {color}"] {{ {kind}: {dark[color]} !important; }}'

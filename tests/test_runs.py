@@ -1,10 +1,12 @@
-"""runs.py list and show: if this failed, a table of runs would hide an option that differs, or
-would end at the first run that still trains, was killed, or is of an older version.
+"""runs.py list, show and chart: if this failed, a table would hide an option that differs, or would
+end at the first run that still trains, was killed, or is of an older version.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -14,8 +16,11 @@ from test_run_lock import holder
 
 import runs
 from config.messages import UserError
-from numerics import table
+from config.model_stats import model_flops
+from numerics import chart, table
 from numerics.record import differing, find, read
+from planner import run_files
+from planner.picture import PALETTE
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 61 --device cpu"
 OPTIONS = f"{SHAPE} --global-batch-size 4 --eval-every 2 --eval-samples 4 --save-every 4"
@@ -151,7 +156,7 @@ def test_show_has_the_numbers_of_all_parts(folder, capsys):
     assert shown["run"] == f"{folder}/deep/high: finished, resumed 1 times"
     assert (shown["progress"], shown["checkpoints"]) == ("step 8 of 8", "at step 4,8")
     assert "lr 0.004" in shown["not default"]
-    assert "weight_decay" not in shown["not default"]
+    assert not re.search("weight_decay|ffn_hidden|head_size|max_positions", shown["not default"])
     assert shown["notes"] == "none"
     assert "spikes" not in shown
 
@@ -182,6 +187,59 @@ def test_show_reads_runs_of_older_versions_and_runs_without_steps(copied, capsys
     assert headings(capsys.readouterr().out)["run"] == f"{copied}/low: empty, resumed 0 times"
     with pytest.raises(UserError, match="is no folder of a run"):
         runs.run_command(["show", str(copied)])
+
+
+def test_a_curve_has_the_tokens_the_seconds_and_the_flops_of_all_parts(folder):
+    (curve,) = chart.read_curves([folder / "deep/high"])
+    steps = read(folder / "deep/high").steps
+    assert curve.loss == pytest.approx([row["loss"] for row in steps])
+    tokens, seconds, flops = curve.over
+    assert list(tokens) == [32 * step for step in range(1, 9)]
+    assert seconds[-1] == pytest.approx(sum(row["seconds"] for row in steps))
+    model = run_files.config_of(str(folder / "low")).model
+    assert flops == pytest.approx([model_flops(model, 4) * step for step in range(1, 9)])
+    (old,) = chart.read_curves([OLD])
+    shape = run_files.config_of(str(OLD)).model
+    assert old.over[2, -1] == pytest.approx(model_flops(shape, 6 * 4)), "of all four ranks"
+
+
+def test_chart_writes_one_page_that_needs_no_other_file(copied, tmp_path, capsys):
+    (copied / "low").rename(copied / "a $ <b>")
+    given = [str(copied / "a $ <b>"), str(copied / "deep/high")]
+    page = tmp_path / "page.html"
+    assert runs.run_command(["chart", *given, "--out", str(page)]) == 0
+    assert capsys.readouterr().out == f"written: {page}\n"
+    text = page.read_text()
+    assert "<script" not in text
+    assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}
+    svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    words = ["".join(each.itertext()).strip() for each in svg.iter() if each.tag.endswith("}text")]
+    assert {*chart.AXES, f"{given[0]}: steps 6, lr 0.001"} <= {*words}
+    for name in ("mark", "orange"):
+        light, dark = PALETTE[name]
+        assert len(re.findall(f'style="fill: none; stroke: {light}', text)) == 3 + 1, "and a legend"
+        assert f'[style*="stroke: {light}"] {{ stroke: {dark} !important; }}' in text
+    with pytest.raises(UserError, match="cannot write"):
+        runs.run_command(["chart", *given, "--out", str(tmp_path / "none/page.html")])
+
+
+def test_bars_have_one_scale_over_the_most_tokens(copied, capsys):
+    for name, count, last in (("low", 6, 1.0), ("deep/high", 3, 8.0)):
+        rows = [row for row in rows_of(copied / name) if "loss" in row][:count]
+        for number, row in enumerate(rows, 1):
+            row |= {"loss": last, "consumed_tokens": 100 * number, "iteration": number}
+        rows[1]["loss"] = float("nan")
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (copied / name / "metrics.jsonl").write_text(text)
+    words = ["chart", str(copied / "low"), str(copied / "deep/high"), "--text"]
+    assert runs.run_command(words) == 0
+    _, low, _, high, scale = capsys.readouterr().out.splitlines()
+    assert low == f"    {'▁' * 10}{' ' * 10}{'▁' * 40} 1.0000"
+    assert high == f"    {'█' * 10}{' ' * 10}{'█' * 10} 8.0000"
+    assert scale == "bars: losses from 1.0000 to 8.0000, over 0 to 600 tokens"
+    (copied / "low/metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no row of a step"):
+        runs.run_command(words)
 
 
 values = st.one_of(st.none(), st.integers(0, 2), st.sampled_from(["a", "b"]), st.just([1, 2]))
