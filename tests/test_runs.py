@@ -89,6 +89,18 @@ def test_a_resumed_run_has_the_rows_of_all_its_parts(folder):
     assert read(folder / "low").parts == [""]
 
 
+def test_the_steps_that_a_resumed_run_repeats_are_taken_from_its_last_part(copied):
+    run = copied / "deep/high"
+    held = read(run).steps
+    repeated = [row | {"loss": 99.0} for row in held[4:6]]
+    with open(run / "metrics.jsonl.1", "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in repeated)
+    assert read(run).steps == held
+    (run / "metrics.jsonl.1").rename(run / "metrics.jsonl.2")
+    shutil.copy(copied / "low/metrics.jsonl", run / "metrics.jsonl.1")  # of an earlier run
+    assert (read(run).steps, read(run).parts) == (held, ["", ".2"])
+
+
 def test_a_killed_run_is_listed_without_its_last_line(copied):
     file = copied / "low/metrics.jsonl"
     lines = file.read_text().splitlines()
@@ -165,7 +177,7 @@ def test_show_names_spikes_and_steps_without_a_loss(copied, capsys):
     run = copied / "low"
     rows = rows_of(run)
     steps = [row for row in rows if "loss" in row]
-    steps[1]["loss"] = steps[2]["loss"] = float("nan")
+    steps[0]["loss"] = steps[1]["loss"] = steps[-1]["loss"] = float("nan")
     steps[1]["skipped"] = True
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "spikes.jsonl").write_text('{"iteration": 4, "loss": 9.0}\n')
@@ -173,10 +185,12 @@ def test_show_names_spikes_and_steps_without_a_loss(copied, capsys):
     (run / "hang/case.json").write_text('{"kind": "dead", "culprits": [3], "error": "SIGKILL"}')
     assert runs.run_command(["show", str(run)]) == 0
     shown = headings(capsys.readouterr().out)
-    assert shown["not finite"] == "at step 2-3"
+    assert shown["not finite"] == "at step 1-2,6"
     assert (shown["no update"], shown["spikes"]) == ("at step 2", "at step 4")
     assert shown["fault"] == "dead, ranks 3: SIGKILL"
     assert "lowest nan" not in shown["loss"]
+    (found,) = (row for row in table.table(copied, "loss")[0] if row["run"] == "low")
+    assert found["loss"] is None
 
 
 def test_show_reads_runs_of_older_versions_and_runs_without_steps(copied, capsys):
@@ -204,8 +218,8 @@ def test_a_curve_has_the_tokens_the_seconds_and_the_flops_of_all_parts(folder):
 
 
 def test_chart_writes_one_page_that_needs_no_other_file(copied, tmp_path, capsys):
-    (copied / "low").rename(copied / "a $ <b>")
-    given = [str(copied / "a $ <b>"), str(copied / "deep/high")]
+    (copied / "low").rename(copied / "a $^<b> $^")
+    given = [str(copied / "a $^<b> $^"), str(copied / "deep/high")]
     page = tmp_path / "page.html"
     assert runs.run_command(["chart", *given, "--out", str(page)]) == 0
     assert capsys.readouterr().out == f"written: {page}\n"
@@ -238,8 +252,9 @@ def test_bars_have_one_scale_over_the_most_tokens(copied, capsys):
     assert high == f"    {'█' * 10}{' ' * 10}{'█' * 10} 8.0000"
     assert scale == "bars: losses from 1.0000 to 8.0000, over 0 to 600 tokens"
     (copied / "low/metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="has no row of a step"):
-        runs.run_command(words)
+    for command in (words, ["diff", str(copied / "deep/high"), str(copied / "low")]):
+        with pytest.raises(UserError, match="low has no row of a step"):
+            runs.run_command(command)
 
 
 values = st.one_of(st.none(), st.integers(0, 2), st.sampled_from(["a", "b"]), st.just([1, 2]))
