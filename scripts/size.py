@@ -27,7 +27,7 @@ OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves ou
 
 # These limits may only fall, except for what an issue adds to the program.
 MOST_NODES = 265_200
-MOST_ENGINE_NODES = 24_530
+MOST_ENGINE_NODES = 24_550
 MOST_NODES_PER_LINE = 7.6
 MOST_NODES_PER_STATEMENT = 11.1
 
