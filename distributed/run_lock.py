@@ -23,9 +23,16 @@ BYTES = 1024  # the most that is read of the text that names the owner of a lock
 
 
 def in_use(out: str) -> bool:
-    """Whether another process has the lock of the folder `out`."""
+    """Whether another process has the lock of the folder `out`.
+
+    False if this user cannot write the file of the lock: then it is not known.
+    """
     try:
-        with open(Path(out, ".lock"), "r+b") as file:
+        file = open(Path(out, ".lock"), "r+b")  # noqa: SIM115
+    except OSError:
+        return False
+    try:
+        with file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in HELD

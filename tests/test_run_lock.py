@@ -56,6 +56,15 @@ def test_a_folder_that_another_process_uses(tmp_path):
         other.stdin.close()
 
 
+def test_a_lock_of_another_user_is_not_taken_for_a_run(tmp_path, monkeypatch):
+    def refuse(*given):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    RunLock(str(tmp_path)).release()
+    monkeypatch.setattr(run_lock, "open", refuse, raising=False)
+    assert not in_use(str(tmp_path))
+
+
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     with holder(tmp_path) as other:
         other.kill()
