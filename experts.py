@@ -146,6 +146,47 @@ def _constant(factory: ParamFactory, name: str, count: int, fill: float) -> nn.P
     return constant
 
 
+class HeldExperts(nn.Module):
+    """The MLPs of those experts of a block that this rank holds.
+
+    --zero 3 shards them apart from the rest of the block, over the ranks that hold the same ones.
+    """
+
+    def __init__(
+        self,
+        factory: ParamFactory,
+        name: str,
+        model: ModelShape,
+        std: float,
+        activation: Callable[[Tensor], Tensor],
+    ):
+        """The arguments are those of ExpertMLP."""
+        super().__init__()
+        self.held = model.experts // factory.mesh.experts.size
+        self.activation = factory.fused(activation)
+        self.deferred = factory.deferred
+        columns = (2,) if model.up_matrices == 2 else ()
+        f = model.expert_ffn_hidden
+        h = model.hidden
+        held_here = functools.partial(
+            factory.parameter,
+            dim=0,
+            over=factory.mesh.experts,
+            replicas="expert_replicas",
+            decay=True,
+        )
+        up = (model.experts, *columns, f, h)
+        self.up = held_here(f"{name}.experts.up.weight", up, std=factory.std)
+        self.down = held_here(f"{name}.experts.down.weight", (model.experts, h, f), std=std)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return the MLPs' outputs for rows (n, h), of which each expert has `counts` in turn."""
+        up = self.up.view(self.held, -1, rows.shape[-1])
+        down = self.down.view(self.held, rows.shape[-1], -1)
+        inner = self.activation(grouped_linear(rows, self.up, up, counts, self.deferred))
+        return grouped_linear(inner, self.down, down, counts, self.deferred)
+
+
 class ExpertMLP(nn.Module):
     """The MLPs of a block's experts, with their router, and perhaps an MLP that every token takes.
 
@@ -169,25 +210,12 @@ class ExpertMLP(nn.Module):
         self.router = Router(factory, f"{name}.router", model)
         self.experts = model.experts
         self.chosen = model.experts_per_token
-        self.activation = factory.fused(activation)
-        columns = (2,) if model.up_matrices == 2 else ()
-        f = model.expert_ffn_hidden
-        h = model.hidden
-        held_here = functools.partial(
-            factory.parameter,
-            dim=0,
-            over=factory.mesh.experts,
-            replicas="expert_replicas",
-            decay=True,
-        )
-        up = (self.experts, *columns, f, h)
-        self.up = held_here(f"{name}.experts.up.weight", up, std=factory.std)
-        self.down = held_here(f"{name}.experts.down.weight", (self.experts, h, f), std=std)
+        self.held_experts = HeldExperts(factory, name, model, std, activation)
         self.shared = shared
         self.gate: nn.Parameter | None = None
         if model.shared_gate:
             gate = f"{name}.shared_gate.weight"
-            self.gate = factory.parameter(gate, (1, h), std=factory.std, decay=True)
+            self.gate = factory.parameter(gate, (1, model.hidden), std=factory.std, decay=True)
 
     def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
         """Return the sum of the chosen experts' outputs for x. kept: as in Router.forward."""
@@ -224,7 +252,7 @@ class ExpertMLP(nn.Module):
         rows = _Repeat.apply(x, order, back, self.chosen)
         if self.factory.mesh.experts.size == 1:
             group = self.factory.mesh.experts
-            rows = self._mlp(rows, token_exchange.counts_on_host(group, counts, len(rows)))
+            rows = self.held_experts(rows, token_exchange.counts_on_host(group, counts, len(rows)))
         else:
             rows = self._on_other_ranks(rows, counts)
         rows = _Permute.apply(rows, back, order)
@@ -242,18 +270,9 @@ class ExpertMLP(nn.Module):
         by_expert = order_by_expert(counts_by_rank, rows.device)
         by_rank = _inverse(by_expert)
         rows = _Permute.apply(rows, by_expert, by_rank)
-        rows = self._mlp(rows, [sum(column) for column in zip(*counts_by_rank)])
+        rows = self.held_experts(rows, [sum(column) for column in zip(*counts_by_rank)])
         rows = _Permute.apply(rows, by_rank, by_expert)
         return Exchange.apply(rows, group, sent, received)
-
-    def _mlp(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Return the MLPs' outputs for rows (n, h), which are ordered by this rank's experts."""
-        held = self.experts // self.factory.mesh.experts.size
-        up = self.up.view(held, -1, rows.shape[-1])
-        down = self.down.view(held, rows.shape[-1], -1)
-        deferred = self.factory.deferred
-        inner = self.activation(grouped_linear(rows, self.up, up, counts, deferred))
-        return grouped_linear(inner, self.down, down, counts, deferred)
 
 
 def occurrences(numbers: Tensor, count: int) -> Tensor:

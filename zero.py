@@ -61,6 +61,11 @@ class StepResult:
     expert_loads: list[float] | None = None
 
 
+def trained_parameters(part: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that have gradients: all but constants of routers."""
+    return [p for p in part.parameters() if p.requires_grad]
+
+
 class Optimizer:
     """Owns a rank's weights, gradients and optimizer state; see the module's picture.
 
@@ -106,8 +111,13 @@ class Optimizer:
             from optim.fsdp import shard_fully  # here, since it loads 43 MB of torch's modules
 
             self.groups = shard_fully(stages[0], factory, training)
+            # Experts that no other rank holds are not sharded.
+            alone = [p for p in trained_parameters(stages) if not hasattr(p, "drawn_shape")]
+            self.groups = [*self.groups, *self._make_buckets(alone, factory, zero=0)]
         else:
-            self.groups = self._make_buckets(stages, factory, layout.zero)
+            self.groups = self._make_buckets(trained_parameters(stages), factory, layout.zero)
+            if self._overlap:
+                self._wait_in_forward(stages)
         self.update_sets = make_update_sets(self.groups, training)
         self.balance: RouterBalance | None = None
         if model is not None and model.experts > 1:
@@ -121,10 +131,9 @@ class Optimizer:
         self.state_name = update_rules.interchangeable(training.optimizer)
 
     def _make_buckets(
-        self, stages: nn.ModuleList, factory: ParamFactory, zero: int
+        self, parameters: list[nn.Parameter], factory: ParamFactory, zero: int
     ) -> list[Bucket]:
-        """Move parameters and gradients into buckets; called at --zero 0, 1 and 2."""
-        parameters = [p for p in stages.parameters() if p.requires_grad]
+        """Move parameters and their gradients into buckets."""
         self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
@@ -133,8 +142,6 @@ class Optimizer:
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: here._add_gradient(p))
             p.gradient_added = lambda p: here._gradient_added(p)
-        if self._overlap:
-            self._wait_in_forward(stages)
         return self.buckets
 
     # -- during the passes ------------------------------------------------------------------
@@ -218,8 +225,7 @@ class Optimizer:
         """
 
         def wait_for(part: nn.Module) -> Callable:
-            trained = filter(lambda p: p.requires_grad, part.parameters())
-            own = dict.fromkeys(self._bucket_of[p] for p in trained)
+            own = dict.fromkeys(self._bucket_of[p] for p in trained_parameters(part))
 
             def hook(*_) -> None:
                 for bucket in own:

@@ -3,8 +3,6 @@
 Read schema.py, which has the options, before this file.
 """
 
-from dataclasses import replace
-
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 
@@ -17,7 +15,7 @@ def check(model: ModelShape, layout: Layout | None, training: Training | None) -
     if layout is not None:
         check_ranks(model, layout)
     if layout is not None and training is not None:
-        check_run(model, layout, training)
+        check_run(model)
 
 
 def check_router(model: ModelShape) -> None:
@@ -60,20 +58,7 @@ def check_ranks(model: ModelShape, layout: Layout) -> None:
             raise UserError(f"tp({layout.tp}) does not divide {name}({width})")
 
 
-def check_run(model: ModelShape, layout: Layout, training: Training) -> None:
-    """Raise UserError if experts do not go with the other options of a run."""
+def check_run(model: ModelShape) -> None:
+    """Raise UserError if a model with experts can be planned but not trained."""
     if model.bias:
         raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
-    check_zero(model, replace(layout, ep=layout.ep or 1))
-
-
-def check_zero(model: ModelShape, layout: Layout) -> None:
-    """Raise UserError for --zero 3 with experts, unless each rank has all experts of its stage.
-
-    layout: with ep None, the planner chooses ep.
-    """
-    if model.experts > 1 and layout.zero == 3 and (layout.ep != 1 or layout.tp > 1):
-        raise UserError(
-            f"--zero 3 with experts needs --ep 1 and tp(1), not ep({layout.ep or 'automatic'}) and "
-            f"tp({layout.tp}): use --zero 2"
-        )

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from config.schema import Training
-from distributed.collectives import Handle
+from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 from optim.buckets import Key, ParamGroup, key_of
 from parallel import ParamFactory
@@ -90,32 +90,63 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
     """Return the function that shards a module over the replicas: `ParamFactory.shard`.
 
     It is called with each block when its weights have been drawn, so that no GPU ever holds a whole
-    stage, and at last with the stage, whose other parameters it shards.
+    stage, and at last with the stage, whose other parameters it shards. Experts are sharded over
+    the ranks that hold the same ones, or are left as they are if no other rank holds them.
     """
-    handle: Any = factory.mesh.replicas.handle  # not None: there are several replicas
-    device_mesh = DeviceMesh.from_group(handle, factory.device.type)
+    mesh = factory.mesh
     exact = torch.promote_types(factory.dtype, torch.float32)
     sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
+    device_meshes = {mesh.replicas: _device_mesh(mesh.replicas, factory)}
+    if mesh.expert_replicas.size > 1:
+        device_meshes[mesh.expert_replicas] = _device_mesh(mesh.expert_replicas, factory)
 
-    def shard(part: nn.Module) -> None:
+    def shard_over(replicas: Group, part: nn.Module) -> None:
         """Shard the parameters of a part that are not sharded yet; each keeps its spec."""
         drawn = {}
+        ignored = set()
         for name, p in part.named_parameters():
-            if p.requires_grad and not isinstance(
-                p, DTensor
-            ):  # a DTensor belongs to a block that is sharded already
-                drawn[name] = p.spec, tuple(p.shape)
-                # torch cuts along the first dimension. To get many rows, and so shards of similar
-                # size, a weight of shape (2, f, h) becomes a matrix of 2 f rows.
-                p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
-        constants = {p for p in part.parameters() if not p.requires_grad}
-        fully_shard(part, mesh=device_mesh, mp_policy=policy, ignored_params=constants)
+            if isinstance(p, DTensor):  # it belongs to a part that is sharded already
+                continue
+            if not p.requires_grad or mesh.group(p.spec.reduce_over[0]) is not replicas:
+                ignored.add(p)
+                continue
+            drawn[name] = p.spec, tuple(p.shape)
+            # torch cuts along the first dimension. To get many rows, and so shards of similar
+            # size, a weight of shape (2, f, h) becomes a matrix of 2 f rows.
+            p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
+        device_mesh = device_meshes[replicas]
+        fully_shard(part, mesh=device_mesh, mp_policy=policy, ignored_params=ignored)
         for name, p in part.named_parameters():
             if name in drawn:
                 p.spec, p.drawn_shape = drawn[name]
+        _communicate_over(replicas, part)
+
+    def shard(part: nn.Module) -> None:
+        for module in part.modules():
+            own = module.parameters(recurse=False)
+            of_experts = any(p.spec.of_experts for p in own if not isinstance(p, DTensor))
+            if of_experts and mesh.expert_replicas.size > 1:
+                shard_over(mesh.expert_replicas, module)
+        shard_over(mesh.replicas, part)
 
     return shard
+
+
+def _device_mesh(group: Group, factory: ParamFactory) -> DeviceMesh:
+    """Return torch's mesh of the ranks of a group, which has several."""
+    handle: Any = group.handle  # not None: there are several ranks
+    return DeviceMesh.from_group(handle, factory.device.type)
+
+
+def _communicate_over(replicas: Group, part: Any) -> None:
+    """Have a sharded part call the group's collectives; gradients are sums and no means, since the
+    weight of the loss divides by the targets.
+    """
+    part.set_gradient_divide_factor(1.0)
+    part.set_force_sum_reduction_for_comms(True)
+    part.set_custom_all_gather(GroupCollective(replicas.at_once.all_gather))
+    part.set_custom_reduce_scatter(GroupCollective(replicas.at_once.reduce_scatter))
 
 
 def shard_fully(
@@ -130,17 +161,7 @@ def shard_fully(
     if factory.shard is None:
         raise ValueError("the stage's blocks were not sharded when they were drawn")
     factory.shard(stage)
-    replicas = factory.mesh.replicas
-    # Any, because torch declares the type of custom collectives in a private module only.
-    all_gather: Any = GroupCollective(replicas.at_once.all_gather)
-    reduce_scatter: Any = GroupCollective(replicas.at_once.reduce_scatter)
-    for part in stage.modules():
-        if isinstance(part, FSDPModule):  # sums, no means: the loss weight divides by the targets
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_custom_all_gather(all_gather)
-            part.set_custom_reduce_scatter(reduce_scatter)
     by_key: dict[Key, list[nn.Parameter]] = {}
-    for p in filter(lambda p: p.requires_grad, stage.parameters()):
+    for p in filter(lambda p: isinstance(p, DTensor), stage.parameters()):
         by_key.setdefault(key_of(p.spec, training.optimizer), []).append(p)
     return [FullyShardedGroup(key, by_key[key], factory.mesh) for key in sorted(by_key)]

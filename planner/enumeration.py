@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.expert_checks import check_zero
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_batch, check_sharding, check_split, with_dp
@@ -309,7 +308,6 @@ def _zero_stages(asked: Asked, ways: list[Layout]) -> tuple[np.ndarray, list[Rej
         for column, zero in enumerate(stages if way.dp * way.cp > 1 else stages[:1]):
             try:
                 check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
-                check_zero(asked.model, replace(way, zero=zero))
                 found[number, column] = zero
             except UserError as error:
                 refusal = refusal or str(error)
