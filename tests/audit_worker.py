@@ -54,15 +54,15 @@ class WrongProducts(TorchDispatchMode):
         if self.count - 1 != fault["product"] or self.step < fault.get("from", 0):
             return output
         if self.random.random() < fault.get("chance", 1.0):
-            self.flips += 1
-            flip(output[0] if isinstance(output, tuple) else output, fault)
+            result = output[0] if isinstance(output, tuple) else output
+            if result.numel():  # an expert may have no tokens
+                self.flips += 1
+                flip(result, fault)
         return output
 
 
 def flip(result: torch.Tensor, fault: dict) -> None:
-    """Flip a bit of an element of a result, in its own memory, if it has an element."""
-    if not result.numel():
-        return
+    """Flip a bit of an element of a result, in its own memory."""
     bits = result.detach().view(INTEGERS[result.element_size()])
     where = []
     place = fault["element"] % result.numel()

@@ -4,11 +4,11 @@ benchmarks/audit.py.
     mpirun -n 4 python tests/audits_worker.py jobs.json results.json
 
 A job is {"case": options as in golden_worker.py, "steps": number, "faults": {step: fault of
-audit_worker.py, or the seed of a drawn one}, "audited": whether there are audits}. Each step is
-audited; a fault is there in the audit of its step alone, so the weights stay right. The result has
-the final weights in sums; for each fault the ranks that the finding names, its text, and whether
-the bit was flipped; the number of findings in audits without a fault; the number of products in an
-audit, by rank; and the seconds in audits.
+audit_worker.py, or [seed of a drawn fault, chance]}, "audited": whether there are audits}. Each
+step is audited; a fault is there in the audit of its step alone, so the weights stay right. The
+result has the final weights in sums; for each fault the ranks that the finding names, its text, and
+the number of flipped bits; the number of findings in audits without a fault; the number of products in an
+audit, by rank; and the seconds in steps and in audits.
 """
 
 import os
@@ -43,7 +43,7 @@ class Audited:
         self.samples = data.build(self.config).train
         self.state = trainer.build(self.config, context)
         self.iteration = 0
-        self.seconds = 0.0  # in audits
+        self.seconds_of_steps = self.seconds_of_audits = 0.0
         self.audit: Audit | None = None
         if audited:
             optimizer, mesh = self.state.optimizer, self.state.factory.mesh
@@ -55,9 +55,11 @@ class Audited:
     def step(self) -> None:
         """Do one training step."""
         self.iteration += 1
+        began = time.perf_counter()
         self.state.factory.mesh.recorder.begin_step(self.iteration)
         consumed = self.config.batches.consumed(self.iteration - 1)
         trainer.step(self.state, self.samples, consumed, self.config.training.lr)
+        self.seconds_of_steps += time.perf_counter() - began
 
     def audited(self, fault: dict) -> tuple[str, audit_worker.WrongProducts]:
         """Audit the last step with a fault; return the finding, or "", and the fault's mode."""
@@ -71,7 +73,7 @@ class Audited:
         except NodeError as error:
             return str(error), mode
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds_of_audits += time.perf_counter() - began
         return "", mode
 
     def everywhere(self, value) -> list:
@@ -88,8 +90,9 @@ def run_job(job: dict, context: Context) -> dict:
         if not job.get("audited", True):
             continue
         fault = job.get("faults", {}).get(str(number))
-        if isinstance(fault, (int, float)):  # a random product of a random rank
-            fault = drawn(random.Random(fault), products)
+        if isinstance(fault, list):  # a random product of a random rank
+            seed, chance = fault
+            fault = drawn(random.Random(seed), products) | {"chance": chance, "seed": number}
         finding, mode = run.audited(fault or NO_FAULT)
         if not products:
             products = run.everywhere(mode.count)
@@ -105,7 +108,7 @@ def run_job(job: dict, context: Context) -> dict:
         "found": found,
         "false_alarms": false_alarms,
         "products": products,
-        "seconds": run.seconds,
+        "seconds": [run.seconds_of_steps, run.seconds_of_audits],
     }
 
 

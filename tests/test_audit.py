@@ -114,7 +114,7 @@ def test_each_product_of_a_model_is_examined_and_its_layer_named(tmp_path):
 def test_the_wrong_rank_is_named_in_every_layout_and_weights_stay_as_they_are(tmp_path):
     jobs = []
     for number, case in enumerate(LAYOUTS):
-        drawn = {str(step): 1000 * number + step for step in range(2, STEPS + 1, 2)}
+        drawn = {str(step): [1000 * number + step, 1.0] for step in range(2, STEPS + 1, 2)}
         jobs.append(job(tmp_path, f"{number}", case, STEPS, drawn, True))
         jobs.append(job(tmp_path, f"{number}", case, STEPS, {}, False))
     results = results_of("tests/audits_worker.py", 6, jobs, tmp_path)
