@@ -7,8 +7,8 @@ A job is {"case": options as in golden_worker.py, "steps": number, "faults": {st
 audit_worker.py, or [seed of a drawn fault, chance]}, "audited": whether there are audits}. Each
 step is audited; a fault is there in the audit of its step alone, so the weights stay right. The
 result has the final weights in sums; for each fault the ranks that the finding names, its text, and
-the number of flipped bits; the number of findings in audits without a fault; the number of products in an
-audit, by rank; and the seconds in steps and in audits.
+the number of flipped bits; the number of findings in audits without a fault; the number of products
+in an audit, by rank; and the seconds in steps and in audits.
 """
 
 import os

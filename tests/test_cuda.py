@@ -3,6 +3,7 @@
 With --rehearse-cuda the tests themselves run, the CPU in the place of the GPU.
 """
 
+import json
 import pickle
 
 import pytest
@@ -139,6 +140,18 @@ def test_two_ranks_share_one_gpu_over_gloo(gloo, number):
     assert "error" not in result, result["error"]
     assert_close(result["losses"], expected["losses"], 1e-4, LAYOUTS[number])
     assert_close(result["norms"], expected["norms"], 1e-4, LAYOUTS[number])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_replicas_on_the_gpu_are_equal_in_audits(cuda_device, tmp_path, precision):
+    words = f"{SMALL} --device {cuda_device} --precision {precision} --audit-every 1"
+    words += f" --out {tmp_path}"
+    outcome = start_ranks(2, "train.py", *words.split(), timeout=120)
+    assert outcome.status == 0, outcome.err
+    rows = map(json.loads, (tmp_path / "audits.jsonl").read_text().splitlines())
+    audits = [row for row in rows if "finding" in row]
+    assert [row["finding"] for row in audits] == [""] * 5
+    assert min(row["results"] for row in audits) > 30
 
 
 def test_a_memory_snapshot_and_the_table_of_stages(cuda_device, tmp_path):

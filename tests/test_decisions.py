@@ -29,7 +29,7 @@ from supervisor.decisions import (
     Journal,
     decide,
 )
-from supervisor.evidence import LEAST_ROOM, LOST, Evidence, Files, read_evidence
+from supervisor.evidence import LEAST_ROOM, LOST, REFUSED, Evidence, Files, read_evidence
 from watchdog.hang_report import read_report
 
 ROOM = {"free": 10**9, "needed": LEAST_ROOM}
@@ -82,6 +82,8 @@ def decided(found: Evidence, earlier=(), spare: int | None = 1, limit: int = 6) 
         (FAILED, after(replace(FAILED, nodes=("n2",))), 1, STOP, (), "not the hardware"),
         (DEAD, after(replace(DEAD, nodes=("n2",))), 1, STOP, (), "in step 40 on n2 and n1"),
         (PREFLIGHT, [], 1, RESTART, ("n1",), "n1 left out"),
+        (replace(PREFLIGHT, kind="audit"), [], 1, RESTART, ("n1",), "n1 left out"),
+        (replace(PREFLIGHT, kind="audit"), [], None, STOP, (), "n1 cannot be used, and this"),
         (PREFLIGHT, [], 0, QUEUE, ("n1",), "n1 cannot be used"),
         (PREFLIGHT, [], None, STOP, (), "n1 cannot be used, and this launcher's nodes"),
         (replace(DEAD, kind="", nodes=(), silent=("n2", "n3")), [], 1, QUEUE, ("n2", "n3"), ""),
@@ -109,7 +111,7 @@ NODES = st.lists(st.sampled_from(["n1", "n2", "n3", "n4"]), unique=True, max_siz
 ENDS = st.builds(
     Evidence,
     st.sampled_from([1, 2, 9, 137]),
-    kind=st.sampled_from(["", "failed", "preflight", *LOST]),
+    kind=st.sampled_from(["", "failed", *REFUSED, *LOST]),
     nodes=NODES,
     silent=st.one_of(st.just(()), NODES),
     iteration=st.integers(1, 4),
@@ -138,7 +140,7 @@ def test_no_sequence_of_ends_makes_a_loop(ends, spare):
         started.append(clock)
         assert sum(clock - at < HOUR for at in started) <= 4
     ended = [row.evidence for _, row in earlier if row.decision.action == RESTART]
-    plain = [e for e in ended if not e.silent and e.kind != "preflight"]
+    plain = [e for e in ended if not e.silent and e.kind not in REFUSED]
     assert all(plain.count(e) < SAME_STEP for e in plain)
 
 
