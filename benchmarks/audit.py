@@ -71,8 +71,10 @@ def cases() -> list[dict]:
         for options in PAIRS:
             seeded = options | {"seed": seed}
             found.append({"kind": "clean", "ranks": 2, "options": seeded, "steps": CLEAN})
-    found.append({"kind": "clean", "ranks": 6, "options": {"tp": 2}, "steps": CLEAN})
-    found.append({"kind": "clean", "ranks": 4, "options": {"pp": 2, "layers": 2}, "steps": CLEAN})
+    found.append({"kind": "clean", "ranks": 6, "options": {"tp": 2}, "steps": CLEAN // 5})
+    found.append(
+        {"kind": "clean", "ranks": 4, "options": {"pp": 2, "layers": 2}, "steps": CLEAN // 5}
+    )
     found.append({"kind": "cost", "ranks": 2, "options": COST, "steps": 12})
     return [{"number": number, "faults": {}, **case} for number, case in enumerate(found)]
 
