@@ -6,7 +6,8 @@ An error flips one bit of one element of one product of one rank, all drawn at r
 products of a micro-batch, forward and backward. A permanent error flips it whenever the product is
 computed; one of chance p flips it in that share of the computations. Every audit follows a step of
 training; the error is in the audit alone, so that the next step starts from right weights. Audits
-without an error count false alarms. Results are kept in RESULTS.jsonl, so that the list can be run
+without an error count false alarms. The product of an expert without tokens has no bit that could
+flip, and is not counted. Results are kept in RESULTS.jsonl, so that the list can be run
 in parts: cases that are in it are not run again.
 """
 
