@@ -69,15 +69,13 @@ def pairwise(values: dict[str, tuple], seed: int) -> list[dict]:
 def covering(everything: list[dict], seed: int) -> list[dict]:
     """Few of these combinations in which every pair of values that any has occurs."""
     random.Random(seed).shuffle(everything)
-
-    def pairs(case):
-        return set(itertools.combinations(sorted(case.items()), 2))
-
-    wanted, chosen = set().union(*map(pairs, everything)), []
+    pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in everything]
+    wanted = set().union(*pairs)
+    chosen = []
     while wanted:
-        best = max(everything, key=lambda case: len(pairs(case) & wanted))
-        chosen.append(best)
-        wanted -= pairs(best)
+        best = max(range(len(everything)), key=lambda i: len(pairs[i] & wanted))
+        chosen.append(everything[best])
+        wanted -= pairs[best]
     return chosen
 
 
