@@ -81,7 +81,7 @@ def drawn_case(ranks: int, seed: int) -> dict:
         values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
         batch = max(4, dp * values["micro_batch_size"])
         case = SHAPE | values | {"balance_rate": 0.05, "global_batch_size": batch}
-        # The weight of a token's only expert is then 1, and the router's gradient is rounding alone.
+        # The weight of a token's only expert is then 1: the router's gradient is rounding alone.
         # Adafactor would make it as large as any other gradient.
         no_gradient = case["router_normalised"] and case["experts_per_token"] == 1
         if no_gradient and case["optimizer"] == "adafactor":
