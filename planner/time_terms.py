@@ -24,6 +24,18 @@ COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32,
 UPDATED = 40.0  # bytes moved per parameter of a rank's shard: FP32 gradient, master, two moments
 CAST = 8.0  # bytes moved per parameter of a rank: norm and zero of gradients, cast of weights
 UNEVEN = 1.1  # rows of the busiest rank's experts over those of even routing; assumed
+# Kernels of experts' forward beside two products for each of them: the router's, those of the order
+# of the rows, copies and sums of them; as experts.py has them.
+ROUTING_OPERATIONS = 45
+# How often experts.py reads or writes all rows of the chosen experts, forward and backward, outside
+# of products and activation: copies in the order of experts and back, the weighted sum; and with
+# --ep in the order of ranks.
+PERMUTED, PERMUTED_ELSEWHERE = (7.0, 9.0), (4.0, 4.0)
+# Bytes moved in FP32 for each number of a router's input, and for each of its scores.
+ROUTER_INPUT, ROUTER_SCORES = 6.0, 24.0
+# Seconds in which a GPU has nothing to do while the host reads how many rows each expert has: a
+# copy to the host, and the launches after it; assumed.
+COUNTS_WAIT = 4e-5
 
 
 # ---- A block -------------------------------------------------------------------------------------
@@ -46,12 +58,13 @@ def block_terms(job: Job) -> dict[str, Pass]:
         "attention": attention(job),
         "elementwise": op_costs.moved(job.machine, elementwise_bytes(job) * job.tokens),
         "tensor": Pass(tensor, tensor + once_more),
-        "experts": dispatched(job),
+        "experts": routing(job),
         "host": Pass(host / 4, host * 3 / 4),
         "accumulated": Pass(0.0, accumulated(job, job.block_parameters / job.layout.tp)),
     }
 
 
+@term
 def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     """Rows, outputs and inputs of a block's matrices on each GPU, and how many are alike: of
     experts those that are here, whole ones, with the rows that all ranks of `ep` send.
@@ -68,7 +81,7 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     if model.experts > 1:
         alike = model.experts // job.ep
         sent = job.tokens * model.experts_per_token / t  # rows of one rank's tokens
-        tiles = np.ceil(sent * UNEVEN / alike / op_costs.ALIGNMENT)
+        tiles = np.ceil(sent * uneven(job) / alike / op_costs.ALIGNMENT)
         rows = np.int64(tiles) * op_costs.ALIGNMENT
         found += [(rows, model.up_width, h, alike), (rows, h, model.ffn_hidden, alike)]
     return found
@@ -76,15 +89,15 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
 
 def products(job: Job) -> list[Pass]:
     """A block's four matrices: two operations a weight and token forward, four backward."""
-    in_fp8 = job.machine.software.fp8 and job.number_bytes == 2
-    found = []
-    for rows, outs, ins, alike in matrices(job):
-        if in_fp8:
-            one = op_costs.fp8_linear(job.machine, rows, outs, ins)
-        else:
-            one = op_costs.linear(job.machine, rows, outs, ins, job.number_bytes)
-        found.append(one * alike)
-    return found
+    return [products_alike(job, *sizes) for sizes in matrices(job)]
+
+
+@term
+def products_alike(job: Job, rows: Column, outs: Column, ins: Column, alike: Column) -> Pass:
+    """So many linear layers of the same sizes, one after the other."""
+    if job.machine.software.fp8 and job.number_bytes == 2:
+        return op_costs.fp8_linear(job.machine, rows, outs, ins) * alike
+    return op_costs.linear(job.machine, rows, outs, ins, job.number_bytes) * alike
 
 
 def attention(job: Job) -> Pass:
@@ -122,7 +135,7 @@ def gathered(job: Job) -> Column:
 def elementwise_bytes(job: Job) -> Pass:
     """Bytes moved for a token outside of products and attention: reads and writes."""
     model, t, h = job.model, job.layout.tp, job.model.hidden
-    experts, active = model.mlps
+    active = model.experts_per_token
     shared = h / job.sequence_shards
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     up = f * model.up_matrices
@@ -137,8 +150,7 @@ def elementwise_bytes(job: Job) -> Pass:
         moved += Pass(0.0, model.qkv_width / t)
     if model.positions == "rotary":
         moved += Pass(ROTARY, ROTARY) * (turned / t)
-    if experts > 1:
-        moved += Pass(4.0, 4.0) * (active * h / t)  # tokens in the order of their experts, and back
+    moved += permuted(job) * (active * h / t)
     return moved * job.number_bytes
 
 
@@ -160,11 +172,55 @@ def tensor_all_reduce(job: Job) -> Column:
     return ring_seconds(job, job.layout.tp, 1, job.activation_bytes)
 
 
+def routing(job: Job) -> Pass:
+    """What experts cost beside products and memory traffic: the router, the exchange of rows with
+    other ranks, and in forward the host's wait for their counts.
+    """
+    if job.model.experts == 1:
+        return Pass(0.0, 0.0)
+    return router(job) + dispatched(job) + Pass(counts_wait(job), 0.0)
+
+
+@term
+def uneven(job: Job) -> Column:
+    """Rows of the busiest rank's experts over the mean, a number; 1 where each rank has all."""
+    return np.where(job.ep > 1, UNEVEN, 1.0)
+
+
+@term
+def permuted(job: Job) -> Pass:
+    """How often all rows of the chosen experts are read or written on the way there and back."""
+    if job.model.experts == 1:
+        return Pass(0.0, 0.0)
+    return Pass(*PERMUTED) + Pass(*PERMUTED_ELSEWHERE) * (job.ep > 1)
+
+
+@term
+def router(job: Job) -> Pass:
+    """A micro-batch's scores of the experts, in FP32: a cast, a product and what chooses."""
+    model, tokens = job.model, job.tokens // job.layout.tp
+    each = ROUTER_INPUT * model.hidden + ROUTER_SCORES * model.experts
+    cast = op_costs.moved(job.machine, each * tokens)
+    product = op_costs.linear(job.machine, tokens, model.experts, model.hidden, 4)
+    return product + Pass(cast, cast)
+
+
+@term
 def dispatched(job: Job) -> Pass:
-    """To send a micro-batch's tokens to their experts on other ranks, and back."""
+    """To send a micro-batch's tokens to their experts on other ranks, and back; the rank that
+    receives most is waited for.
+    """
     count = job.model.experts_per_token * job.activation_bytes / job.layout.tp
-    both = 2 * op_costs.all_to_all(job.machine, job.ep, 1, count)
+    both = 2 * op_costs.all_to_all(job.machine, job.ep, 1, count * uneven(job))
     return Pass(both, both)
+
+
+@term
+def counts_wait(job: Job) -> Column:
+    """To wait for the rows of each expert on the host, once a block's forward: a grouped product
+    takes them as numbers of the host.
+    """
+    return COUNTS_WAIT
 
 
 def accumulated(job: Job, parameters: Column) -> Column:
@@ -182,11 +238,15 @@ def selective_seconds(job: Job, forward: Column) -> Column:
     return 0.0
 
 
+@mean_of_kinds
 @term
 def operations(job: Job) -> Column:
     """Kernels and collectives that a block's forward launches, a number."""
     collectives = np.where(job.sequence_parallel, 4, 2)
-    return OPERATIONS + np.where(job.layout.tp > 1, collectives, 0)
+    of_experts: Column = 0
+    if job.model.experts > 1:
+        of_experts = ROUTING_OPERATIONS + 2 * job.model.experts // job.ep
+    return OPERATIONS + of_experts + np.where(job.layout.tp > 1, collectives, 0)
 
 
 @mean_of_kinds
