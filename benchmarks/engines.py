@@ -38,9 +38,14 @@ def constants() -> list[Constant]:
     return hardware.constants() + [Constant(name, **entry) for name, entry in own.items()]
 
 
-def on(machine: Machine, facts: dict[str, Any], values: dict[str, float] | None = None) -> Machine:
+def on(
+    machine: Machine,
+    facts: dict[str, Any],
+    values: dict[str, float] | None = None,
+    kind: "type[Engine] | None" = None,
+) -> Machine:
     """The machine with a program of these facts, in which a constant's name stands for its value:
-    that of `values`, or else the one in use.
+    that of `values`, or else the one in use. kind: a class of Engine, default: Engine.
     """
     values = {c.name: c.value for c in constants()} | (values or {})
     found = asdict(machine.software)
@@ -49,7 +54,7 @@ def on(machine: Machine, facts: dict[str, Any], values: dict[str, float] | None 
         found[name] = values.get(fact, fact) if isinstance(fact, str) else fact
     if found.get("attention") in op_costs.KERNELS:
         machine = replace(machine, kernel=found.pop("attention"))
-    return replace(machine, software=Engine(**found))
+    return replace(machine, software=(kind or Engine)(**found))
 
 
 @dataclass(frozen=True)
