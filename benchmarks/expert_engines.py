@@ -24,7 +24,7 @@ from planner.op_costs import Pass
 GRAPHS = ("none", "partial", "full")
 # Kernels of a block's forward beside the experts' products that a CUDA graph of attention, router
 # and preprocessing leaves to the host, a number.
-LEFT_BY_GRAPHS = 20
+LEFT_BY_GRAPHS = 70
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ExpertEngine(Engine):
     graphs: str = "none"  # of GRAPHS: CUDA graphs of nothing, of some modules, of the whole step
     sent_once: bool = True  # a token is sent once to a rank, however many of its experts are there
     exchange_hidden: float = 0.0  # share of the exchange that other micro-batches hide
+    fused_mlp: bool = False  # one kernel for an expert's product, activation and cast
     balanced: bool = True  # each expert has as many rows, whatever the router says
     again: float = 0.0  # share of a forward pass that recomputation of modules repeats
     # Outputs, inputs and number of a block's matrices that are no experts; empty: those of a GPT.
@@ -45,6 +46,7 @@ class ExpertEngine(Engine):
     # that an exchange reaches, bytes moved for each byte of `scanned` and each permuted row, and
     # seconds of the host for a kernel.
     grouped_share: float = 1.0
+    tile_seconds: float = 0.0
     exchange_share: float = 1.0
     scans: float = 8.0
     permutations: float = 4.0
@@ -113,11 +115,10 @@ class ExpertEngine(Engine):
         if self.graphs == "full":
             return 0.0
         alike = job.model.experts // job.ep
-        of_experts = 2 * alike * (2 if self.fp8 else 1)
+        of_experts = alike * (1.0 if self.fp8 else 0.5) + 8 * len(self.layers)
         if self.graphs == "partial":
             return LEFT_BY_GRAPHS + of_experts
-        more = 4 * len(self.layers) + 8 * bool(self.scanned)
-        return super().operations(job) - 2 * alike + of_experts + more
+        return super().operations(job) - 2 * alike + of_experts
 
     def selective_seconds(self, job: Job, forward: Column) -> Column:
         return self.again * forward
@@ -131,10 +132,13 @@ def grouped(
     """
     (m, n, k), machine = sizes, job.machine
     faster = machine.fp8 * op_costs.FP8_SHARE if engine.fp8 else 1.0
-    share = faster * engine.grouped_share
+    share = faster * (1.0 if engine.fused_mlp else engine.grouped_share)
+    each = 0.0 if engine.fused_mlp else engine.tile_seconds
 
     def product(m: Column, n: Column, k: Column) -> Column:
         computed = op_costs.tensor_cores(machine, m, n, k, alike) / share
+        tiles = alike * np.ceil(m / 256) * np.ceil(n / 128)
+        computed = computed + each * np.ceil(tiles / machine.processors)
         moved = job.number_bytes * alike * (m * k + k * n + m * n)
         return np.maximum(computed, moved / (machine.bandwidth * op_costs.GEMM_MEMORY))
 

@@ -38,6 +38,7 @@ MACHINES = {"H100": "h100-megatron", "GB300": str(DATA / "machines" / "gb300.tom
 AGAIN = {"mla_up_proj": 0.09, "mlp": 0.01, "moe": 0.6, "moe_act": 0.03, "layernorm": 0.03}
 AGAIN |= {"core_attn": 0.1}
 HIDDEN = 0.8  # share of the exchange behind other micro-batches, where a recipe overlaps it
+PULL = 0.2
 ROWS = {"norm": "rmsnorm", "positions": "rotary", "bias": False, "tied": False}
 
 
@@ -73,7 +74,7 @@ def _row(cells: dict[str, str], model: dict[str, Any], engine: dict) -> ExpertRo
     recompute = "full" if cells["recompute"] == "full" else "selective"
     layout = Layout(
         tp=whole["tp"], pp=whole["pp"], cp=whole["cp"], dp=whole["dp"], ep=whole["ep"],
-        micro_batch_size=whole["mbs"], recompute=recompute, zero=2 if automodel else 1,
+        micro_batch_size=whole["mbs"], recompute=recompute, zero=1,
         partition="balanced", sequence_parallel=whole["tp"] > 1, schedule="1f1b",
     )
     training = Training(global_batch_size=whole["gbs"], precision="bf16")
@@ -96,6 +97,7 @@ def _facts(cells, model, engine):
     facts["exchange_hidden"] = HIDDEN * (cells["overlap"] == "True")
     facts["balanced"] = cells["routing"] != "real"
     facts["again"] = sum(AGAIN[m] for m in cells["recompute"].split(",") if m in AGAIN)
+    facts["fused_mlp"] = cells["graphs"] == "full"
     facts["casts"] = 0.0 if cells["graphs"] == "full" else 1.0
     for name in ("scanned", "attention_layers"):
         if name in model:
@@ -119,9 +121,31 @@ def errors(rows, values):
     return [math.log(found[r.id].seconds / r.seconds) for r in rows]
 
 
-def fit(rows, values, rounds=3):
+def recipes(rows):
+    """One row of those of each recipe, which versions of the program repeat: the one with the
+    median time.
+    """
+    groups = {}
+    for row in rows:
+        key = row.source, row.section, row.machine, row.layout, row.training, row.facts["fp8"]
+        groups.setdefault((*key, row.facts["graphs"], row.facts["again"]), []).append(row)
+    found = []
+    for group in groups.values():
+        found.append(sorted(group, key=lambda row: row.seconds)[len(group) // 2])
+    return found
+
+
+def fit(rows, start, rounds=10):
+    own = recipes(rows)
+
+    def with_priors(values):
+        expected = [PULL * math.log(values[name] / start[name]) for name in FITTED]
+        return errors(own, values) + expected
+
+    values = start
     for _ in range(rounds):
-        values = moved(values, FITTED, solve(*slopes(partial(errors, rows), FITTED, values)))
+        step = solve(*slopes(with_priors, FITTED, values))
+        values = moved(values, FITTED, [max(-0.7, min(0.7, part)) for part in step])
     return values
 
 
