@@ -22,9 +22,13 @@ from planner.job import Column, Job
 from planner.op_costs import Pass
 
 GRAPHS = ("none", "partial", "full")
+ROWS_OF_TILE, COLUMNS_OF_TILE, _ = op_costs.TILES[0]
 # Kernels of a block's forward beside the experts' products that a CUDA graph of attention, router
-# and preprocessing leaves to the host, a number.
-LEFT_BY_GRAPHS = 70
+# and preprocessing leaves to the host, a number; and those for each matrix that is no expert.
+# Assumed, after the rows of one micro-batch of Qwen3 and Nemotron 3 Super were seen.
+LEFT_BY_GRAPHS, OF_MATRIX = 70, 8
+# How often one kernel that permutes while it sends reads and writes a row, there and back.
+SENT_AND_PERMUTED = 4.0
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,10 @@ class ExpertEngine(Engine):
     latent: int = 0  # width of the rows that experts take; 0: hidden
     attention_layers: float = 1.0  # of a block
     scanned: float = 0.0  # columns that Mamba's kernels read and write, of a block
-    # Constants: of the peak that grouped products reach beside a single one's, of NVLink's speed
-    # that an exchange reaches, bytes moved for each byte of `scanned` and each permuted row, and
-    # seconds of the host for a kernel.
-    grouped_share: float = 1.0
+    # Fitted: seconds of a wave of a grouped product's tiles beside its arithmetic, and bytes moved
+    # for each byte of `scanned`, in forward; backward moves twice as many.
     tile_seconds: float = 0.0
-    exchange_share: float = 1.0
     scans: float = 8.0
-    permutations: float = 4.0
-    casts: float = 1.0
 
     def matrices(self, job: Job) -> list:
         """Also those of `layers`, in place of attention's and the shared MLP's."""
@@ -90,7 +89,7 @@ class ExpertEngine(Engine):
         if job.model.experts == 1:
             return Pass(0.0, 0.0)
         share = (self.latent or job.model.hidden) / job.model.hidden
-        return Pass(self.permutations, self.permutations) * share
+        return Pass(SENT_AND_PERMUTED, SENT_AND_PERMUTED) * share
 
     def router(self, job: Job) -> Pass:
         """Transformer Engine's: a product in half precision with a result in FP32."""
@@ -103,7 +102,7 @@ class ExpertEngine(Engine):
         model, ep = job.model, job.ep
         width = (self.latent or model.hidden) / model.hidden
         count = width * job.activation_bytes / job.layout.tp * time_terms.uneven(job)
-        both = 2 * exchange(job, count, self.sent_once) / self.exchange_share
+        both = 2 * exchange(job, count, self.sent_once)
         shown = both * (1 - self.exchange_hidden)
         return Pass(shown, shown)
 
@@ -115,7 +114,7 @@ class ExpertEngine(Engine):
         if self.graphs == "full":
             return 0.0
         alike = job.model.experts // job.ep
-        of_experts = alike * (1.0 if self.fp8 else 0.5) + 8 * len(self.layers)
+        of_experts = alike * (1.0 if self.fp8 else 0.5) + OF_MATRIX * len(self.layers)
         if self.graphs == "partial":
             return LEFT_BY_GRAPHS + of_experts
         return super().operations(job) - 2 * alike + of_experts
@@ -128,25 +127,23 @@ def grouped(
     job: Job, engine: ExpertEngine, sizes: tuple[Column, Column, Column], alike: Column
 ) -> Pass:
     """So many linear layers of rows, outputs and inputs `sizes` in one kernel each way, and in fp8
-    the casts of their rows.
+    the casts of their rows, unless one kernel does both.
     """
     (m, n, k), machine = sizes, job.machine
-    faster = machine.fp8 * op_costs.FP8_SHARE if engine.fp8 else 1.0
-    share = faster * (1.0 if engine.fused_mlp else engine.grouped_share)
     each = 0.0 if engine.fused_mlp else engine.tile_seconds
+    rate = machine.fp8 * op_costs.FP8_SHARE if engine.fp8 else 1.0
 
     def product(m: Column, n: Column, k: Column) -> Column:
-        computed = op_costs.tensor_cores(machine, m, n, k, alike) / share
-        tiles = alike * np.ceil(m / 256) * np.ceil(n / 128)
+        tiles = alike * np.ceil(m / ROWS_OF_TILE) * np.ceil(n / COLUMNS_OF_TILE)
+        computed = op_costs.tensor_cores(machine, m, n, k, alike) / rate
         computed = computed + each * np.ceil(tiles / machine.processors)
         moved = job.number_bytes * alike * (m * k + k * n + m * n)
         return np.maximum(computed, moved / (machine.bandwidth * op_costs.GEMM_MEMORY))
 
     whole = Pass(product(m, n, k), product(m, k, n) + product(n, k, m))
-    if not engine.fp8:
+    if not engine.fp8 or engine.fused_mlp:
         return whole
-    casts = Pass(4.0 * m * k, 4.0 * m * n) * (alike * engine.casts)
-    return whole + op_costs.moved(machine, casts)
+    return whole + op_costs.moved(machine, Pass(4.0 * m * k, 4.0 * m * n) * alike)
 
 
 def exchange(job: Job, count: Column, once: bool) -> Column:

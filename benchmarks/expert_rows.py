@@ -32,7 +32,7 @@ from config.schema import Layout, ModelShape, Training
 from planner import hardware
 
 DATA = ROOT / "benchmarks" / "data"
-FITTED = ("expert_grouped", "expert_moved", "expert_exchange", "expert_scans", "expert_host")
+FITTED = ("expert_tile", "expert_host", "expert_scans")
 MACHINES = {"H100": "h100-megatron", "GB300": str(DATA / "machines" / "gb300.toml")}
 # The share of a block's forward that recomputation of a module repeats: of its FLOPs.
 AGAIN = {"mla_up_proj": 0.09, "mlp": 0.01, "moe": 0.6, "moe_act": 0.03, "layernorm": 0.03}
@@ -92,13 +92,12 @@ def _facts(cells, model, engine):
     blocks = model["shape"]["layers"]
     facts = engine["megatron-experts"]["software"] | {"graphs": cells["graphs"]}
     facts["fp8"] = cells["precision"] != "bf16"
+    facts["fused_mlp"] = cells["graphs"] == "full"
     facts["virtual_stages"] = int(cells["vp"] or 1)
     facts["sent_once"] = cells["dispatcher"] != "alltoall" and not cells["source"].startswith("dgxc")
     facts["exchange_hidden"] = HIDDEN * (cells["overlap"] == "True")
     facts["balanced"] = cells["routing"] != "real"
     facts["again"] = sum(AGAIN[m] for m in cells["recompute"].split(",") if m in AGAIN)
-    facts["fused_mlp"] = cells["graphs"] == "full"
-    facts["casts"] = 0.0 if cells["graphs"] == "full" else 1.0
     for name in ("scanned", "attention_layers"):
         if name in model:
             facts[name] = model[name] / blocks
@@ -135,7 +134,7 @@ def recipes(rows):
     return found
 
 
-def fit(rows, start, rounds=10):
+def fit(rows, start, rounds=5):
     own = recipes(rows)
 
     def with_priors(values):
