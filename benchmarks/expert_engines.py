@@ -99,7 +99,7 @@ class ExpertEngine(Engine):
         return product + Pass(scores, scores)
 
     def dispatched(self, job: Job) -> Pass:
-        model, ep = job.model, job.ep
+        model = job.model
         width = (self.latent or model.hidden) / model.hidden
         count = width * job.activation_bytes / job.layout.tp * time_terms.uneven(job)
         both = 2 * exchange(job, count, self.sent_once)

@@ -1,18 +1,17 @@
 """The planner's error on public rows of mixtures of experts, each model held out of the fit.
 
-    python benchmarks/expert_rows.py            # the figures of benchmarks/results/plan_moe.md
+    python benchmarks/expert_rows.py            # the tables of benchmarks/results/plan_moe.md
 
-Reads benchmarks/data/moe_rows.csv, predicts every row whose source states what a plan needs, and
-fits the constants FITTED on the rows of all other models before one is predicted. Rows that are set
-aside are listed by their reason.
+Reads benchmarks/data/moe_rows.csv and predicts every row whose source states what a plan needs. The
+constants PRIORS are fitted on the rows of all other models before a model is predicted. Rows that
+are set aside are listed by their reason.
 """
 
 import csv
 import math
 import statistics
 import sys
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +26,28 @@ from robust_fit import moved, slopes, solve
 from stated_rows import StatedRow
 
 from config.command_line import read_toml
-from config.messages import Parser, UserError, sentences
+from config.messages import Parser, sentences
 from config.schema import Layout, ModelShape, Training
 from planner import hardware
 
 DATA = ROOT / "benchmarks" / "data"
-FITTED = ("expert_tile", "expert_host", "expert_scans")
+# Values expected without any row, each of which pulls as PULL rows of this logarithm would.
+PRIORS = {"expert_tile": 1e-6, "expert_host": 2e-5, "expert_scans": 8.0}
+PULL = 0.2
+MOST_STEP = 0.7  # of a constant's logarithm, in one of ROUNDS
+ROUNDS = 5
 MACHINES = {"H100": "h100-megatron", "GB300": str(DATA / "machines" / "gb300.toml")}
-# The share of a block's forward that recomputation of a module repeats: of its FLOPs.
+# The share of a block's forward that recomputation of a module repeats, from its FLOPs.
 AGAIN = {"mla_up_proj": 0.09, "mlp": 0.01, "moe": 0.6, "moe_act": 0.03, "layernorm": 0.03}
 AGAIN |= {"core_attn": 0.1}
-HIDDEN = 0.8  # share of the exchange behind other micro-batches, where a recipe overlaps it
-PULL = 0.2
-ROWS = {"norm": "rmsnorm", "positions": "rotary", "bias": False, "tied": False}
+HIDDEN = 0.8  # share of the exchange behind other micro-batches where a recipe overlaps it; assumed
+ALIKE = {"norm": "rmsnorm", "positions": "rotary", "bias": False, "tied": False}
+ALIKE |= {"activation": "swiglu"}
 
 
 @dataclass(frozen=True)
 class ExpertRow(StatedRow):
-    """A row of a model with experts."""
+    """A row of a model with experts. source: the model, which is held out as a whole."""
 
     def on(
         self, machine: hardware.Machine, values: dict[str, float] | None = None
@@ -56,112 +59,187 @@ class ExpertRow(StatedRow):
 def read(path: Path = DATA / "moe_rows.csv") -> tuple[list[ExpertRow], dict[str, list[str]]]:
     """The rows that can be predicted, and the names of the others by the reason."""
     models = read_toml(DATA / "moe_models.toml", "moe_models.toml")
-    engine = row_engines.read_engines()
+    software = row_engines.read_engines()["megatron-experts"]["software"]
     rows, aside = [], {}
     with open(path, newline="") as file:
         for cells in csv.DictReader(file):
             if cells["aside"]:
                 aside.setdefault(cells["aside"], []).append(cells["row"])
             else:
-                rows.append(_row(cells, models[cells["model"]], engine))
+                rows.append(_row(cells, models[cells["model"]], software))
     return rows, aside
 
 
-def _row(cells: dict[str, str], model: dict[str, Any], engine: dict) -> ExpertRow:
-    whole = {n: int(cells[n] or 1) for n in ("tp", "pp", "cp", "dp", "ep", "mbs", "gbs", "vp")}
-    shape = ModelShape(**{"activation": "swiglu"} | ROWS | model["shape"] | {"seq_length": int(cells["seq"])})
-    automodel = cells["source"].startswith("NeMo AutoModel")
-    recompute = "full" if cells["recompute"] == "full" else "selective"
-    layout = Layout(
-        tp=whole["tp"], pp=whole["pp"], cp=whole["cp"], dp=whole["dp"], ep=whole["ep"],
-        micro_batch_size=whole["mbs"], recompute=recompute, zero=1,
-        partition="balanced", sequence_parallel=whole["tp"] > 1, schedule="1f1b",
-    )
-    training = Training(global_batch_size=whole["gbs"], precision="bf16")
+def _row(cells: dict[str, str], model: dict[str, Any], software: dict[str, Any]) -> ExpertRow:
+    """A row of the file, whose numbers must be whole where a plan needs them."""
+    shape = ALIKE | model["shape"] | {"seq_length": int(cells["seq"])}
+    training = Training(global_batch_size=int(cells["gbs"]), precision="bf16")
     return ExpertRow(
-        id=cells["row"], source=cells["model"].removesuffix("-L4"), section=cells["source"], kernel="",
-        model=shape, layout=layout, training=training,
+        id=cells["row"],
+        source=cells["model"].removesuffix("-L4"),
+        section=cells["source"],
+        kernel="",
+        model=ModelShape(**shape),
+        layout=_layout(cells),
+        training=training,
         machine=MACHINES.get(cells["gpu"], cells["gpu"].lower()),
-        facts=_facts(cells, model, engine),
-        seconds=_seconds(cells, model), gigabytes=None, memory_kind="", memory_of="", memory_ahead=0.0,
-        status="ok", assumed=False, aside="",
+        facts=software | _facts(cells, model),
+        seconds=_seconds(cells, model),
+        gigabytes=None,
+        memory_kind="",
+        memory_of="",
+        memory_ahead=0.0,
+        status="ok",
+        assumed=False,
+        aside="",
     )
 
 
-def _facts(cells, model, engine):
+def _layout(cells: dict[str, str]) -> Layout:
+    tp = int(cells["tp"])
+    return Layout(
+        tp=tp,
+        pp=int(cells["pp"]),
+        cp=int(cells["cp"] or 1),
+        dp=int(cells["dp"]),
+        ep=int(cells["ep"]),
+        micro_batch_size=int(cells["mbs"]),
+        recompute="full" if cells["recompute"] == "full" else "selective",
+        partition="balanced",
+        zero=1,
+        sequence_parallel=tp > 1,
+        schedule="1f1b",
+    )
+
+
+def _facts(cells: dict[str, str], model: dict[str, Any]) -> dict[str, Any]:
+    """Fields of ExpertEngine that the row and its model set."""
     blocks = model["shape"]["layers"]
-    facts = engine["megatron-experts"]["software"] | {"graphs": cells["graphs"]}
-    facts["fp8"] = cells["precision"] != "bf16"
-    facts["fused_mlp"] = cells["graphs"] == "full"
-    facts["virtual_stages"] = int(cells["vp"] or 1)
-    facts["sent_once"] = cells["dispatcher"] != "alltoall" and not cells["source"].startswith("dgxc")
-    facts["exchange_hidden"] = HIDDEN * (cells["overlap"] == "True")
-    facts["balanced"] = cells["routing"] != "real"
-    facts["again"] = sum(AGAIN[m] for m in cells["recompute"].split(",") if m in AGAIN)
+    facts: dict[str, Any] = {
+        "graphs": cells["graphs"],
+        "fused_mlp": cells["graphs"] == "full",
+        "fp8": cells["precision"] != "bf16",
+        "virtual_stages": int(cells["vp"] or 1),
+        "sent_once": cells["dispatcher"] != "alltoall",
+        "exchange_hidden": HIDDEN * (cells["overlap"] == "True"),
+        "balanced": cells["routing"] != "real",
+        "again": sum(AGAIN.get(module, 0.0) for module in cells["recompute"].split(",")),
+        "latent": model.get("latent", 0),
+    }
     for name in ("scanned", "attention_layers"):
         if name in model:
             facts[name] = model[name] / blocks
-    facts["latent"] = model.get("latent", 0)
-    facts["layers"] = tuple((o, i, n / blocks) for o, i, n in model.get("matrices", ()))
+    matrices = model.get("matrices", ())
+    facts["layers"] = tuple((outs, ins, number / blocks) for outs, ins, number in matrices)
     return facts
 
 
-def _seconds(cells, model):
+def _seconds(cells: dict[str, str], model: dict[str, Any]) -> float:
+    """Seconds of a step: as stated, else from tokens per second, else from TFLOP/s."""
     if cells["seconds_per_step"]:
         return float(cells["seconds_per_step"])
-    tokens = float(cells["tokens_per_s_per_gpu"] or 0)
-    if not tokens:
+    if cells["tokens_per_s_per_gpu"]:
+        tokens = float(cells["tokens_per_s_per_gpu"])
+    else:
         tokens = float(cells["tflops_per_gpu"]) / model["tflop_per_token"]
     return int(cells["gbs"]) * int(cells["seq"]) / (tokens * int(cells["gpus"]))
 
 
-def errors(rows, values):
+# ---- Fitting -------------------------------------------------------------------------------------
+
+
+def errors(rows: list[ExpertRow], values: dict[str, float]) -> list[float]:
+    """Logarithms of predicted over measured seconds, row by row."""
     found = source_accuracy.predict(rows, values, seconds_only=True)
-    return [math.log(found[r.id].seconds / r.seconds) for r in rows]
+    return [math.log(found[row.id].seconds / row.seconds) for row in rows]
 
 
-def recipes(rows):
-    """One row of those of each recipe, which versions of the program repeat: the one with the
-    median time.
-    """
-    groups = {}
+def recipes(rows: list[ExpertRow]) -> list[ExpertRow]:
+    """One row of each recipe, which versions of a program repeat: that of the median time."""
+    groups: dict[tuple, list[ExpertRow]] = {}
     for row in rows:
-        key = row.source, row.section, row.machine, row.layout, row.training, row.facts["fp8"]
-        groups.setdefault((*key, row.facts["graphs"], row.facts["again"]), []).append(row)
-    found = []
-    for group in groups.values():
-        found.append(sorted(group, key=lambda row: row.seconds)[len(group) // 2])
-    return found
+        facts = row.facts["fp8"], row.facts["graphs"], row.facts["again"]
+        key = row.source, row.section, row.machine, row.layout, row.training, facts
+        groups.setdefault(key, []).append(row)
+    ordered = [sorted(group, key=_seconds_of) for group in groups.values()]
+    return [group[len(group) // 2] for group in ordered]
 
 
-def fit(rows, start, rounds=5):
-    own = recipes(rows)
+def _seconds_of(row: ExpertRow) -> float:
+    assert row.seconds is not None
+    return row.seconds
 
-    def with_priors(values):
-        expected = [PULL * math.log(values[name] / start[name]) for name in FITTED]
-        return errors(own, values) + expected
 
-    values = start
-    for _ in range(rounds):
-        step = solve(*slopes(with_priors, FITTED, values))
-        values = moved(values, FITTED, [max(-0.7, min(0.7, part)) for part in step])
+def fit(rows: list[ExpertRow]) -> dict[str, float]:
+    """All constants, those of PRIORS fitted on one row of each recipe."""
+    own, names = recipes(rows), tuple(PRIORS)
+    values = {constant.name: constant.value for constant in engines.constants()} | PRIORS
+
+    def with_priors(at: dict[str, float]) -> list[float]:
+        return errors(own, at) + [PULL * math.log(at[name] / PRIORS[name]) for name in names]
+
+    for _ in range(ROUNDS):
+        step = solve(*slopes(with_priors, names, values))
+        values = moved(values, names, [max(-MOST_STEP, min(MOST_STEP, part)) for part in step])
     return values
 
 
-def main():
-    rows, aside = read()
-    values = {c.name: c.value for c in engines.constants()}
-    for model in dict.fromkeys(r.source for r in rows):
-        mine = [r for r in rows if r.source == model]
-        fitted = fit([r for r in rows if r.source != model], values)
-        off = errors(mine, fitted)
-        print(model, len(mine), 'mean', statistics.mean(abs(math.exp(e) - 1) for e in off), {n: round(fitted[n], 3) for n in FITTED[:-1]}, fitted[FITTED[-1]])
-        if len(sys.argv) > 1:
-            for r, e in zip(mine, off):
-                f = r.facts
-                print('  ', r.id, r.section[:18], r.machine[-12:], r.layout.tp, r.layout.pp, r.layout.ep, 'vp', f['virtual_stages'], 'mbs', r.layout.micro_batch_size, 'fp8' if f['fp8'] else 'bf16', f['graphs'], r.layout.recompute, round(r.seconds, 2), f"{100*(math.exp(e)-1):+.0f}")
+def held_out(rows: list[ExpertRow]) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """The constants and the errors by row of each model, from a fit on the other models' rows."""
+    found = {}
+    for model in dict.fromkeys(row.source for row in rows):
+        mine = [row for row in rows if row.source == model]
+        values = fit([row for row in rows if row.source != model])
+        off = [math.exp(error) - 1 for error in errors(mine, values)]
+        found[model] = values, {row.id: each for row, each in zip(mine, off, strict=True)}
+    return found
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def report(rows: list[ExpertRow], aside: dict[str, list[str]]) -> list[str]:
+    """The figures of each model, of each recipe, and what is set aside, as lines of Markdown."""
+    found = held_out(rows)
+    names = " | ".join(PRIORS)
+    lines = [f"| model, held out | rows | mean | median | largest | bias | {names} |"]
+    lines.append("|---" * (6 + len(PRIORS)) + "|")
+    for model, (values, off) in found.items():
+        sizes = [abs(each) for each in off.values()]
+        figures = statistics.mean(sizes), statistics.median(sizes), max(sizes)
+        cells = [f"{100 * each:.1f}" for each in (*figures, statistics.mean(off.values()))]
+        cells += [f"{values[name]:.3g}" for name in PRIORS]
+        lines.append(f"| {model} | {len(off)} | {' | '.join(cells)} |")
+    lines += ["", "| recipe | rows | seconds of a step | error in per cent |", "|---|---|---|---|"]
+    every = {name: each for _, off in found.values() for name, each in off.items()}
+    groups: dict[str, list[ExpertRow]] = {}
+    for row in rows:
+        groups.setdefault(_recipe(row), []).append(row)
+    for recipe, group in groups.items():
+        seconds = ", ".join(f"{row.seconds:.2f}" for row in group)
+        off_of = ", ".join(f"{100 * every[row.id]:+.0f}" for row in group)
+        lines.append(f"| {recipe} | {len(group)} | {seconds} | {off_of} |")
+    lines += ["", f"Set aside, {sum(map(len, aside.values()))} rows:", ""]
+    lines += [f"* {why} ({len(names)}): {', '.join(names)}" for why, names in aside.items()]
+    return lines
+
+
+def _recipe(row: ExpertRow) -> str:
+    at, facts = row.layout, row.facts
+    precision = "fp8" if facts["fp8"] else "bf16"
+    machine = Path(row.machine).stem
+    layout = f"tp {at.tp}, pp {at.pp}, ep {at.ep}, vp {facts['virtual_stages']}"
+    batch = f"micro-batch {at.micro_batch_size}, batch {row.training.global_batch_size}"
+    words = f"{row.source}, {machine}, {precision}, graphs {facts['graphs']}, {layout}, {batch}"
+    return f"{words}; {row.section}"
+
+
+def main(arguments: list[str]) -> None:
+    """Print the report."""
+    Parser(description=__doc__.splitlines()[0]).parse_args(arguments)
+    print("\n".join(report(*read())))
 
 
 if __name__ == "__main__":
     with sentences():
-        main()
+        main(sys.argv[1:])
