@@ -1,4 +1,4 @@
-"""What the programs of public rows of mixtures of experts do otherwise than Trine.
+"""Describes how the programs of public rows of mixtures of experts differ from Trine.
 
     machine = engines.on(hardware.load("gb200"), facts, values, ExpertEngine)
 
@@ -68,7 +68,7 @@ class ExpertEngine(Engine):
     def products_alike(
         self, job: Job, rows: Column, outs: Column, ins: Column, alike: Column
     ) -> Pass:
-        """Those of experts, with `alike` of 2 and more, as one kernel."""
+        """Products of experts, with `alike` of 2 and more, are one kernel."""
         if alike < 2:
             return unwrap(time_terms.products_alike)(job, rows, outs, ins, alike)
         return grouped(job, self, (rows, outs, ins), alike)
@@ -110,7 +110,7 @@ class ExpertEngine(Engine):
         return 0.0 if self.graphs == "full" else time_terms.COUNTS_WAIT
 
     def operations(self, job: Job) -> Column:
-        """What no graph launches: of experts' products a kernel each, and in fp8 a cast each."""
+        """Count what no graph launches: experts' products together, and in fp8 their casts."""
         if self.graphs == "full":
             return 0.0
         alike = job.model.experts // job.ep

@@ -20,7 +20,7 @@ from config.model_stats import model_flops
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, memory, memory_terms, risk, time_terms
 from planner.hardware import Machine
-from planner.job import Column, Job, term
+from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
 from schedules.long_schedule import long_layout, long_schedule
 from schedules.orders import stage_costs
@@ -125,8 +125,15 @@ def block_pass(job: Job) -> Pass:
 
 def block_passes(job: Job) -> tuple[Pass, Pass]:
     """Seconds of one micro-batch through a block that is not recomputed, and through one that is,
-    as the layout says: no less than the host takes to launch it.
+    as the layout says.
     """
+    plain, redone = _both_passes(job)
+    return plain, redone
+
+
+@mean_of_kinds
+def _both_passes(job: Job) -> Pass:
+    """Return the passes of `block_passes` as a pair: no less than the host takes to launch them."""
     whole = time_terms.block_seconds(job)
     full = np.equal(job.layout.recompute, "full")
     selective = np.equal(job.layout.recompute, "selective")
@@ -136,7 +143,7 @@ def block_passes(job: Job) -> tuple[Pass, Pass]:
     forward = np.maximum(whole.forward, launched)
     plain = np.maximum(whole.backward, 2 * launched)
     redone = np.maximum(whole.backward + again, 2 * launched)
-    return Pass(forward, plain), Pass(forward, redone)
+    return Pass(Pass(forward, plain), Pass(forward, redone))
 
 
 # ---- The pipeline --------------------------------------------------------------------------------

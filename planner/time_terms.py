@@ -173,7 +173,7 @@ def tensor_all_reduce(job: Job) -> Column:
 
 
 def routing(job: Job) -> Pass:
-    """What experts cost beside products and memory traffic: the router, the exchange of rows with
+    """Seconds of experts beside products and memory traffic: the router, the exchange of rows with
     other ranks, and in forward the host's wait for their counts.
     """
     if job.model.experts == 1:
@@ -238,7 +238,6 @@ def selective_seconds(job: Job, forward: Column) -> Column:
     return 0.0
 
 
-@mean_of_kinds
 @term
 def operations(job: Job) -> Column:
     """Kernels and collectives that a block's forward launches, a number."""

@@ -1,4 +1,4 @@
-"""What experts cost in plans beside their products, and how far public rows of them are from it."""
+"""If this failed, plans of experts would miss costs, or public rows by more than is written."""
 
 import sys
 from dataclasses import replace
