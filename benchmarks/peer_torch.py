@@ -229,6 +229,10 @@ def make(job: dict, shape: Shape):
         return PipelineLoop(shape, weights, kind, job["blocks"], tp)
     if kind == "hand":
         return TensorParallelByHand(shape, weights)
+    if kind == "hand-experts":
+        from peer_experts import ExpertParallelByHand
+
+        return ExpertParallelByHand(shape, weights)
     if kind in EXPERTS:
         from peer_transformers import qwen3_moe
 

@@ -14,7 +14,8 @@ that is not at work waits for a line on its standard input.
     memory   peak resident MiB of each rank in the timed steps
     load     the machine's load average at the end of the row
 
-Sides: peer_trine.py; peer_torch.py, peer_by_hand.py. Their processes: peer_sides.py.
+Sides: peer_trine.py; peer_torch.py, peer_by_hand.py, peer_experts.py, peer_transformers.py. Their
+processes: peer_sides.py.
 """
 
 import json
@@ -58,6 +59,7 @@ PARTS = {
     "zb": "pipelining, zero-bubble",
     "ddp": "DistributedDataParallel",
     "hf-eager": "transformers' Qwen3-MoE, eager experts",
+    "hand-experts": "experts by hand: all-to-all, one sum of the other gradients",
     "hf-grouped": "transformers' Qwen3-MoE, grouped experts",
     "zero1": "DistributedDataParallel, ZeroRedundancyOptimizer",
 }
@@ -66,7 +68,7 @@ PARTS = {
 @dataclass(frozen=True)
 class Row:
     """One comparison. options: of train.py beside tp and pp. peers: a kind of PARTS, for a
-    pipeline with the blocks of every stage; or options of train.py, for Trine itself.
+    pipeline with the blocks of every stage; or options of train.py, for Trine itself; or ONE_RANK.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Row:
         return self.tp * self.pp * self.dp
 
 
+ONE_RANK = "one rank"  # a peer: Trine itself on one rank, with the same global batch
 AUTO = "--schedule auto --schedule-costs measured"
 OWN = tuple(f"--schedule {name}" for name in ("1f1b", "interleaved", "zb-h1", "zb-v"))
 ROWS = (
@@ -93,6 +96,7 @@ ROWS = (
     Row("dp2-zero1", "4 x 256", 1, 1, 2, "--zero 1", ("zero1",)),
     Row("tp2-pp2", "4 x 256", 2, 2, 1, "", ("1f1b 2,2", "1f1b 3,1")),
     Row("experts", "8 experts", 1, 1, 1, "", ("hf-eager", "hf-grouped")),
+    Row("experts-ep2", "8 experts", 1, 1, 2, "--ep 2", ("hand-experts", "one rank")),
     Row("tp2-large", "8 x 512", 2, 1, 1, "", ("dtensor", "hand")),
 )
 
@@ -109,7 +113,8 @@ def sides_of(row: Row, folder: Path) -> Iterator[list[Side]]:
     try:
         for i, peer in enumerate(("", *row.peers)):
             label, words = program(row, peer, folder, i)
-            sides.append(Side(label, words, row.ranks, folder / str(i)))
+            ranks = 1 if peer == ONE_RANK else row.ranks
+            sides.append(Side(label, words, ranks, folder / str(i)))
             sides[-1].wait_until_ready()
         for side in sides[1:]:
             side.bind(sides[0].cores())
@@ -122,8 +127,9 @@ def sides_of(row: Row, folder: Path) -> Iterator[list[Side]]:
 def program(row: Row, peer: str, folder: Path, number: int) -> tuple[str, list[str]]:
     """The label of a side, and its words after `python`; peer "": Trine with the row's options."""
     shape = SHAPES[row.shape]
-    if not peer or peer.startswith("--"):
-        options = f"--tp {row.tp} --pp {row.pp} {peer or row.options} --hang-timeout 7200"
+    if not peer or peer == ONE_RANK or peer.startswith("--"):
+        layout = f"--tp {row.tp} --pp {row.pp} {peer or row.options}"
+        options = f"{'' if peer == ONE_RANK else layout} --hang-timeout 7200"
         words = [*options.split(), "--out", str(folder / f"out{number}"), *shape.options(row.dp)]
         return f"Trine {peer}".strip(), ["benchmarks/peer_trine.py", *words]
     kind, _, blocks = peer.partition(" ")
