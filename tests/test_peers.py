@@ -80,6 +80,15 @@ def test_transformers_with_experts_compute_the_same():
     assert done.out.count("transformers' Qwen3-MoE") == 2
 
 
+@pytest.mark.slow
+def test_experts_by_hand_and_on_one_rank_compute_the_same():
+    words = ["--rows", "experts-ep2", "--rounds", "1", "--shape", "tiny experts"]
+    done = start([*BENCHMARK, *words], timeout=600, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err
+    assert done.out.count("| experts by hand: all-to-all") == 1
+    assert done.out.count("| Trine one rank |") == 1
+
+
 def test_sides_that_agree_pass(side):
     ours, norms = [9.0, 8.9, 8.8], [3.0, 2.0, 1.0]
     near = [loss * (1 + LOSS_ERROR / 2) for loss in ours]
