@@ -246,6 +246,8 @@ def to_words(
             continue
         if value == field.default and field.name not in always:
             continue
+        if field.name == "expert_ffn_hidden" and group.experts == 1:
+            continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
