@@ -47,7 +47,8 @@ def run(name: str) -> list[dict]:
         seeds = range(first, first + AT_ONCE)
         rows = routed_comparison(ranks, seeds, Path(folder), steps=STEPS)
     for row in rows:
-        row |= {"start": name, "ranks": ranks, "layout": layout_of(row.pop("case"))}
+        case = row.pop("case")
+        row |= {"start": name, "ranks": ranks, "block": case["block"], "layout": layout_of(case)}
     return rows
 
 
@@ -66,8 +67,25 @@ def report(rows: list[dict]) -> str:
         f"{machine()}. {STEPS} steps of each layout; the largest",
         "relative difference of a loss, gradient norm or sum of weights. Elsewhere: tokens that a",
         "layout sends to other experts than one rank does, in fp64, counted in each block and",
-        "step. In fp32 the choices of one rank are taken.",
+        f"step. In fp32 the choices of one rank are taken. {len(rows)} of {sum(LAYOUTS.values())}",
+        "layouts were run.",
         "",
+    ]
+    lines += table_of([row for row in rows if row["block"] != "post-norm"])
+    lines += [
+        "",
+        "Models with `--block post-norm` amplify rounding here. If each initial weight of",
+        "one rank is moved by one unit in its last place, in fp64, the run on one rank moves by as",
+        "much as these layouts do: by 1.8e-12, 1.3e-12 and 3.3e-13 for the three farthest, and by",
+        "less than 1e-15 for the same layouts with `--block pre-norm`.",
+        "",
+    ]
+    return "\n".join(lines + table_of([row for row in rows if row["block"] == "post-norm"])) + "\n"
+
+
+def table_of(rows: list[dict]) -> list[str]:
+    """The lines of a table of layouts, by the number of ranks."""
+    lines = [
         "| ranks | layouts | fp64 | fp32, pinned | elsewhere, of tokens | farthest in fp64 |",
         "| --: | --: | --: | --: | --: | --- |",
     ]
@@ -83,7 +101,7 @@ def report(rows: list[dict]) -> str:
             f"| {ranks} | {len(layouts)} | {worst['fp64']:.1e} | {fp32:.1e} "
             f"| {elsewhere} of {tokens:,} | {worst['layout']} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
