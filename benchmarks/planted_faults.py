@@ -30,6 +30,7 @@ from ranks import results_of
 
 from config.messages import Parser, UserError, exit_with
 from numerics import diff
+from numerics.traces import Trace
 
 RESULTS = ROOT / "benchmarks" / "results" / "planted_faults.md"
 COUNT = 120
@@ -137,8 +138,8 @@ def plan(folder: Path) -> list[dict]:
             plant = {"by_hand": name, "step": drawn.choice((1, 2)), "rank": None}
             if name in ("other_seed", "vocabulary_off_by_one", "rotary_off_by_one"):
                 plant |= {"rank": 1}
-            if name in ("other_seed", "other_order", "gradients_kept"):
-                plant |= {"step": 1}
+            if name == "bias_of_every_rank":
+                plant |= {"step": 2}  # in step 1 the bias is 0
             found.append({"layout": layout, "plant": plant})
     sites: dict[str, list[dict]] = {}
     for layout in LAYOUTS:
@@ -159,6 +160,8 @@ def plan(folder: Path) -> list[dict]:
             more = {"change": next(changes), "step": drawn.choice((1, 2))}
             size = LAYOUTS[one["layout"]][0]
             more["rank"] = drawn.choice((None, None, None, drawn.randrange(size)))
+            if more["change"] == "stale":
+                more["step"] = 1
             candidate = {"layout": one["layout"], "plant": one["plant"] | more}
             if candidate not in found:
                 found.append(candidate)
@@ -167,6 +170,13 @@ def plan(folder: Path) -> list[dict]:
         others = [n for n in LAYOUTS if LAYOUTS[n][1] == model and n != fault["layout"]]
         fault |= {"number": number, "reference": drawn.choice(others)}
     return found
+
+
+def right_pairs(folder: Path) -> list[tuple[str, str, bool]]:
+    """Every pair of right runs of one model, and whether diff accuses it."""
+    pairs = itertools.combinations(LAYOUTS, 2)
+    alike = [(a, b) for a, b in pairs if LAYOUTS[a][1] == LAYOUTS[b][1]]
+    return [(a, b, diff.compare(folder / a, folder / b)["differs"]) for a, b in alike]
 
 
 def unlike(a: Path, b: Path) -> bool:
@@ -194,6 +204,7 @@ def make_faults(folder: Path, faults: tuple[dict, ...]) -> list[dict]:
             about = {"changed": changed, "hits": result["hits"], "text": text}
             about |= {"losses": found["losses"], "tensor": found["tensor"]}
             about["blocks"] = facts["blocks_per_stage"]
+            about["parameters"] = Trace(out / "numerics" / "step-000001.npz").about["parameters"]
             row = fault | about
             row["expected"] = expected(row) if changed and result["hits"] else None
             rows.append(row)
@@ -230,7 +241,7 @@ def main() -> None:
             return
         counted += [rows[n] for n in range(first, stop) if rows[n]["changed"]]
         first = stop
-    RESULTS.write_text(report(counted, first, folder, list(LAYOUTS)))
+    RESULTS.write_text(report(counted, first, right_pairs(folder), len(LAYOUTS)))
     print(f"written: {RESULTS.relative_to(ROOT)}")
 
 

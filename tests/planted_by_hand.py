@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import attention
 from model import Head
-from optim.buckets import ParamGroup
+from optim.buckets import Bucket, ParamGroup
 
 GRADIENT, BEFORE, AFTER = "gradient", "weights before", "weights after"
 TOKENS = "embedding.tokens.weight"
@@ -61,6 +61,7 @@ def other_seed(state, splits, patch, sites) -> None:
     """One rank draws its matrices with another seed."""
     if state.factory.mesh.rank == sites.plant["rank"]:
         torch.manual_seed(7)
+        sites.hits.append({"step": 1, "site": "by hand", "detail": ""})
         for p in state.stages.parameters():
             if p.spec.decay:
                 p.data.normal_(std=0.02)
@@ -69,29 +70,30 @@ def other_seed(state, splits, patch, sites) -> None:
 def other_order(state, splits, patch, sites) -> None:
     """Samples 10 and 13, of step 2, are exchanged."""
     exchanged = {10: 13, 13: 10}
-    while_active(
-        patch, sites, splits.train, "sample", lambda sample, k: sample(exchanged.get(k, k))
-    )
+    sample = splits.train.sample
+    patch.setattr(splits.train, "sample", lambda k: sample(exchanged.get(k, k)))
+    sites.hits.append({"step": 2, "site": "by hand", "detail": ""})
 
 
 def last_label(state, splits, patch, sites) -> None:
     """The last label of every sample is the next token's number."""
+    sample = splits.train.sample
+    step = sites.plant["step"]
 
-    def changed(sample, k: int):
+    def changed(k: int):
         tokens = sample(k).copy()
-        tokens[-1] = (tokens[-1] + 1) % 61
+        tokens[-1] = (tokens[-1] + (k >= 8 * (step - 1))) % 61
         return tokens
 
-    while_active(patch, sites, splits.train, "sample", changed)
+    patch.setattr(splits.train, "sample", changed)
+    sites.hits.append({"step": step, "site": "by hand", "detail": ""})
 
 
 def vocabulary_off_by_one(state, splits, patch, sites) -> None:
     """One tensor rank looks up the row of the token before."""
     tokens = state.stages[0].embedding
     if tokens is not None:
-        while_active(
-            patch, sites, tokens.tokens, "forward", lambda f, x: f((x - 1).clamp(min=0))
-        )
+        while_active(patch, sites, tokens.tokens, "forward", lambda f, x: f((x - 1).clamp(min=0)))
 
 
 # ---- Layers --------------------------------------------------------------------------------------
@@ -245,9 +247,17 @@ def wrong_divisor(state, splits, patch, sites) -> None:
 
 
 def gradients_kept(state, splits, patch, sites) -> None:
-    """The gradients of a step are not cleared before the next one."""
-    if state.optimizer.buckets:
-        while_active(patch, sites, state.optimizer, "_clear_gradients", lambda clear: None)
+    """The gradients of one pass are still in the buffer when the next one adds its own."""
+    kept = {}
+
+    def reduce(original, bucket):
+        own = bucket.gradients.clone()
+        if bucket in kept:
+            bucket.gradients.add_(kept[bucket])
+        kept[bucket] = own
+        return original(bucket)
+
+    while_active(patch, sites, Bucket, "reduce", reduce)
 
 
 def decayed_twice(state, splits, patch, sites) -> None:
@@ -267,9 +277,7 @@ def decayed_twice(state, splits, patch, sites) -> None:
 def other_rate(state, splits, patch, sites) -> None:
     """The optimizer's rule takes half of the learning rate."""
     for each in state.optimizer.update_sets:
-        while_active(
-            patch, sites, each.rule, "update", lambda update, of, lr: update(of, lr / 2)
-        )
+        while_active(patch, sites, each.rule, "update", lambda update, of, lr: update(of, lr / 2))
 
 
 def clipped_twice(state, splits, patch, sites) -> None:
@@ -294,7 +302,6 @@ FAULTS = {
         (("activation", "tokens"),),
         "reading the samples",
         ("dp-z1", "pp", "cp", "tp-pp", "cp-dp", "dp-z3"),
-        1,
     ),
     "last_label": ByHand(
         last_label, (("activation", "labels"),), "reading the samples", ("tp", "pp-zbv", "dp-z2")
@@ -345,11 +352,9 @@ FAULTS = {
         ("dp-z1", "pp-vocab", "dp-z3", "ep-tp"),
     ),
     "gradients_kept": ByHand(
-        gradients_kept, ((GRADIENT, TOKENS),), "the sum over micro-batches", ("dp-z1", "pp"), 1
+        gradients_kept, ((GRADIENT, TOKENS),), "the sum over micro-batches", ("dp-z1", "pp")
     ),
     "decayed_twice": ByHand(decayed_twice, UPDATE, "the optimizer's rule", ("dp-z0", "tp", "pp")),
     "other_rate": ByHand(other_rate, UPDATE, "its learning rate", ("dp-z2", "cp-dp")),
-    "clipped_twice": ByHand(
-        clipped_twice, (("exp_avg", TOKENS),), "clipping", ("tp-sp", "dp-z3")
-    ),
+    "clipped_twice": ByHand(clipped_twice, (("exp_avg", TOKENS),), "clipping", ("tp-sp", "dp-z3")),
 }

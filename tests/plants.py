@@ -34,6 +34,7 @@ ROLES = ("tp", "cp", "heads", "kv", "dp", "replicas", "experts", "expert_replica
 ROLES += ("vocabulary",)
 DEEPEST = 80  # frames that are searched for the layer
 BETWEEN = ("distributed/", "parallel.py")  # files that a call site passes through
+UNALTERED = ("connect", "_send.")  # first messages, and the senders' side of a broadcast
 
 
 class Sites:
@@ -107,7 +108,7 @@ class Sites:
         elif change == "scaled":
             result.mul_(1.01)
         else:
-            key = (where["site"], tuple(result.shape))
+            key = (where["site"], where["detail"], tuple(result.shape))
             result.copy_(self.kept.get(key, right))
             self.kept[key] = right
         if not torch.equal(result, right):
@@ -132,13 +133,15 @@ class Sites:
                     ended = not name.startswith(BETWEEN)
                 detail = detail or self._detail(frame.f_locals)
             frame = frame.f_back
-        if chain and chain[0].startswith("telemetry/"):
+        if chain and any(word in chain[0] for word in UNALTERED):
             return "", ""
         return " < ".join(chain), detail
 
     def _detail(self, local: dict) -> str:
         """Return the layer that a function's local variables tell, or ""."""
         weight = local.get("weight")
+        if isinstance(weight, Tensor) and weight._base is not None:
+            weight = weight._base  # the matrix of a weight with more dimensions
         if hasattr(weight, "spec"):
             return weight.spec.name
         owner = local.get("self")
