@@ -23,6 +23,7 @@ MOST_LINES = 8  # of options
 SETTINGS = {"learning_rate": "the learning rate", "consumed_samples": "the samples consumed"}
 # Columns of metrics.jsonl, and how much larger their rounding is than that of the loss.
 LOSSES = {"loss": ("the loss", 1.0), "grad_norm": ("the gradient norm", 8.0)}
+METRICS = "the sum over all ranks of losses and of gradients' squares, after all tensors"
 Rows = dict[int, dict[str, Any]]  # of metrics.jsonl, by the number of the step
 
 
@@ -90,7 +91,8 @@ def _tensor(pair: Pair, facts: list[dict[str, Any]]) -> dict[str, Any] | None:
     found["last_good"] = described(good[-1])["title"] if good else None
     both = zip((pair.a.about, pair.b.about), facts)
     where = [place(first, about, each["blocks_per_stage"]) for about, each in both]
-    return found | described(first) | {"where": where}
+    layouts = [each.about["layout"] for each in (pair.a, pair.b)]
+    return found | described(first, layouts) | {"where": where}
 
 
 def _commands(runs: tuple[Path, Path], facts: list[dict[str, Any]], step: int) -> list[str]:
@@ -130,6 +132,8 @@ def text(found: dict[str, Any]) -> str:
         lines += _text_of_tensor(found["tensor"])
     elif found["traces"]:
         lines.append(f"rounding explains all tensors of {', '.join(found['traces'])}")
+        if first and f"step-{first['step']:06d}.npz" in found["traces"]:
+            lines.append(f"so what differs is {METRICS}")
     else:
         lines += ["no step is traced in both runs; these commands do it:", *found["commands"]]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,26 @@ from schedules.partition import placement
 BLOCK = re.compile(r"blocks\.(\d+)")
 
 
-def described(row: Row) -> dict[str, str]:
-    """Return the title of a row, and the operations between the rows before it and it."""
+# Least values of options of a layout with which it has the operations of words.toml.
+LEAST = {"pp": 2, "ep": 2}
+
+
+def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
+    """Return the title of a row, and the operations between the rows before it and it; an entry of
+    words.toml has more operations for some options, which any of the layouts may have.
+    """
     words = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
     found = BLOCK.search(row.name)
     key = BLOCK.sub("block", row.name) if row.kind == "activation" else row.kind
     block = found[1] if found else ""
     entry = words.get(key, words["state"])
-    return {name: text.format(**vars(row), block=block) for name, text in entry.items()}
+    between = [entry["between"]]
+    for option, operation in entry.get("more", {}).items():
+        least = LEAST.get(option, 1)
+        if any((layout.get(option) or 0) >= least for layout in layouts):
+            between.append(operation)
+    texts = {"title": entry["title"], "between": ", ".join(between)}
+    return {name: text.format(**vars(row), block=block) for name, text in texts.items()}
 
 
 def place(row: Row, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:

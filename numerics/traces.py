@@ -5,8 +5,9 @@ mean square of the differences of the projections estimates the norm of the diff
 tensors. `Pair.rows` compares it with a tolerance, in the order of execution:
 
     weights before      the rounding of the masters, and a drift that grows with the steps
-    activations,        FACTOR x the response that the perturbed passes of either run measured,
-    gradients           times the units in the last place by which the weights differ already,
+    activations,        FACTOR x the response that the perturbed passes measured: the smaller of the
+    gradients           two, since a fault may enlarge that of its own run, but the larger one if
+                        the runs have two precisions; times the units in the last place by which the weights differ already,
                         plus one rounding of the tensor in the coarser precision
     optimizer state     FACTOR x the relative response of the gradient, times the state's norm; for
                         squares twice the response, relative to the largest gradient
@@ -91,6 +92,7 @@ class Pair:
         self.b = b
         precisions = a.about["precision"], b.about["precision"]
         self.epsilon = max(EPSILON[name] for name in precisions)
+        self.response = np.minimum if precisions[0] == precisions[1] else np.maximum
         self.of_masters = EPSILON["fp64" if set(precisions) == {"fp64"} else "fp32"]
         self.kinds, *kinds = _common(a.about["kinds"], b.about["kinds"])
         self.tensors, *tensors = _common(a.about["parameters"], b.about["parameters"])
@@ -101,7 +103,7 @@ class Pair:
         kept = (both[0][GRADIENT, :, COUNT] > 0) & (both[1][GRADIENT, :, COUNT] > 0)
         self.tensors = [name for name, wanted in zip(self.tensors, kept) if wanted]
         self.both = both[0][:, kept], both[1][:, kept]
-        self.moved = np.maximum(norms(moved[0]), norms(moved[1]))[kept]
+        self.moved = self.response(norms(moved[0]), norms(moved[1]))[kept]
         self.norm = np.sqrt(np.maximum(*self.both)[..., SQUARES])
         # The units in the last place by which the weights differ already; the response is to one.
         apart = np.linalg.norm(norms(self.both[0][BEFORE] - self.both[1][BEFORE]))
@@ -148,7 +150,7 @@ class Pair:
         moved = [norms(trace.moved[own]) for trace, own in zip((self.a, self.b), of)]
         norm = np.sqrt(np.maximum(a, b)[..., SQUARES])
         difference = norms(a - b)
-        response = np.maximum(*moved)
+        response = self.response(*moved)
         response += np.sqrt(np.square(response).mean(1, keepdims=True))
         explained = self.factor * response + self.epsilon * norm
         explained[[name in EXACT for name in names]] = 0.0

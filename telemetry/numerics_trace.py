@@ -244,8 +244,6 @@ class _Observer:
         """Add an activation (s, b, h) of a micro-batch, or numbers of its tokens, (s, b)."""
         tp = self.mesh.tp
         split = self.trace.factory.sequence_parallel and x.dim() == 3
-        if tp.rank > 0 and not split:
-            return  # every tensor rank has the same
         trace = self.trace
         x = x.detach()
         if name.startswith("gradient"):
@@ -255,7 +253,10 @@ class _Observer:
         samples = torch.arange(first, first + x.shape[1], device=x.device)
         rows = samples * trace.bins // self.batch + trace.activations.index(name) * trace.bins
         of = x if x.dim() == 3 else x[..., None]
-        self.table.add(rows, *of_activation(of, positions, samples))
+        sums, largest = of_activation(of, positions, samples)
+        if not split:  # every tensor rank has the same, or one of them is wrong
+            sums /= tp.size
+        self.table.add(rows, sums, largest)
 
 
 def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distributed.collectives import Group
 from model import Block
-from optim.buckets import ParamGroup
+from optim.buckets import Bucket, ParamGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
@@ -93,13 +93,24 @@ class Sites:
                 return handle  # the sender's own tensor
             if method == "reduce" and rest[0] != group.rank:
                 return handle  # whose result is not defined
-            where = {"site": chain, "detail": detail, "method": method, "role": role}
+            where = {
+                "owner": sys._getframe(1).f_locals.get("self"),
+                "site": chain,
+                "detail": detail,
+                "method": method,
+                "role": role,
+            }
             return _Altered(handle, lambda: self._alter(tensor, missing, where))
 
         return called
 
     def _alter(self, result: Tensor, missing: Tensor, where: dict) -> None:
         right = result.clone()
+        owner = where.pop("owner")
+        own = result[:0]
+        if isinstance(owner, Bucket) and where["method"] == "all_gather":
+            own = result[owner.start : owner.start + owner.section]  # which is not received
+        kept_own = own.clone()
         change = self.plant["change"]
         if change == "left out":
             result.copy_(missing)
@@ -111,7 +122,14 @@ class Sites:
             key = (where["site"], where["detail"], tuple(result.shape))
             result.copy_(self.kept.get(key, right))
             self.kept[key] = right
-        if not torch.equal(result, right):
+        own.copy_(kept_own)
+        altered = (result != right).flatten().nonzero().flatten()
+        if len(altered) and isinstance(owner, Bucket) and result.dim() == 1:
+            first = 0 if where["method"] == "all_gather" or not owner.sharded else owner.start
+            spans = [(p.spec.name, at - first, at - first + p.numel()) for p, at in owner.places]
+            names = [n for n, a, b in spans if bool(((altered >= a) & (altered < b)).any())]
+            where = where | {"detail": ",".join(names) or where["detail"]}
+        if len(altered):
             self.hit(**where)
 
     def _place(self, frame) -> tuple[str, str]:
