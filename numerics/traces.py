@@ -5,10 +5,10 @@ mean square of the differences of the projections estimates the norm of the diff
 tensors. `Pair.rows` compares it with a tolerance, in the order of execution:
 
     weights before      the rounding of the masters, and a drift that grows with the steps
-    activations,        FACTOR x the response that the perturbed passes measured: the smaller of the
-    gradients           two, since a fault may enlarge that of its own run, but the larger one if
-                        the runs have two precisions; times the units in the last place by which the weights differ already,
-                        plus one rounding of the tensor in the coarser precision
+    activations,        FACTOR x the response that the perturbed passes measured, times the units in
+    gradients           the last place by which the weights differ already, plus one rounding of the
+                        tensor in the coarser precision. The response is the smaller one of both
+                        runs, since a fault may enlarge its own; of two precisions, the larger one
     optimizer state     FACTOR x the relative response of the gradient, times the state's norm; for
                         squares twice the response, relative to the largest gradient
     updates             Adam divides by the gradient's size, so rounding turns the signs of small
