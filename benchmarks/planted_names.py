@@ -1,4 +1,4 @@
-"""What `runs.py diff` must name for a planted fault, by the rule of results/planted_faults.md.
+"""Derives the name that `runs.py diff` must give a planted fault: rule of planted_faults.md.
 
 `expected` follows from the call sites at which the fault changed a bit, and from the model alone;
 `judged` compares it with what diff found.
@@ -43,7 +43,7 @@ def _place(named: Named, row: dict[str, Any]) -> tuple[int, int]:
 
 
 def _named(hit: dict[str, Any], row: dict[str, Any]) -> Named:
-    """What one altered call must lead to."""
+    """Return the outcome that one altered call must have."""
     site, detail = hit["site"], hit["detail"]
     innermost = site.split(" < ")[0].split(" ", 1)[1]
     block = re.search(r"blocks\.(\d+)", detail)
@@ -112,7 +112,7 @@ def _of_vocabulary(hit: dict[str, Any]) -> Named:
 
 
 def _of_message(detail: str, blocks: list[int]) -> Named:
-    """What a message into a stage leads to; detail: F or B, and the stage."""
+    """Return the outcome of a wrong message into a stage; detail: F or B, and the stage."""
     stage = int(detail[1:])
     starts = [0, *accumulate(blocks)]
     operation = "message between stages"
