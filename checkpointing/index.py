@@ -368,6 +368,7 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
         shapes["head.weight"] = (model.vocab_size, h)
     if model.embedding_norm:
         norms.append("embedding.norm")
+    experts = _expert_shapes(model)
     for i in range(model.layers):
         block = f"blocks.{i}"
         norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
@@ -377,8 +378,7 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
             if bias:
                 shapes[f"{block}.{name}.bias"] = outputs
         if sparse:
-            for name, shape in _expert_shapes(model).items():
-                shapes[f"{block}.mlp.{name}"] = shape
+            shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
         for name, shape in scales[model.qk_norm].items():
             shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:

@@ -143,8 +143,8 @@ def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
     for ours, names in family.fields.items():
         theirs = [name for name, own in _VALUES.get(ours, {}).items() if own == values[ours]]
         config[names[0]] = theirs[0] if theirs else values[ours]
-        if names[0] == OF_MLP_ALONE:
-            config[OF_MLP_ALONE] = list(range(values[ours]))
+    if OF_MLP_ALONE in config:
+        config[OF_MLP_ALONE] = list(range(model.first_dense_layers))
     if model.positions == "rotary":
         config |= _rope_fields(model, family)
     return config
@@ -278,7 +278,7 @@ def _take(
 ) -> None:
     """Set our option by a field of config.json, or say why that is not possible."""
     if name == OF_MLP_ALONE:
-        if value != list(range(len(value))):
+        if not isinstance(value, list) or value != list(range(len(value))):
             lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")
             return
         value = len(value)

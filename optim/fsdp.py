@@ -97,9 +97,8 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
     exact = torch.promote_types(factory.dtype, torch.float32)
     sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
-    device_meshes = {mesh.replicas: _device_mesh(mesh.replicas, factory)}
-    if mesh.expert_replicas.size > 1:
-        device_meshes[mesh.expert_replicas] = _device_mesh(mesh.expert_replicas, factory)
+    groups = dict.fromkeys((mesh.replicas, mesh.expert_replicas))  # may be one group
+    device_meshes = {each: _device_mesh(each, factory) for each in groups if each.size > 1}
 
     def shard_over(replicas: Group, part: nn.Module) -> None:
         """Shard the parameters of a part that are not sharded yet; each keeps its spec."""
@@ -126,7 +125,7 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
         for module in part.modules():
             own = module.parameters(recurse=False)
             of_experts = any(p.spec.of_experts for p in own if not isinstance(p, DTensor))
-            if of_experts and mesh.expert_replicas.size > 1:
+            if of_experts and mesh.expert_replicas in device_meshes:
                 shard_over(mesh.expert_replicas, module)
         shard_over(mesh.replicas, part)
 

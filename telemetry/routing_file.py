@@ -9,9 +9,9 @@ takes the choices of the first, in whatever layout, so that what still differs i
 runs that both record can be compared by their files: equal bytes are equal choices.
 
 The file is an array of NumPy's own format: (samples of the run, blocks, seq_length, k), uint16.
-An element is 1 + the number of an expert; the k experts of a token ascend. 0 is not written: the
-block has no experts, or the run has not come so far. Samples have the
-numbers that they have in the run, so the file does not depend on the layout. Read experts.py first.
+An element is 1 + the number of an expert; the k experts of a token ascend. 0 says that
+no expert was written: the block has none, or the run has not come so far. Samples have the numbers
+that they have in the run, so the file does not depend on the layout. Read experts.py first.
 """
 
 import os

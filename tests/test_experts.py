@@ -157,7 +157,7 @@ OF_FOUR_RANKS = (
 )
 
 
-def test_four_layouts_of_experts_equal_the_single_rank_run(tmp_path):
+def test_layouts_of_four_ranks_equal_the_single_rank_run(tmp_path):
     """The drawn layouts of the next test take a minute; these find most mistakes in seconds."""
     alike = SHAPE | {"experts": 8, "experts_per_token": 2, "activation": "swiglu"}
     cases = [alike | {"balance_rate": 0.05} | options for options in OF_FOUR_RANKS]

@@ -38,7 +38,8 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 OPT = NEW_NAMES | {"ffn_dim": 80, "pad_token_id": None}  # else that token's row has no gradient
-QWEN_MOE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+QWEN_MOE = LLAMA | EXPERTS
 CASES = {
     "gpt2": {"n_positions": S} | OLD_NAMES,
     "gpt2 relu": {"n_positions": S, "activation_function": "relu", "n_inner": 80} | OLD_NAMES,
@@ -235,6 +236,14 @@ def written(folder, **changes) -> str:
         (
             {"rope_parameters": {"rope_type": "yarn"}},
             "rotary positions are scaled by 'yarn'; here: ",
+        ),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": 1} | EXPERTS,
+            "mlp_only_layers is 1; here it is the first blocks",
+        ),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [1]} | EXPERTS,
+            r"mlp_only_layers is \[1\]; here it is the first blocks",
         ),
         ({"sliding_window": 16}, r"sliding_window\(16\) is shorter than seq-length\(32\)"),
     ],
