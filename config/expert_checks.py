@@ -62,3 +62,8 @@ def check_run(model: ModelShape) -> None:
     """Raise UserError if a model with experts can be planned but not trained."""
     if model.bias:
         raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
+    if model.router_normalised and model.experts_per_token == 1:
+        raise UserError(
+            "experts-per-token(1) with --router-normalised: the weight of a token's only expert is "
+            "always 1, so that the router learns nothing; give --no-router-normalised"
+        )
