@@ -5,17 +5,11 @@ wrong.
 import csv
 import math
 import re
-import sys
-from pathlib import Path
-
-import pytest
-import ranks
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
 
 import allreduce
 import bandwidth
+import pytest
+import ranks
 import timed_collectives
 from bandwidth import Measured, bus_factor, calibration, fit
 from matplotlib.figure import Figure

@@ -3,15 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
 
 import check_rows
 import published_rows
+import pytest
+from ranks import ROOT
 
 from config.messages import UserError
 

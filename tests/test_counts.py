@@ -4,18 +4,13 @@ ones.
 
 import itertools
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import published_rows
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
-import published_rows
+from ranks import ROOT
 
 from config.messages import UserError
 from config.model_stats import (

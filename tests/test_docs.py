@@ -1,14 +1,11 @@
 """The documentation: if this failed, it would name files, programs or tests that do not exist."""
 
 import re
-import sys
 
-import pytest
-from ranks import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
 import commands
 import pictures
+import pytest
+from ranks import ROOT
 
 from planner.picture import PALETTE
 

@@ -1,20 +1,15 @@
 """If this failed, plans of experts would miss costs, or public rows by more than is written."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-
-import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
 
 import engines
 import expert_engines
 import expert_rows
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import ROOT
 
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, op_costs, time_terms

@@ -8,18 +8,15 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-import test_nccl
-import torch
-from ranks import ROOT, none_left, start
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 import gpu
 import gpu_asked
 import gpu_day
 import gpu_models
+import pytest
+import test_nccl
+import torch
 from gpu_day import Part
+from ranks import none_left, start
 
 from config import model_stats, validation
 from config.command_line import parse

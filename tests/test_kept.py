@@ -1,11 +1,5 @@
 """benchmarks/kept.py: a list of cases is run in parts, and no result is lost or made twice."""
 
-import sys
-
-from ranks import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 from kept import Kept
 
 

@@ -7,11 +7,8 @@ import re
 import sys
 
 import pytest
-from ranks import ROOT, start
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 from peer_sides import CHECKED, LOSS_ERROR, NORM_ERROR, Side, SideError, check_equal
+from ranks import start
 
 BENCHMARK = [sys.executable, "benchmarks/peers.py"]
 # A rank that gives the answer it was started with, whatever it is asked.

@@ -6,11 +6,10 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
+from ranks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 import plan
 from config.command_line import parse_request
 from config.messages import UserError

@@ -1,18 +1,12 @@
 """If this failed, the planner would miss published rows by more than the documentation says."""
 
 import statistics
-import sys
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
 
 import engines
 import plan_accuracy as accuracy
 import published_cases
 import published_rows
+import pytest
 
 from config.messages import UserError
 

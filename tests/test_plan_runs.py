@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 
 import plan
 from config.command_line import parse
@@ -15,7 +16,6 @@ from planner.job import Job
 from planner.step_time import predict
 from schedules.choice import decide
 
-ROOT = Path(__file__).resolve().parent.parent
 OLD = ROOT / "tests" / "data" / "run_189cc1d"
 H100, A100 = hardware.load("h100"), hardware.load("a100-80")
 

@@ -1,17 +1,12 @@
 """If this failed, the memory of a layout would not be that of the published closed forms."""
 
 import dataclasses
-import sys
-from pathlib import Path
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import engines
+import pytest
 import row_engines
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config.command_line import parse
 from config.messages import UserError

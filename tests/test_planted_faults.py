@@ -2,16 +2,12 @@
 if this failed, the benchmark would not alter the calls that it says, or diff would name others.
 """
 
-import sys
 from pathlib import Path
 
-import pytest
-from ranks import ROOT, results_of
-
-sys.path.append(str(ROOT / "benchmarks"))
-
 import planted_faults
+import pytest
 from planted_names import judged
+from ranks import results_of
 
 # A part of the call site, its layer, the change, the rank with the fault, and what diff must name.
 PLANTS = [

@@ -2,18 +2,13 @@
 
 import dataclasses
 import math
-import sys
-from pathlib import Path
-
-import handmade_schedules as handmade
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import engines
+import handmade_schedules as handmade
+import pytest
 import row_engines
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training

@@ -6,19 +6,15 @@ Nothing that a cell holds may end the reading with another exception, or be read
 import csv
 import io
 import re
-import sys
 from pathlib import Path
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
 import published_rows
+import pytest
 import row_table
 import stated_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import ROOT
 from row_table import Cells, Row
 
 from config.messages import UserError

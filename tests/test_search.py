@@ -1,14 +1,8 @@
 """The tuner's search: if this failed, it would measure too much or stop before the fastest."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
 import replay
 import tune_replay
 

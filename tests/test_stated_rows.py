@@ -4,19 +4,15 @@ import collections
 import csv
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
 import check_rows
 import plan_accuracy as accuracy
+import pytest
 import source_accuracy
 import stated_rows
+from ranks import ROOT
 from source_accuracy import Guess
 
 from config.messages import UserError

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ranks
+from ranks import ROOT
 
 import tune
 from config import command_line
@@ -21,7 +22,6 @@ from tuner import search_space, session, trials
 from tuner.search import Point, Search, features
 from tuner.session import BudgetSpent
 
-ROOT = Path(__file__).resolve().parent.parent
 FAKE = f"{sys.executable} {ROOT}/tests/fake_trainer.py {{ranks}}"
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
 SMALL = "--zero 1 --schedule 1f1b --partition balanced --no-sequence-parallel"

@@ -2,15 +2,14 @@
 
 import json
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import ranks
+from ranks import ROOT
 
 from tuner import trials
 
-ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = f"{sys.executable} {ROOT}/tests/planting_launcher.py {{ranks}}"
 
 
