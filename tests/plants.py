@@ -8,7 +8,7 @@ A call site is the chain of functions from the method of distributed.collectives
 one outside distributed/ and parallel.py, with the line of the call. `detail` is the layer: a block,
 a weight, the parameters of a bucket, or a pass of a stage. A plant is a dictionary:
 
-    site, detail    the calls that are altered; detail None: those of all layers
+    site, detail    the calls that are altered, by a part of the site; without detail: all layers
     change          "left out", "doubled", "scaled" or "stale"
     step            from which on; rank: the only one with the fault, None: all
     by_hand         in place of the first three: the name of a function of tests/planted_by_hand.py
@@ -83,7 +83,8 @@ class Sites:
                 return original(group, tensor, *rest, **named)
             role = self.groups.get(id(group), "pp")
             self.seen[chain, detail, method, role] = str(tensor.dtype)
-            wanted = self.plant.get("site") == chain and self.plant["detail"] in (None, detail)
+            site = self.plant.get("site")
+            wanted = site and site in chain and self.plant.get("detail") in (None, detail)
             if not (wanted and self.active()):
                 return original(group, tensor, *rest, **named)
             source = rest[0] if isinstance(rest[0] if rest else None, Tensor) else tensor

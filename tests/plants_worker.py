@@ -2,26 +2,67 @@
 
     mpirun -n 4 python tests/plants_worker.py jobs.json results.json
 
-A job is {"case": options as in golden_worker.py, "plant": see plants.py, or None}. The result has
-the call sites of all ranks, and where the plant changed a bit.
+A job is {"case": options as in golden_worker.py, "plant": see plants.py, or None}. Its files are in
+the folder of the option `out`. The result has the losses, the sums of the final weights, the call
+sites of all ranks, and where the plant changed a bit.
 """
 
+import contextlib
 import json
-import os
+from functools import partial
+from pathlib import Path
 
 import golden_worker
 import planted_by_hand
 import pytest
 import torch
-from numerics_worker import train
 from plants import Sites
 
+import data
+import trainer
 from config import validation
 from distributed.context import Context
+from distributed.store import StoreExchange
+from telemetry.log import VERSION
+from telemetry.numerics_trace import NumericsTrace
+
+
+def train(config, context: Context, prepare) -> dict:
+    """Train and trace; return the losses and the final weights in sums."""
+    splits = data.build(config)
+    state = trainer.build(config, context)
+    prepare(state, splits)
+    step = partial(trainer.step, state)
+    if config.run.trace_numerics:
+        gather = StoreExchange(context.store, context.rank, context.size, "numerics").gather
+        step = NumericsTrace(
+            state, trainer.passes, trainer.step, gather, contextlib.nullcontext
+        ).step
+    rows = []
+    lr = config.training.lr
+    for iteration in range(1, config.total_steps + 1):
+        consumed = config.batches.consumed(iteration - 1)
+        state.factory.mesh.recorder.begin_step(iteration)
+        result = step(splits.train, consumed, lr)
+        row = {"iteration": iteration, "loss": result.loss, "grad_norm": result.grad_norm}
+        row |= {"learning_rate": lr}
+        row |= {"consumed_samples": consumed + config.batches.batch(consumed)}
+        rows.append(row)
+    state.reader.close()
+    weights = golden_worker.weights(state)
+    if context.rank == 0:
+        out = Path(config.run.out)
+        out.mkdir(parents=True, exist_ok=True)
+        blocks = [spec.blocks for spec in state.stage_specs]
+        facts = {"version": VERSION, "config": config.as_dict(), "blocks_per_stage": blocks}
+        (out / "run.json").write_text(json.dumps(facts))
+        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (out / "weights.json").write_text(json.dumps(weights))
+    return {"losses": [row["loss"] for row in rows], "weights": weights}
 
 
 def run_job(job: dict, context: Context) -> dict:
-    """Train with the plant; return "seen", "hits" and the sums of the final weights."""
+    """Train with the plant; return "losses", "weights", "seen" and "hits"."""
     config = validation.check(golden_worker.options(job["case"]), context.size)
     plant = job["plant"]
     made: list[Sites] = []
@@ -33,17 +74,15 @@ def run_job(job: dict, context: Context) -> dict:
             planted_by_hand.FAULTS[plant["by_hand"]].plant(state, splits, patch, sites)
 
     with pytest.MonkeyPatch.context() as patch:
-        weights = train(config, context, prepare)["weights"]
+        result = train(config, context, prepare)
     own = {"seen": [[*key, kind] for key, kind in made[0].seen.items()], "hits": made[0].hits}
     every = [own] * context.size
     if context.size > 1:
         torch.distributed.all_gather_object(every, own)
     seen = {json.dumps(one) for each in every for one in each["seen"]}
     hits = {json.dumps(one) for each in every for one in each["hits"]}
-    if context.rank == 0:
-        with open(os.path.join(config.run.out, "weights.json"), "w") as file:
-            json.dump(weights, file)
-    return {"seen": sorted(map(json.loads, seen)), "hits": list(map(json.loads, sorted(hits)))}
+    found = {"seen": sorted(map(json.loads, seen)), "hits": list(map(json.loads, sorted(hits)))}
+    return result | found
 
 
 if __name__ == "__main__":

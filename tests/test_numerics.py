@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import start_ranks
+from ranks import results_of, start_ranks
 
 import runs
 from config.command_line import build
@@ -38,23 +38,66 @@ TWO = [
     {"tp": 2, **EXPERTS},
     {"dp": 2, "ep": 2, **EXPERTS},
 ]
-# A fault, the layout of the run that has it, and what diff must name: step, kind, tensor.
-FAULTS = [
-    ("tp_reduction_left_out", {"tp": 2}, (1, "activation", "blocks.1")),
-    (
-        "norms_reduced_twice",
+# Faults of tests/plants.py: the plant, the layout of the run that has it, and what diff must name:
+# step, kind, tensor.
+FAULTS: dict[str, tuple[dict, dict, tuple]] = {
+    "no sum over tp": (
+        {"site": "MLP.forward", "detail": "blocks.1", "change": "left out"},
+        {"tp": 2},
+        (1, "activation", "blocks.1"),
+    ),
+    "no sum over dp": (
+        {"site": "Bucket.reduce", "change": "left out"},
+        {"dp": 2, "zero": 0},
+        (1, "gradient", "embedding.tokens.weight"),
+    ),
+    "weights not gathered": (
+        {"site": "all_gather_params", "change": "left out"},
+        {"dp": 2, "zero": 1},
+        (2, "activation", "embedding"),
+    ),
+    "heads not exchanged": (
+        {"site": "to_heads", "change": "left out"},
+        {"cp": 2},
+        (1, "activation", "blocks.0.attention"),
+    ),
+    "loss doubled": (
+        {"site": "_CrossEntropy", "change": "doubled"},
+        {"tp": 2},
+        (1, "activation", "loss"),
+    ),
+    "gradient of the pass before": (
+        {"site": "_Linear.backward", "change": "stale"},
+        {"tp": 2},
+        (1, "activation", "gradient of head.norm"),
+    ),
+    "norms_not_reduced": (
+        {"by_hand": "norms_not_reduced"},
         {"tp": 2, "sequence_parallel": True},
         (1, "gradient", "blocks.0.attention_norm.weight"),
     ),
-    ("tied_counted_twice", {"pp": 2}, (1, "gradient", "embedding.tokens.weight")),
-    ("other_seed", {"tp": 2}, (1, "weights before", "embedding.tokens.weight")),
-    ("wrong_divisor", {"dp": 2}, (1, "activation", "gradient of head.norm")),
-    ("rotary_off_by_one", {"cp": 2, **ROTARY}, (1, "activation", "blocks.0.attention")),
-    ("other_order", {"dp": 2}, (1, "activation", "tokens")),
-    ("dp_reduction_left_out", {"dp": 2, "zero": 0}, (1, "gradient", "embedding.tokens.weight")),
-    ("weights_not_gathered", {"dp": 2, "zero": 1}, (2, "activation", "embedding")),
-    ("heads_not_exchanged", {"cp": 2}, (1, "activation", "blocks.0.attention")),
-]
+    "tied_counted_twice": (
+        {"by_hand": "tied_counted_twice"},
+        {"pp": 2},
+        (1, "gradient", "embedding.tokens.weight"),
+    ),
+    "other_seed": (
+        {"by_hand": "other_seed", "rank": 1},
+        {"tp": 2},
+        (1, "weights before", "embedding.tokens.weight"),
+    ),
+    "wrong_divisor": (
+        {"by_hand": "wrong_divisor"},
+        {"dp": 2},
+        (1, "activation", "gradient of head.norm"),
+    ),
+    "rotary_off_by_one": (
+        {"by_hand": "rotary_off_by_one", "rank": 1},
+        {"cp": 2, **ROTARY},
+        (1, "activation", "blocks.0.attention"),
+    ),
+    "other_order": ({"by_hand": "other_order"}, {"dp": 2}, (2, "activation", "tokens")),
+}
 PRECISIONS = ("fp64", "fp32", "bf16")
 
 
@@ -63,35 +106,39 @@ def of_model(case: dict) -> dict:
     return {name: case[name] for name in case if name in ROTARY or name in EXPERTS}
 
 
+UNTRACED = [TWO[1], TWO[7], TWO[9]]
+
+
 class Traces:
     """Traced runs of one and of two ranks, all made in two starts."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.jobs: dict[int, list[dict]] = {1: [], 2: []}
-        self.results: dict[str, dict] = {}
+        self.weights: dict[Path, dict] = {}
 
-    def plan(self, case: dict, precision: str, fault: str | None = None, traced=True) -> None:
+    def plan(self, case: dict, precision: str, fault: str = "", traced=True) -> None:
+        """Add a run with a fault of FAULTS, or without one."""
         ranks = 2 if {"tp", "pp", "dp", "cp"} & set(case) else 1
         out = self.out(case, precision, fault, traced)
-        options = case | {"precision": precision, "out": str(out)}
+        options = case | {"precision": precision, "steps": 2, "out": str(out)}
         options |= {"trace_numerics": [1, 2]} if traced else {}
-        job = {"case": options, "fault": fault}
+        plant = FAULTS[fault][0] if fault else None
+        job = {"case": options, "plant": plant}
         if job not in self.jobs[ranks]:
             self.jobs[ranks].append(job)
 
-    def out(self, case: dict, precision: str, fault: str | None = None, traced=True) -> Path:
+    def out(self, case: dict, precision: str, fault: str = "", traced=True) -> Path:
+        """Return the folder of a run."""
         words = [f"{name}-{value}" for name, value in case.items()]
-        return self.folder / "_".join([precision, str(fault), str(traced), *words])
+        return self.folder / "_".join([precision, fault, str(traced), *words])
 
     def make(self) -> None:
+        """Make the runs that are planned."""
         for ranks, jobs in self.jobs.items():
-            source, target = (self.folder / f"{name}-{ranks}.json" for name in ("jobs", "results"))
-            source.write_text(json.dumps(jobs))
-            outcome = start_ranks(ranks, "tests/numerics_worker.py", str(source), str(target))
-            assert outcome.status == 0, outcome.err[-4000:]
-            for job, result in zip(jobs, json.loads(target.read_text()), strict=True):
-                self.results[job["case"]["out"]] = result
+            results = results_of("tests/plants_worker.py", ranks, jobs, self.folder)
+            for job, result in zip(jobs, results, strict=True):
+                self.weights[Path(job["case"]["out"])] = result["weights"]
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +151,11 @@ def traces(tmp_path_factory) -> Traces:
     for case in UNTRACED:
         made.plan(case, "bf16", traced=False)
         made.plan(case, "fp32", traced=False)
-    for fault, case, _ in FAULTS:
+    for fault, (_, case, _) in FAULTS.items():
         made.plan(case, "fp32", fault)
     made.plan({"dp": 2, "lr": 2e-3}, "fp32")
     made.make()
     return made
-
-
-UNTRACED = [TWO[1], TWO[7], TWO[9]]
 
 
 def loaded(run: Path, step: int) -> tuple[dict[str, np.ndarray], dict]:
@@ -146,18 +190,18 @@ def test_diff_accuses_no_layout(traces, case, precision):
     assert not found["differs"], diff.text(found)
 
 
-@pytest.mark.parametrize(("fault", "case", "named"), FAULTS, ids=[fault for fault, _, _ in FAULTS])
-def test_diff_names_the_tensor_of_a_fault(traces, fault, case, named):
-    a, b = traces.out(of_model(case), "fp32"), traces.out(case, "fp32", fault)
-    found = diff.compare(a, b)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_diff_names_the_tensor_of_a_fault(traces, fault):
+    _, case, named = FAULTS[fault]
+    found = diff.compare(traces.out(of_model(case), "fp32"), traces.out(case, "fp32", fault))
     tensor = found["tensor"]
     assert tensor, diff.text(found)
     assert (tensor["step"], tensor["kind"], tensor["name"]) == named, diff.text(found)
     if fault == "other_order":
         here, there = tensor["where"]
-        assert here["samples"] == there["samples"] == [2, 5]
+        assert here["samples"] == there["samples"] == [2, 5], "of the step"
         assert there["micro_batches"] == {0: [1], 1: [2]}
-    if fault == "tp_reduction_left_out":
+    if fault == "no sum over tp":
         assert "MLP down and its reduction over tp" in tensor["between"]
         assert tensor["last_good"] == "the output of block 1's attention"
     assert len(diff.text(found).splitlines()) < 40
@@ -185,8 +229,8 @@ def test_diff_reads_the_files_that_train_writes(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", UNTRACED, ids=str)
 def test_a_traced_run_has_the_weights_of_an_untraced_one(traces, case, precision):
-    traced = traces.results[str(traces.out(case, precision))]
-    assert traced == traces.results[str(traces.out(case, precision, traced=False))]
+    untraced = traces.weights[traces.out(case, precision, traced=False)]
+    assert traces.weights[traces.out(case, precision)] == untraced
 
 
 def test_runs_without_traces_get_the_commands_that_make_them(traces, tmp_path, capsys):
