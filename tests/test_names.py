@@ -255,18 +255,6 @@ def test_mixtures_of_experts_have_names(name, capsys):
     assert ("planned, but not trained here" in capsys.readouterr().err) == ("gpt-oss" in name)
 
 
-def test_a_mixture_is_planned_as_its_config_json_would_be():
-    line = "layouts --gpu h100 --nodes 2 --tp 1 --pp 2 --micro-batch-size 1 --global-batch-size 64"
-    words = [*line.split(), "--seq-length", "4096"]
-    shape = (
-        "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn-hidden 14336 --no-tied --no-bias"
-    )
-    shape += " --vocab-size 32000 --positions rotary --norm rmsnorm --activation swiglu"
-    shape += " --rotary-base 1e6 --experts 8 --experts-per-token 2"
-    by_name = plan.ask([*words, "--model", "mixtral-8x7b"]).data
-    assert by_name["ranked"] == plan.ask([*words, *shape.split()]).data["ranked"]
-
-
 def test_what_gpt_oss_lacks_is_a_note(capsys):
     plan.ask(["model", "--model", "gpt-oss-20b"])
     notes = capsys.readouterr().err

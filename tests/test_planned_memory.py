@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from config.command_line import parse
 from config.messages import UserError
-from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from config.validation import check
@@ -149,15 +148,6 @@ def test_the_fullest_stage_is_found_among_few(layers, pp, partition, name, recom
     assert found.total == max(stage.total for stage in table)
 
 
-def test_held_parameters_are_the_models():
-    model = preset("bloom-176b")
-    layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=2)
-    table = memory.stages(Job(model, layout, training(2048), A100))
-    copies = model.vocab_size * model.hidden
-    whole = parameters(model) + copies
-    assert 4 * sum(s.parameters for s in table) == pytest.approx(whole, rel=1e-3)
-
-
 def test_recomputation_keeps_less():
     model = preset("181b")
 
@@ -170,20 +160,6 @@ def test_recomputation_keeps_less():
     # arXiv 2205.05198 equation 2, per tensor rank: s b h (10 + 24/t + 5 a s / (h t))
     s, h, t, a = 2048, 14336, 8, 64
     assert kept("none", JEAN_ZAY) == pytest.approx(s * h * (10 + 24 / t + 5 * a * s / (h * t)))
-
-
-def test_what_a_program_keeps_beside_what_its_kernels_need():
-    """Two more copies of attention's result in each block, four whole activations over tp."""
-    model, layout = preset("opt-13b"), Layout(dp=1, tp=2, sequence_parallel=True)
-    changes = {}, {"copies_of_attention": 2.0}, {"gather_buffers": 4.0}
-    machines = [engines.on(A100, each) for each in changes]
-    jobs = [Job(model, layout, training(8), machine) for machine in machines]
-    plain, copies, gathered = (memory.stages(job)[0] for job in jobs)
-    kept = model.layers * 2 * 2 * jobs[0].tokens * model.attention_width / layout.tp
-    assert copies.activations - plain.activations == pytest.approx(kept)
-    assert gathered.total - plain.total == pytest.approx(4 * jobs[0].activation_bytes)
-    one = dataclasses.replace(layout, tp=1)
-    assert memory.stages(Job(model, one, training(8), machines[2]))[0].buffers == plain.buffers
 
 
 MIXTURE = {"experts": 16, "experts_per_token": 4, "bias": False, "seq_length": 128}
@@ -203,19 +179,6 @@ def test_a_router_keeps_its_input_scores_and_places():
     assert memory_terms.routing_bytes(with_shared) == 128 * (1024 + 64 + 4 * 30)
     dense = ModelShape(2, 256, 4)
     assert memory_terms.routing_bytes(Job(dense, Layout(dp=8), training(8), A100)) == 0.0
-
-
-def test_queries_that_share_keys_or_are_turned_are_kept_again():
-    def width(**rest):
-        model = ModelShape(2, 256, 4, **rest)
-        return memory_terms.copied_width(Job(model, Layout(dp=8), training(8), A100))
-
-    assert width() == 0
-    assert width(kv_heads=2) == 256
-    assert width(positions="rotary") == 512
-    assert width(positions="rotary", kv_heads=2) == 256 + 128
-    assert width(positions="rotary", kv_heads=2, qk_norm="head") == 256
-    assert width(positions="rotary", qk_norm="head") == 0
 
 
 def test_a_run_whose_ep_is_not_given_holds_all_experts():

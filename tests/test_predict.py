@@ -32,13 +32,6 @@ def software(machine, **changes):
     return dataclasses.replace(machine, software=dataclasses.replace(machine.software, **changes))
 
 
-def core_seconds(machine, head, heads, seq=2048):
-    """Seconds of attention's core over so many heads of that size."""
-    model = ModelShape(1, head * heads, heads, seq_length=seq)
-    job = Job(model, Layout(dp=1), Training(1, precision="bf16"), machine)
-    return tuple(time_terms.core_seconds(job))
-
-
 JEAN_ZAY = program("jean-zay-a100", "megatron-deepspeed-2022")
 
 
@@ -49,40 +42,6 @@ def training(batch: int, **rest) -> Training:
 # ------------------------------------------------------------------------------------------------
 # Kernels
 # ------------------------------------------------------------------------------------------------
-
-
-def test_a_large_gemm_reaches_the_fitted_fraction():
-    seconds = op_costs.gemm(A100, 108 * 256, 128 * 64, 16384)
-    rate = 2 * 108 * 256 * 128 * 64 * 16384 / seconds
-    assert rate == pytest.approx(A100.peak * A100.gemm_fraction, rel=0.01)
-
-
-def test_one_tile_more_than_a_wave_costs_a_wave():
-    full = op_costs.gemm(A100, 256 * 108, 256, 4096)  # two waves of 108 tiles
-    assert op_costs.gemm(A100, 256 * 108 - 200, 256, 4096) == pytest.approx(full)
-    assert op_costs.gemm(A100, 256 * 108 + 1, 256, 4096) > 1.1 * full
-
-
-def test_a_misaligned_head_leaves_the_tensor_cores():
-    def core(head, heads=48):
-        return sum(core_seconds(JEAN_ZAY, head, heads))
-
-    assert core(108) > 3 * core(112)
-    assert core(150) > 3 * core(152)
-    assert core(145) > 1.5 * core(150) * 145 / 150 * 0.99
-    assert core(144) < 1.3 * core(128)
-
-
-def test_misaligned_rows_slow_a_plain_gemm():
-    assert op_costs.gemm(A100, 2048, 2900, 11600) > 1.8 * op_costs.gemm(A100, 2048, 2904, 11600)
-
-
-@pytest.mark.parametrize(("batch", "fused"), [(4, True), (6, False), (56, True), (54, False)])
-def test_the_fused_softmax_has_conditions(batch, fused):
-    assert engines.fused_softmax(2048, batch) == fused
-    if not fused:
-        slow = core_seconds(JEAN_ZAY, 128, batch)[0]
-        assert slow > core_seconds(JEAN_ZAY, 128, batch + 2)[0]
 
 
 def test_ring_all_reduce_is_alpha_beta():
@@ -214,26 +173,6 @@ def test_a_step_is_priced_by_its_schedule():
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_equal_stages_take_m_plus_p_minus_1_slots():
-    passes = (step_time.Pass(1.0, 2.0),) * 8
-    assert step_time.makespan("1f1b", passes, 0.0, 500) == pytest.approx(507 * 3)
-
-
-def test_a_heavier_head_sets_the_pace():
-    passes = (*[step_time.Pass(1.0, 2.0)] * 7, step_time.Pass(1.5, 3.0))
-    assert step_time.makespan("1f1b", passes, 0.0, 500) == pytest.approx(500 * 4.5 + 7 * 3)
-
-
-def test_bubble_and_parts_add_up():
-    model, layout = preset("181b"), Layout(tp=8, pp=12, dp=4, micro_batch_size=4, recompute="full")
-    p = step_time.predict(model, layout, training(2048), JEAN_ZAY)
-    parts = {name: s for name, s in p.parts.items() if name != "bubble"}
-    assert sum(parts.values()) == pytest.approx(p.seconds)
-    assert 0.05 < p.bubble < 0.3
-    assert p.hardware_tflops > p.model_tflops
-    assert p.warnings == []
-
-
 def test_outside_the_fitted_range_a_prediction_says_so():
     model, layout = ModelShape(24, 512, 8, seq_length=131072), Layout(dp=8)
     found = step_time.predict(model, layout, training(64), A100).warnings
@@ -243,48 +182,6 @@ def test_outside_the_fitted_range_a_prediction_says_so():
     assert any("hidden 512" in w for w in found)
     b200 = step_time.predict(preset("1b3"), layout, training(64), hardware.load("b200")).warnings
     assert any("gpus 8 is outside what was fitted on b200: nothing" in w for w in b200)
-
-
-# arXiv 2205.05198, one replica, tp 8: layers, hidden, heads, pp, chunks, micro, batch, published
-# model-FLOPs utilisation with sequence parallelism and selective recomputation (megatron.md
-# 3.2). No constant was fitted on these rows.
-UNSEEN = [
-    (48, 6144, 64, 1, 1, 4, 4, 0.415),
-    (96, 12288, 96, 8, 3, 1, 64, 0.514),
-    (105, 20480, 128, 35, 3, 1, 280, 0.560),
-    (128, 25600, 160, 64, 1, 1, 512, 0.563),
-]
-
-
-@pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "pp", "chunks", "micro", "batch", "mfu"), UNSEEN
-)
-def test_rows_that_were_never_fitted(layers, hidden, heads, pp, chunks, micro, batch, mfu):
-    machine = program("selene", "megatron-2022")
-    machine = software(machine, virtual_stages=chunks)
-    model = ModelShape(layers, hidden, heads, seq_length=2048, vocab_size=51200)
-    layout = Layout(
-        tp=8, pp=pp, dp=1, micro_batch_size=micro, recompute="selective", sequence_parallel=True,
-        partition="layers", zero=0,
-    )  # fmt: skip
-    found = step_time.predict(model, layout, training(batch), machine).seconds
-    flops = 72.0 * batch * 2048 * layers * hidden**2
-    flops *= 1 + 2048 / (6 * hidden) + 51200 / (12 * layers * hidden)
-    assert found == pytest.approx(flops / (mfu * 8 * pp * 312e12), rel=0.08)
-
-
-def test_bloom_as_it_ran():
-    """Chronicles, 2022-03-18: 105.22 s; bf16, a month after the rows that were fitted."""
-    layout = Layout(
-        tp=4, pp=12, dp=8, micro_batch_size=2, recompute="full", partition="blocks",
-        sequence_parallel=False,
-    )  # fmt: skip
-    machine = program("jean-zay-a100", "megatron-deepspeed-2022-bf16")
-    found = step_time.predict(
-        preset("bloom-176b"), layout, training(2048, precision="bf16"), machine
-    )
-    assert found.seconds == pytest.approx(105.22, rel=0.05)
-    assert found.memory[0].total / 1e9 == pytest.approx(60, rel=0.1)  # BigScience: 60 GB per GPU
 
 
 def test_ranks_that_share_cores_lose_nothing_by_a_bubble():
@@ -407,19 +304,6 @@ def test_an_interval_holds_the_prediction_and_widens_outside_of_what_was_fitted(
 # ------------------------------------------------------------------------------------------------
 # What other programs do
 # ------------------------------------------------------------------------------------------------
-
-
-def test_hidden_messages_of_an_interleaved_pipeline():
-    """Only the messages of the first of 16 micro-batches, 4 chunks each, take visible time."""
-    model, layout = preset("opt-13b"), Layout(dp=1, tp=2, pp=4)
-    plain, hidden = (
-        engines.on(A100, {"virtual_stages": 4}),
-        engines.on(A100, {"virtual_stages": 4, "overlap_messages": True}),
-    )
-    shown, not_shown = (Job(model, layout, training(16), one) for one in (plain, hidden))
-    difference = step_time.pipeline_time(shown)[0] - step_time.pipeline_time(not_shown)[0]
-    assert difference == pytest.approx(15 * 4 * time_terms.message_seconds(shown))
-    assert difference > 0
 
 
 def test_gradients_that_are_sharded_within_nodes_cross_the_network_once():

@@ -3,10 +3,9 @@
 import math
 
 import pytest
-import replay
 import tune_replay
 
-from tuner.search import Point, Search, expected_improvement, normal_cdf
+from tuner.search import Point, Search
 
 
 def grid(slope: float) -> tuple[list[Point], list[float]]:
@@ -54,15 +53,6 @@ def test_a_slope_is_learned_and_used():
     )  # the same for layouts without a measurement
 
 
-def test_more_is_known_of_what_was_measured_than_of_the_rest():
-    points, real = grid(0.3)
-    search = Search(points)
-    search.add(5, real[5])
-    _, deviation = search.posterior()
-    assert deviation[5] == min(deviation)
-    assert deviation[0] > 2 * deviation[5]
-
-
 def test_failures_are_results():
     points, _ = grid(0.3)
     search = Search(points)
@@ -108,13 +98,6 @@ def test_a_repeated_layout_counts_by_its_mean():
     assert search.best == 1
 
 
-def test_improvement_and_probability():
-    assert normal_cdf(0.0) == pytest.approx(0.5)
-    assert normal_cdf(1.96) == pytest.approx(0.975, abs=1e-3)
-    assert expected_improvement(0.0, 1.0) == pytest.approx(1 / math.sqrt(2 * math.pi))
-    assert expected_improvement(5.0, 0.1) == pytest.approx(5.0)
-
-
 # -- on measured choices ---------------------------------------------------------------------
 
 
@@ -138,17 +121,3 @@ def test_the_space_measured_in_full():
     assert all(
         len(one.order) <= found.rows // 4 for one in tune_replay.measured_space_with_noise(0.1)
     )
-
-
-def test_random_regret_is_what_drawing_gives():
-    real = [3.0, 1.0, 2.0]
-    assert replay.random_regret(real, 1) == pytest.approx(1.0)  # the mean is 2, the best 1
-    assert replay.random_regret(real, 2) == pytest.approx(1 / 3)  # the best of pairs: 1, 2, 1
-    assert replay.random_regret(real, 3) == pytest.approx(0.0)
-
-
-def test_the_report_has_a_row_a_table():
-    found = tune_replay.published("in-sample")
-    lines = replay.lines(found)
-    assert sum(line.startswith("| ") for line in lines) == 1 + 12
-    assert "tables" in lines[-1]

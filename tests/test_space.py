@@ -95,14 +95,6 @@ def test_what_surely_needs_more_memory():
     assert not more(wider, none)
 
 
-def test_every_rejection_has_its_reason():
-    _, rejected = candidates()
-    reasons = {r.reason for r in rejected}
-    assert any("tp(8) does not divide heads(4)" in r for r in reasons)
-    assert any("does not divide global-batch-size(16)" in r for r in reasons)
-    assert any("pp(8) is more stages than" in r for r in reasons)
-
-
 def test_a_ramp_up_rejects_what_cannot_run_it():
     held = {"recompute": ["none"], "partition": ["balanced"]}
     every, _ = candidates(given=held)
@@ -119,13 +111,6 @@ def test_the_key_leaves_out_length_and_folder():
 
     assert key("--steps", "5") == key("--steps", "500", "--out", "elsewhere")
     assert key("--steps", "5") != key("--lr", "1e-3")
-
-
-def test_a_model_that_cannot_be():
-    run = config()
-    odd = dataclasses.replace(run, model=dataclasses.replace(run.model, heads=7))
-    with pytest.raises(UserError, match=r"does not divide heads\(7\)"):
-        search_space.candidates(odd, hardware.load("cpu"), 8, {})
 
 
 def test_layouts_above_the_risk_are_no_candidates():
