@@ -182,7 +182,7 @@ def test_a_router_keeps_its_input_scores_and_places():
 
 
 def test_a_run_whose_ep_is_not_given_holds_all_experts():
-    words = "--layers 2 --hidden 256 --heads 4 --experts 16 --no-bias --steps 1 --precision bf16"
-    words += " --global-batch-size 8"
+    words = "--layers 2 --hidden 256 --heads 4 --experts 16 --experts-per-token 2 --no-bias"
+    words += " --steps 1 --precision bf16 --global-batch-size 8"
     tables = [memory.of_run(check(parse(f"{words} {ep}".split()), 8)) for ep in ("", "--ep 1")]
     assert tables[0] == tables[1]
