@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from config import messages
-from config.messages import UserError, printable
-from numerics.record import Record, differing, options, read
+from config.messages import printable
+from numerics.record import Record, differing, options, read_steps
 from planner.picture import LIGHT, SETTINGS, themed
 
 MOST_POINTS = 400  # of a curve: the points of a longer run are means of several steps
@@ -47,7 +47,7 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
 
     A label is the folder and the options in which the runs differ.
     """
-    records = [read(folder) for folder in folders]
+    records = [read_steps(folder) for folder in folders]
     differ = differing([options(record.facts) for record in records])
     curves = []
     for number, record in enumerate(records):
@@ -57,16 +57,18 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
 
 
 def _curve(record: Record, label: str) -> Curve:
-    if not record.steps:
-        raise UserError("; ".join([f"{record.folder} has no row of a step", *record.notes]))
-    names = ("loss", "consumed_tokens", "seconds", "tflops_model")
-    loss, tokens, seconds, rates = np.array([[row[n] for n in names] for row in record.steps]).T
+    steps = record.steps
+    loss = np.array([row["loss"] for row in steps])
+    tokens = np.array([row["consumed_tokens"] for row in steps])
+    seconds = np.array([row["seconds"] for row in steps])
+    tflops = np.array([row["tflops_model"] for row in steps])
     ranks = record.facts.get("cluster", {}).get("ranks", 1)
-    flops = np.cumsum(rates * 1e12 * seconds * ranks)
+    flops = tflops * 1e12 * seconds * ranks
+    over = np.array([tokens, seconds.cumsum(), flops.cumsum()])
     parts = np.array_split(np.arange(len(loss)), min(len(loss), MOST_POINTS))
     means = np.array([loss[part].mean() for part in parts])
-    over = np.array([tokens, seconds.cumsum(), flops])[:, [part[-1] for part in parts]]
-    return Curve(label, np.where(np.isfinite(means), means, np.nan), over, record.notes)
+    means[~np.isfinite(means)] = np.nan
+    return Curve(label, means, over[:, [part[-1] for part in parts]], record.notes)
 
 
 def page(curves: Sequence[Curve]) -> str:
@@ -80,15 +82,16 @@ def _picture(curves: Sequence[Curve]) -> str:
         from matplotlib.figure import Figure
 
     with rc_context(SETTINGS):
-        figure = Figure(figsize=(11.0, 4.0 + 0.2 * len(curves)), layout="constrained")
+        height = 4.0 + 0.2 * len(curves)
+        figure = Figure(figsize=(11.0, height), layout="constrained")
         panels = figure.subplots(1, len(AXES), sharey=True)
-        for number, panel in enumerate(panels):
-            panel.set_xlabel(AXES[number])
+        for panel, axis, name in zip(panels, range(len(AXES)), AXES):
+            panel.set_xlabel(name)
             panel.tick_params(color=LIGHT["line"])
             for index, curve in enumerate(curves):
                 dashes = DASHES[index // len(COLORS) % len(DASHES)]
                 color = COLORS[index % len(COLORS)]
-                panel.plot(curve.over[number], curve.loss, dashes, color=color, marker=".", ms=2)
+                panel.plot(curve.over[axis], curve.loss, dashes, color=color, marker=".", ms=2)
         panels[0].set_ylabel("loss, nats per token")
         labels = [textwrap.shorten(curve.label, LEGEND).replace("$", r"\$") for curve in curves]
         figure.legend(panels[0].lines, labels, loc="outside lower left", frameon=False)
@@ -99,12 +102,24 @@ def bars(curves: Sequence[Curve]) -> str:
     """Return a line of bars per run, all of one scale, over tokens up to the most of all runs."""
     most = max(curve.over[0, -1] for curve in curves)
     losses = np.concatenate([curve.loss for curve in curves])
-    low, high = np.nanmin(losses), np.nanmax(losses)
+    low = np.nanmin(losses)
+    high = np.nanmax(losses)
+    span = max(high - low, 1e-9)
+    tokens_of_columns = np.linspace(most / COLUMNS, most, COLUMNS)
     lines = []
     for curve in curves:
-        at = np.searchsorted(curve.over[0], np.linspace(most / COLUMNS, most, COLUMNS))
-        heights = (curve.loss[at[at < len(curve.loss)]] - low) / max(high - low, 1e-9)
-        shown = [" " if np.isnan(x) else BARS[int(x * (len(BARS) - 1))] for x in heights]
-        lines += [curve.label, f"    {''.join(shown)} {curve.loss[-1]:.4f}"]
+        shown = ""
+        for point in np.searchsorted(curve.over[0], tokens_of_columns):
+            if point == len(curve.loss):
+                break
+            height = (curve.loss[point] - low) / span
+            if np.isnan(height):
+                shown += " "
+            else:
+                shown += BARS[int(height * (len(BARS) - 1))]
+        lines.append(curve.label)
+        lines.append(f"    {shown} {curve.loss[-1]:.4f}")
     lines.append(f"bars: losses from {low:.4f} to {high:.4f}, over 0 to {most:,.0f} tokens")
-    return "\n".join([*lines, *(f"note: {note}" for curve in curves for note in curve.notes)])
+    for curve in curves:
+        lines += [f"note: {note}" for note in curve.notes]
+    return "\n".join(lines)

@@ -14,68 +14,93 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from config.messages import UserError
-from numerics.places import described, place, ranges
-from numerics.record import differing, options, read
+from config.messages import number_ranges
+from numerics.places import described, place
+from numerics.record import Record, differing, options, read_steps
 from numerics.traces import EPSILON, Pair, Trace
 
 MOST_LINES = 8  # of options
 SETTINGS = {"learning_rate": "the learning rate", "consumed_samples": "the samples consumed"}
-# Columns of metrics.jsonl, and how much larger their rounding is than that of the loss.
-LOSSES = {"loss": ("the loss", 1.0), "grad_norm": ("the gradient norm", 8.0)}
+LOSSES = {"loss": "the loss", "grad_norm": "the gradient norm"}
+# How much larger the rounding of the gradient norm is than that of the loss.
+NORM_OVER_LOSS = 8.0
 METRICS = "the sum over all ranks of losses and of gradients' squares, after all tensors"
 Rows = dict[int, dict[str, Any]]  # of metrics.jsonl, by the number of the step
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
     """Return how two runs differ; UserError if a folder is no run or has no step."""
-    runs = (a, b)
-    records = [read(run) for run in runs]
-    for record in records:
-        if not record.steps:
-            raise UserError("; ".join([f"{record.folder} has no row of a step", *record.notes]))
-    facts = [record.facts for record in records]
-    rows = [{row["iteration"]: row for row in record.steps} for record in records]
-    steps = sorted(rows[0].keys() & rows[1].keys())
-    found: dict[str, Any] = {"runs": [str(a), str(b)]}
-    options_differ = differing([options(each) for each in facts])
-    found["options"] = [[name, *values] for name, values in options_differ.items()]
-    found["notes"] = [note for record in records for note in record.notes]
-    of_settings = [_first(rows, steps, name, 0.0) for name in SETTINGS]
-    found["settings"] = [first for first in of_settings if first]
-    precisions = [each["config"]["training"]["precision"] for each in facts]
-    epsilon = max(EPSILON.get(name, EPSILON["fp32"]) for name in precisions)
-    # A rule of thumb: the mean of many 16-bit numbers has a sixteenth of the rounding of one.
-    unit = 4.0 * (epsilon / 16 if epsilon > EPSILON["fp32"] else epsilon)
-    of_losses = [_first(rows, steps, name, unit * more) for name, (_, more) in LOSSES.items()]
-    found["losses"] = min(filter(None, of_losses), key=lambda first: first["step"], default=None)
-    files = [{path.name: path for path in (run / "numerics").glob("step-*.npz")} for run in runs]
-    found["traces"] = sorted(files[0].keys() & files[1].keys())
-    found["tensor"] = None
-    for name in found["traces"]:
-        pair = Pair(*(Trace(of_run[name]) for of_run in files))
-        found["tensor"] = found["tensor"] or _tensor(pair, facts)
+    records = [read_steps(a), read_steps(b)]
+    differ = differing([options(record.facts) for record in records])
+    found: dict[str, Any] = {
+        "runs": [str(a), str(b)],
+        "options": [[name, *values] for name, values in differ.items()],
+        "notes": records[0].notes + records[1].notes,
+    }
+    found |= _compare_metrics(records)
+    found |= _compare_traces(records)
     if not found["traces"]:
-        step = found["losses"]["step"] if found["losses"] else 1
-        found["commands"] = _commands(runs, facts, step)
+        step = 1
+        if found["losses"]:
+            step = found["losses"]["step"]
+        found["commands"] = _tracing_commands(records, step)
     found["differs"] = bool(found["tensor"] or found["settings"] or found["losses"])
     return found
 
 
-def _first(rows: list[Rows], steps: list[int], name: str, unit: float) -> dict[str, Any] | None:
+def _compare_metrics(records: list[Record]) -> dict[str, Any]:
+    """Return the first differences of settings, and of the loss or the norm, in metrics.jsonl."""
+    rows = [{row["iteration"]: row for row in record.steps} for record in records]
+    precisions = [record.facts["config"]["training"]["precision"] for record in records]
+    epsilon = max(EPSILON.get(name, EPSILON["fp32"]) for name in precisions)
+    if epsilon > EPSILON["fp32"]:
+        # A rule of thumb: the mean of many 16-bit numbers has a sixteenth of the rounding of one.
+        epsilon /= 16
+    unit = 4.0 * epsilon
+    settings = [_first(rows, name, 0.0) for name in SETTINGS]
+    losses = [_first(rows, "loss", unit), _first(rows, "grad_norm", unit * NORM_OVER_LOSS)]
+    return {
+        "settings": [first for first in settings if first],
+        "losses": min(filter(None, losses), key=lambda first: first["step"], default=None),
+    }
+
+
+def _first(rows: list[Rows], name: str, unit: float) -> dict[str, Any] | None:
     """Return the first step at which a column differs by more than unit x (4 + step) explains."""
-    for step in steps:
-        a, b = (of_run[step].get(name) for of_run in rows)
-        if a is not None and b is not None and a != b:
-            explained = min(0.1, unit * (4 + step))
-            relative = abs(a - b) / max(abs(a), abs(b))
-            if not relative <= explained:
-                about = {"step": step, "of": name, "values": [a, b]}
-                return about | {"relative": relative, "explained": explained}
+    for step in sorted(rows[0].keys() & rows[1].keys()):
+        a = rows[0][step].get(name)
+        b = rows[1][step].get(name)
+        if a is None or b is None or a == b:
+            continue
+        explained = min(0.1, unit * (4 + step))
+        relative = abs(a - b) / max(abs(a), abs(b))
+        if not relative <= explained:  # also if it is not a number
+            return {
+                "step": step,
+                "of": name,
+                "values": [a, b],
+                "relative": relative,
+                "explained": explained,
+            }
     return None
 
 
-def _tensor(pair: Pair, facts: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _compare_traces(records: list[Record]) -> dict[str, Any]:
+    """Return the names of the traces that both runs have, and the first tensor that differs."""
+    files = []
+    for record in records:
+        paths = (record.folder / "numerics").glob("step-*.npz")
+        files.append({path.name: path for path in paths})
+    names = sorted(files[0].keys() & files[1].keys())
+    tensor = None
+    for name in names:
+        tensor = _tensor(Pair(Trace(files[0][name]), Trace(files[1][name])), records)
+        if tensor:
+            break
+    return {"traces": names, "tensor": tensor}
+
+
+def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
     """Return the first row of the traces of a step that rounding does not explain."""
     rows = pair.rows()
     wrong = [row for row in rows if row.differs]
@@ -83,29 +108,46 @@ def _tensor(pair: Pair, facts: list[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     first = wrong[0]
     good = [row for row in rows[: rows.index(first)] if row.kind != "weights before"]
-    # A weight's gradient is computed from activations and their gradients alone.
-    good = [row for row in good if row.kind == "activation" or first.kind != "gradient"]
-    found = {"step": pair.a.about["step"], "kind": first.kind, "name": first.name}
-    found |= {"relative": first.relative, "of": len(rows), "differ": len(wrong)}
-    found |= {"times_explained": first.difference / first.explained}
-    found["last_good"] = described(good[-1])["title"] if good else None
-    both = zip((pair.a.about, pair.b.about), facts)
-    where = [place(first, about, each["blocks_per_stage"]) for about, each in both]
-    layouts = [each.about["layout"] for each in (pair.a, pair.b)]
-    return found | described(first, layouts) | {"where": where}
+    if first.kind == "gradient":
+        # A weight's gradient is computed from activations and their gradients alone.
+        good = [row for row in good if row.kind == "activation"]
+    last_good = None
+    if good:
+        last_good = described(good[-1])["title"]
+    where = []
+    for trace, record in zip((pair.a, pair.b), records):
+        where.append(place(first, trace.about, record.facts["blocks_per_stage"]))
+    found = {
+        "step": pair.a.about["step"],
+        "kind": first.kind,
+        "name": first.name,
+        "relative": first.relative,
+        "of": len(rows),
+        "differ": len(wrong),
+        "times_explained": first.difference / first.explained,
+        "last_good": last_good,
+        "where": where,
+    }
+    return found | described(first, [pair.a.about["layout"], pair.b.about["layout"]])
 
 
-def _commands(runs: tuple[Path, Path], facts: list[dict[str, Any]], step: int) -> list[str]:
+def _tracing_commands(records: list[Record], step: int) -> list[str]:
     """Return the commands that trace both runs from their last common checkpoint before a step."""
-    saved = [{path.name for path in (run / "checkpoints").glob("step_????????")} for run in runs]
-    usable = sorted(name for name in saved[0] & saved[1] if int(name[5:]) < step)
-    begin = int(usable[-1][5:]) + 1 if usable else 1
+    saved = []
+    for record in records:
+        paths = (record.folder / "checkpoints").glob("step_????????")
+        saved.append({int(path.name[5:]): path.name for path in paths})
+    usable = [number for number in saved[0].keys() & saved[1].keys() if number < step]
+    checkpoint = max(usable, default=0)
+    begin = str(checkpoint + 1)
+    end = str(max(step, checkpoint + 2))
     commands = []
-    for run, each in zip(runs, facts):
-        words = [*each.get("command", ["train.py"]), "--out", f"{run}-traced"]
-        words += ["--trace-numerics", str(begin), str(max(step, begin + 1))]
-        words += ["--resume", str(run / "checkpoints" / usable[-1])] if usable else []
-        ranks = each.get("cluster", {}).get("ranks", 1)
+    for record in records:
+        words = [*record.facts.get("command", ["train.py"]), "--out", f"{record.folder}-traced"]
+        words += ["--trace-numerics", begin, end]
+        if checkpoint:
+            words += ["--resume", str(record.folder / "checkpoints" / saved[0][checkpoint])]
+        ranks = record.facts.get("cluster", {}).get("ranks", 1)
         commands.append(f"mpirun -n {ranks} python {shlex.join(words)}")
     return commands
 
@@ -121,17 +163,12 @@ def text(found: dict[str, Any]) -> str:
     lines += [f"option {name}: {a} in A, {b} in B" for name, a, b in differ[:MOST_LINES]]
     if len(differ) > MOST_LINES:
         lines.append(f"and {len(differ) - MOST_LINES} more options, which --json lists")
-    first = found["losses"]
-    line = "losses and gradient norms: rounding explains all differences"
-    if first:
-        a, b = first["values"]
-        line = f"step {first['step']}: {LOSSES[first['of']][0]} is {a:.9g} in A and {b:.9g} in B, "
-        line += f"by {first['relative']:.1e} of it; rounding explains {first['explained']:.1e}"
-    lines.append(line)
+    lines.append(_text_of_losses(found["losses"]))
     if found["tensor"]:
         lines += _text_of_tensor(found["tensor"])
     elif found["traces"]:
         lines.append(f"rounding explains all tensors of {', '.join(found['traces'])}")
+        first = found["losses"]
         if first and f"step-{first['step']:06d}.npz" in found["traces"]:
             lines.append(f"so what differs is {METRICS}")
     else:
@@ -139,17 +176,32 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _text_of_losses(first: dict[str, Any] | None) -> str:
+    if first is None:
+        return "losses and gradient norms: rounding explains all differences"
+    a, b = first["values"]
+    return (
+        f"step {first['step']}: {LOSSES[first['of']]} is {a:.9g} in A and {b:.9g} in B, "
+        f"by {first['relative']:.1e} of it; rounding explains {first['explained']:.1e}"
+    )
+
+
 def _text_of_tensor(tensor: dict[str, Any]) -> list[str]:
     size = f"by {tensor['relative']:.1e} of it, {tensor['times_explained']:.0f} times as much as"
-    lines = [f"step {tensor['step']}: the first tensor that rounding does not explain is"]
-    lines += [f"    {tensor['title']}", f"    {size} is explained"]
+    lines = [
+        f"step {tensor['step']}: the first tensor that rounding does not explain is",
+        f"    {tensor['title']}",
+        f"    {size} is explained",
+    ]
     if tensor["last_good"]:
         lines.append(f"    equal within rounding until {tensor['last_good']}")
     lines.append(f"    between them: {tensor['between']}")
     for run, where in zip("AB", tensor["where"]):
-        numbers = chain(*where["micro_batches"].values())
-        line = f"    in {run}: ranks {ranges(where['ranks'])}"
+        line = f"    in {run}: ranks {number_ranges(where['ranks'], ', ')}"
         if where["samples"]:
-            line += f", micro-batches {ranges(numbers)}, samples {ranges(where['samples'])}"
+            numbers = set(chain(*where["micro_batches"].values()))
+            line += f", micro-batches {number_ranges(numbers, ', ')}"
+            line += f", samples {number_ranges(where['samples'], ', ')}"
         lines.append(line)
-    return [*lines, f"    {tensor['differ']} of {tensor['of']} tensors differ"]
+    lines.append(f"    {tensor['differ']} of {tensor['of']} tensors differ")
+    return lines

@@ -2,8 +2,9 @@
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from numerics.traces import Row
 from schedules.partition import placement
 
 BLOCK = re.compile(r"blocks\.(\d+)")
-
-
+WORDS = Path(__file__).with_name("words.toml")
 # Least values of options of a layout with which it has the operations of words.toml.
 LEAST = {"pp": 2, "ep": 2}
 
@@ -22,18 +22,22 @@ def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str
     """Return the title of a row, and the operations between the rows before it and it; an entry of
     words.toml has more operations for some options, which any of the layouts may have.
     """
-    words = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
-    found = BLOCK.search(row.name)
-    key = BLOCK.sub("block", row.name) if row.kind == "activation" else row.kind
-    block = found[1] if found else ""
+    words = tomllib.loads(WORDS.read_text())
+    block = BLOCK.search(row.name)
+    key = row.kind
+    if row.kind == "activation":
+        key = BLOCK.sub("block", row.name)
     entry = words.get(key, words["state"])
     between = [entry["between"]]
     for option, operation in entry.get("more", {}).items():
-        least = LEAST.get(option, 1)
-        if any((layout.get(option) or 0) >= least for layout in layouts):
+        values = [layout.get(option) or 0 for layout in layouts]
+        if max(values, default=0) >= LEAST.get(option, 1):
             between.append(operation)
-    texts = {"title": entry["title"], "between": ", ".join(between)}
-    return {name: text.format(**vars(row), block=block) for name, text in texts.items()}
+    names = {"kind": row.kind, "name": row.name, "block": block[1] if block else ""}
+    return {
+        "title": entry["title"].format(**names),
+        "between": ", ".join(between).format(**names),
+    }
 
 
 def place(row: Row, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
@@ -46,26 +50,21 @@ def place(row: Row, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
     replicas: dict[int, list[int]] = {}
     for batch in sorted({i // layout.micro_batch_size for i in samples}):
         replicas.setdefault(batch % layout.dp, []).append(batch // layout.dp)
-    found = BLOCK.search(row.name)
-    stage = 0 if re.search("embedding|tokens", row.name) else len(blocks) - 1
-    if found:
-        stage = sum(last <= int(found[1]) for last in accumulate(blocks))
-    pp = placement(layout)[stage]
-    places = [(rank, coordinates(rank, layout.axes)) for rank in range(_size(layout))]
-    ranks = [r for r, at in places if at["pp"] == pp and (not row.bins or at["dp"] in replicas)]
+    pp = placement(layout)[_stage_of(row, blocks)]
+    ranks = []
+    for rank in range(prod(layout.axes.values())):
+        at = coordinates(rank, layout.axes)
+        has_samples = not row.bins or at["dp"] in replicas
+        if at["pp"] == pp and has_samples:
+            ranks.append(rank)
     return {"samples": samples, "micro_batches": replicas, "ranks": ranks}
 
 
-def _size(layout: Layout) -> int:
-    return layout.tp * layout.cp * layout.pp * layout.dp
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers as text: 0-3, 7."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join("-".join(map(str, dict.fromkeys(run))) for run in runs)
+def _stage_of(row: Row, blocks: list[int]) -> int:
+    """Return the stage that computes a row; blocks: of each stage."""
+    block = BLOCK.search(row.name)
+    if block:
+        return sum(last <= int(block[1]) for last in accumulate(blocks))
+    if re.search("embedding|tokens", row.name):
+        return 0
+    return len(blocks) - 1

@@ -45,7 +45,10 @@ class Record:
 
     def last(self, name: str) -> Any:
         """Return the newest value of a column; None if no row has it."""
-        return next((row[name] for row in reversed(self.rows) if name in row), None)
+        for row in reversed(self.rows):
+            if name in row:
+                return row[name]
+        return None
 
     @property
     def total(self) -> int | None:
@@ -63,9 +66,11 @@ class Record:
             return "empty"
         done = self.steps[-1]
         if self.total:
-            return "finished" if done["iteration"] >= self.total else "stopped"
-        left = self.facts["config"]["training"]["train_samples"] - done["consumed_samples"]
-        return "finished" if left < done["global_batch_size"] else "stopped"
+            is_complete = done["iteration"] >= self.total
+        else:
+            left = self.facts["config"]["training"]["train_samples"] - done["consumed_samples"]
+            is_complete = left < done["global_batch_size"]
+        return "finished" if is_complete else "stopped"
 
 
 def find(folder: Path) -> Iterator[Path]:
@@ -74,6 +79,14 @@ def find(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in sorted(folders) if not name.startswith("checkpoints")]
         if "run.json" in files:
             yield Path(place)
+
+
+def read_steps(folder: Path) -> Record:
+    """Return the record of a run; UserError if it is no run or has no row of a step."""
+    record = read(folder)
+    if not record.steps:
+        raise UserError("; ".join([f"{folder} has no row of a step", *record.notes]))
+    return record
 
 
 def read(folder: Path, whole: bool = True) -> Record:
@@ -87,26 +100,29 @@ def read(folder: Path, whole: bool = True) -> Record:
         raise UserError(f"{folder} is no folder of a run: {error}") from None
     config = facts["config"]
     notes: list[str] = []
-    missing = [
-        name for group in DEFAULTS for name in DEFAULTS[group] - config.get(group, {}).keys()
-    ]
+    missing = 0
+    for group, defaults in DEFAULTS.items():
+        missing += len(defaults.keys() - config.get(group, {}).keys())
     if missing:
         whose = f"{folder}/run.json is of an older version: it"
-        notes.append(f"{whose} lacks {len(missing)} options, whose defaults are taken")
-    rows = _part(folder / "metrics.jsonl", whole, notes)
-    parts = folder.glob("metrics.jsonl.*") if config.get("run", {}).get("resume") else []
-    read_parts = [""]
-    for path in sorted(parts, key=lambda path: int(path.suffix[1:]), reverse=True):
+        notes.append(f"{whose} lacks {missing} options, whose defaults are taken")
+    rows = _read_part(folder / "metrics.jsonl", whole, notes)
+    endings = [""]
+    earlier: list[Path] = []
+    if config.get("run", {}).get("resume"):
+        earlier = sorted(folder.glob("metrics.jsonl.*"), key=lambda path: int(path.suffix[1:]))
+    for path in reversed(earlier):
         first = rows[0]["iteration"] if rows else math.inf
         if first == 1:
             break
-        rows = [row for row in _part(path, whole, notes) if row["iteration"] < first] + rows
-        read_parts.append(path.suffix)
+        part = _read_part(path, whole, notes)
+        rows = [row for row in part if row["iteration"] < first] + rows
+        endings.append(path.suffix)
     steps = [row for row in rows if isinstance(row.get("loss"), float)]
-    return Record(folder, facts, rows, steps, read_parts, notes)
+    return Record(folder, facts, rows, steps, endings, notes)
 
 
-def _part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]]:
+def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]]:
     """Return the rows of a file; add a note for whatever in it is not a row."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -136,8 +152,10 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
     shape = groups["model"]
     model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
     follows = model.derived() | {"max_positions": model.seq_length}
-    unlike = {name for name in shape if shape[name] not in (None, follows.get(name))}
-    groups["model"] = {name: shape[name] for name in shape if name in unlike}
+    groups["model"] = {}
+    for name, value in shape.items():
+        if value not in (None, follows.get(name)):
+            groups["model"][name] = value
     groups["program"] = {"trine": facts.get("version")}
     groups["versions"] = facts.get("versions", {})
     found = {name: groups["run"][name] for name in OF_RUN}
@@ -151,6 +169,9 @@ def differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
     A table that lacks a name counts as None.
     """
-    names = dict.fromkeys(name for table in tables for name in table)
-    columns = {name: [table.get(name) for table in tables] for name in names}
-    return {name: values for name, values in columns.items() if values != values[:1] * len(values)}
+    found: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name) for table in tables]
+        if values != values[:1] * len(values):
+            found[name] = values
+    return found

@@ -65,31 +65,34 @@ def _row(record: Record, folder: Path) -> dict[str, Any]:
     """Return the columns of a run, None for unknown values and for losses that are not finite."""
     axes = record.facts["config"].get("layout", {})
     speeds = [row["tokens_per_second"] for row in record.steps[-RECENT_STEPS:]]
-    return {
+    found = {
         "run": str(record.folder.relative_to(folder)),
         "state": record.state,
         "step": record.last("iteration"),
         "of": record.total,
         "tokens": record.last("consumed_tokens"),
-        "loss": _finite(record.last("loss")),
-        "validation": _finite(record.last("validation_loss")),
+        "loss": record.last("loss"),
+        "validation": record.last("validation_loss"),
         "tokens/s": statistics.median(speeds) if speeds else None,
         "parameters": record.facts.get("parameters"),
         "layout": " ".join(f"{name}{axes.get(name, 1)}" for name in ("tp", "pp", "cp", "dp")),
         "date": record.facts.get("started"),
     }
-
-
-def _finite(loss: float | None) -> float | None:
-    return loss if loss is not None and math.isfinite(loss) else None
+    for name in ("loss", "validation"):
+        if found[name] is not None and not math.isfinite(found[name]):
+            found[name] = None
+    return found
 
 
 def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
     """Return the table as lines, with the notes below it."""
     names = list(rows[0]["options"])
     heads = [*FORMATS, *names[:MOST_OPTIONS]]
-    cells = [[_cell(row | row["options"], name) for name in heads] for row in rows]
-    lines = columns([heads, *cells], texts=("run", "state", "layout"))
+    cells = [heads]
+    for row in rows:
+        values = row | row["options"]
+        cells.append([_cell(values[name], FORMATS.get(name, "")) for name in heads])
+    lines = columns(cells, texts=("run", "state", "layout"))
     if len(names) > MOST_OPTIONS:
         lines.append(f"the runs differ in {len(names) - MOST_OPTIONS} more options: see --json")
     lines += [f"note: {note}" for note in notes[:MOST_NOTES]]
@@ -98,6 +101,7 @@ def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _cell(row: dict[str, Any], name: str) -> str:
-    value = row[name]
-    return "-" if value is None else format(value, FORMATS.get(name, ""))
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    return format(value, form)

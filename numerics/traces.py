@@ -20,6 +20,7 @@ import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ class Trace:
         """Raise UserError if the file is none of --trace-numerics, or of another format."""
         try:
             with np.load(path) as held:
-                values, response, text = (held[name] for name in ("values", "response", "about"))
-            self.about: dict[str, Any] = json.loads(text.tobytes())
+                values = held["values"]
+                response = held["response"]
+                self.about: dict[str, Any] = json.loads(held["about"].tobytes())
             names = self.about["activations"]
             cut = len(names) * self.about["bins"]
             shape = len(self.about["kinds"]), len(self.about["parameters"]), values.shape[1]
@@ -67,21 +69,26 @@ class Trace:
 class Row:
     """A tensor in two traces: its difference, and the difference that rounding explains.
 
-    kind: "activation", or that of a parameter. relative: the difference over the tensor's norm.
-    bins: those of the samples in which the difference is larger than rounding explains.
+    kind: "activation", or that of a parameter. norm: of the tensor. bins: those of the samples in
+    which the difference is larger than rounding explains.
     """
 
     kind: str
     name: str
     difference: float
     explained: float
-    relative: float
+    norm: float
     bins: tuple[int, ...] = ()
 
     @property
     def differs(self) -> bool:
         """Whether the difference is larger than rounding explains, or not a number."""
         return not self.difference <= self.explained
+
+    @property
+    def relative(self) -> float:
+        """The difference over the tensor's norm."""
+        return self.difference / (self.norm + TINY)
 
 
 class Pair:
@@ -90,20 +97,22 @@ class Pair:
     def __init__(self, a: Trace, b: Trace):
         self.a = a
         self.b = b
-        precisions = a.about["precision"], b.about["precision"]
+        precisions = {a.about["precision"], b.about["precision"]}
         self.epsilon = max(EPSILON[name] for name in precisions)
-        self.response = np.minimum if precisions[0] == precisions[1] else np.maximum
-        self.of_masters = EPSILON["fp64" if set(precisions) == {"fp64"} else "fp32"]
-        self.kinds, *kinds = _common(a.about["kinds"], b.about["kinds"])
-        self.tensors, *tensors = _common(a.about["parameters"], b.about["parameters"])
-        both = [each.parameters[np.ix_(*of)] for each, *of in zip((a, b), kinds, tensors)]
-        moved = [each.moved_gradients[of] for each, of in zip((a, b), tensors)]
+        self.response = np.minimum if len(precisions) == 1 else np.maximum
+        self.of_masters = EPSILON["fp64" if precisions == {"fp64"} else "fp32"]
+        self.kinds, kinds_a, kinds_b = _common(a.about["kinds"], b.about["kinds"])
+        tensors, tensors_a, tensors_b = _common(a.about["parameters"], b.about["parameters"])
+        in_a = a.parameters[np.ix_(kinds_a, tensors_a)]
+        in_b = b.parameters[np.ix_(kinds_b, tensors_b)]
+        moved_a = norms(a.moved_gradients[tensors_a])
+        moved_b = norms(b.moved_gradients[tensors_b])
         # Tensors without gradients count what routers chose: one choice that rounding turns moves
         # them by more than any response tells.
-        kept = (both[0][GRADIENT, :, COUNT] > 0) & (both[1][GRADIENT, :, COUNT] > 0)
-        self.tensors = [name for name, wanted in zip(self.tensors, kept) if wanted]
-        self.both = both[0][:, kept], both[1][:, kept]
-        self.moved = self.response(norms(moved[0]), norms(moved[1]))[kept]
+        kept = (in_a[GRADIENT, :, COUNT] > 0) & (in_b[GRADIENT, :, COUNT] > 0)
+        self.tensors = list(compress(tensors, kept))
+        self.both = in_a[:, kept], in_b[:, kept]
+        self.moved = self.response(moved_a, moved_b)[kept]
         self.norm = np.sqrt(np.maximum(*self.both)[..., SQUARES])
         # The units in the last place by which the weights differ already; the response is to one.
         apart = np.linalg.norm(norms(self.both[0][BEFORE] - self.both[1][BEFORE]))
@@ -114,63 +123,70 @@ class Pair:
         """Return the rows that both files have, in order of execution."""
         of_kind = self._parameters()
         before = of_kind.pop(BEFORE)
-        return before + self._activations() + [row for rows in of_kind for row in rows]
+        return before + self._activations() + list(chain(*of_kind))
 
     def _parameters(self) -> list[list[Row]]:
         """Return the rows of every kind, in the order of the files."""
         a, b = self.both
+        update_a = a[AFTER] - a[BEFORE]
+        update_b = b[AFTER] - b[BEFORE]
         difference = norms(a - b)
-        updates = [each[AFTER] - each[BEFORE] for each in self.both]
-        difference[AFTER] = norms(updates[0] - updates[1])
+        difference[AFTER] = norms(update_a - update_b)
         moved = self.moved + self.epsilon * self.norm[GRADIENT]
         relative = np.minimum(1.0, moved / (self.norm[GRADIENT] + TINY))
-        drift = FACTOR * np.maximum(*map(norms, updates)) * np.sqrt(relative)
+        drift = FACTOR * np.maximum(norms(update_a), norms(update_b)) * np.sqrt(relative)
+        steps_before = self.a.about["step"] - 1
+        rounding = self.of_masters * self.norm
         explained = self.factor * relative * self.norm
         explained[GRADIENT] = self.factor * self.moved + self.epsilon * self.norm[GRADIENT]
-        explained[BEFORE] = self.of_masters * self.norm[BEFORE]
-        explained[BEFORE] += drift * (self.a.about["step"] - 1)
-        explained[AFTER] = drift * self.factor / FACTOR + 2.0 * self.of_masters * self.norm[AFTER]
+        explained[BEFORE] = rounding[BEFORE] + drift * steps_before
+        explained[AFTER] = 2.0 * rounding[AFTER] + drift * self.factor / FACTOR
         largest = np.maximum(a, b)[GRADIENT, :, LARGEST]
         for number, kind in enumerate(self.kinds):
             if kind in SQUARED:
                 share = 2.0 * moved / (largest + TINY)
                 explained[number] = self.factor * share * self.norm[number]
         explained += OF_SKETCHES * self.norm
-        return [
-            [_row(kind, name, of) for name, *of in zip(self.tensors, *numbers)]
-            for kind, *numbers in zip(self.kinds, difference, explained, self.norm)
-        ]
+        found = []
+        for number, kind in enumerate(self.kinds):
+            columns = difference[number], explained[number], self.norm[number]
+            numbers = zip(*(column.tolist() for column in columns))
+            found.append([Row(kind, name, *of) for name, of in zip(self.tensors, numbers)])
+        return found
 
     def _activations(self) -> list[Row]:
         """Return the rows of activations; none if the steps have other samples or bins."""
         if any(self.a.about[name] != self.b.about[name] for name in ("bins", "samples")):
             return []
-        names, *of = _common(self.a.about["activations"], self.b.about["activations"])
-        a, b = (trace.activations[own] for trace, own in zip((self.a, self.b), of))
-        moved = [norms(trace.moved[own]) for trace, own in zip((self.a, self.b), of)]
+        names, of_a, of_b = _common(self.a.about["activations"], self.b.about["activations"])
+        a = self.a.activations[of_a]
+        b = self.b.activations[of_b]
         norm = np.sqrt(np.maximum(a, b)[..., SQUARES])
         difference = norms(a - b)
-        response = self.response(*moved)
+        response = self.response(norms(self.a.moved[of_a]), norms(self.b.moved[of_b]))
         response += np.sqrt(np.square(response).mean(1, keepdims=True))
         explained = self.factor * response + self.epsilon * norm
         explained[[name in EXACT for name in names]] = 0.0
         explained += OF_SKETCHES * norm
         missing = (a[..., COUNT] == 0) | (b[..., COUNT] == 0)
+        share = difference / (explained + TINY)
+        worst = np.nan_to_num(share, nan=np.inf).argmax(1)
         found = []
-        for name, *of_name, absent in zip(names, difference, explained, norm, missing):
-            if not absent.any():
-                share = of_name[0] / (of_name[1] + TINY)
-                worst = np.nan_to_num(share, nan=np.inf).argmax()
-                bins = np.flatnonzero(~(of_name[0] <= of_name[1])).tolist()
-                numbers = tuple(column[worst] for column in of_name)
-                found.append(_row("activation", name, numbers, tuple(bins)))
+        for i, name in enumerate(names):
+            if missing[i].any():
+                continue
+            at = worst[i]
+            found.append(
+                Row(
+                    "activation",
+                    name,
+                    float(difference[i, at]),
+                    float(explained[i, at]),
+                    float(norm[i, at]),
+                    tuple(np.flatnonzero(~(difference[i] <= explained[i])).tolist()),
+                )
+            )
         return found
-
-
-def _row(kind: str, name: str, numbers: Sequence[float], bins: tuple[int, ...] = ()) -> Row:
-    """Return a row, given its difference, the explained difference, and the tensor's norm."""
-    difference, explained, norm = map(float, numbers)
-    return Row(kind, name, difference, explained, difference / (norm + TINY), bins)
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[int], list[int]]:
