@@ -78,7 +78,7 @@ def check_machine(config: Config, launch: Launch) -> None:
             check_paths(config)
             check_memory(config)
             check_data(config)
-            if config.run.trackers:
+            if config.run.tensorboard or config.run.wandb:
                 from telemetry import trackers
 
                 trackers.check(config)

@@ -265,7 +265,6 @@ class Run:
     )
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str = option(None, "also log to this project of Weights & Biases")
-    mlflow: str = option(None, "also log to MLflow's store: a folder, or an address")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
     save_every_minutes: float = option(
         0.0,
@@ -346,14 +345,8 @@ class Run:
 
     @property
     def tracked_runs(self) -> str:
-        """The file in --out with the run's ids in trackers, in which a resumed run continues."""
+        """The file in --out with the run's id in W&B, which a resumed run continues."""
         return os.path.join(self.out, TRACKED_RUNS)
-
-    @property
-    def trackers(self) -> tuple[str, ...]:
-        """The names of the options (tensorboard, wandb, mlflow) whose trackers the run uses."""
-        asked = {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
-        return tuple(name for name, value in asked.items() if value)
 
 
 def unused_number(paths: list[str]) -> int:

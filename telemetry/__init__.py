@@ -7,7 +7,7 @@ pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
 loss_monitor    loss spikes and losses that are not finite
 replica_check   copies of weights and state are equal, bit for bit
-trackers        TensorBoard, Weights & Biases and MLflow
+trackers        TensorBoard and Weights & Biases
 audit           replicas repeat a micro-batch and compare every product
 routing_file    the experts that every token takes, written or given
 numerics_trace  sketches of all tensors of a step, for runs.py diff

@@ -9,7 +9,7 @@ rank 0 writes. The files of a run, in the folder --out:
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
     audits.jsonl    the audits of --audit-every (audit.py)
-    trackers.json   identifiers of the runs in W&B and MLflow that a resumed run continues
+    trackers.json   identifier of the run in W&B, which a resumed run continues
 """
 
 import contextlib
@@ -328,7 +328,7 @@ class Log:
             os.rename(new, os.path.join(out, "run.json"))
             open(self.metrics.path, "w").close()
             self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
-            if self.config.run.trackers:
+            if self.config.run.tensorboard or self.config.run.wandb:
                 from telemetry.trackers import open_trackers
 
                 self.trackers = open_trackers(self.config)

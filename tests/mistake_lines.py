@@ -194,7 +194,6 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --block serial | --block is one of pre-norm, post-norm, parallel, not 'serial'
 --activation tanh | --activation is one of gelu, gelu_tanh, relu, swiglu, not 'tanh'
 --wandb '' | no value, after '--wandb': is a variable not set?
---mlflow '' | no value, after '--mlflow': is a variable not set?
 --wandb | --wandb: expected one argument
 --tensorbord | unknown argument '--tensorbord'; did you mean '--tensorboard'?
 --modle gpt2-124m | unknown argument '--modle'
