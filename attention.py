@@ -45,7 +45,6 @@ recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 class Positions:
     """Makes the masks (with ALiBi, if the model has it) and rotary tables for a stage's blocks.
 
-    positions.set_length(2048)              for the samples from now on
     positions.mask(batch)                   a Mask; None: plain causal attention
     positions.rotary(batch.positions)       tables for `rotate`; None: no rotary positions
 
@@ -56,46 +55,28 @@ class Positions:
         """micro_batch: its number of samples; masked: each batch says what its tokens see."""
         self.factory = factory
         self.mesh = factory.mesh
-        self.head_size = model.head_size
-        self.micro_batch = micro_batch
-        self.masked = masked
-        self.length = 0
         self.slopes: Tensor | None = None
         if model.positions == "alibi":
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
         self.tables: tuple[Tensor, Tensor] | None = None
+        self._own_tables: tuple[Tensor, Tensor] | None = None  # rows for this rank's tokens
         if model.positions == "rotary":
-            cos, sin = rotary_tables(model)
-            self.tables = (
-                cos.to(factory.device, factory.dtype),
-                sin.to(factory.device, factory.dtype),
-            )
-        self._own_tables = self.tables  # the rows for this rank's tokens
+            cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
+            cp = self.mesh.cp
+            self.tables = cos, sin
+            self._own_tables = cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0)
         self._causal: Mask | None = None
-        self.set_length(model.seq_length)
-
-    def set_length(self, length: int) -> None:
-        """Set the number of tokens of every sample from now on: `length`, at most seq_length."""
-        if length == self.length:
-            return
-        self.length, cp = length, self.mesh.cp
-        if self.tables is not None and cp.size > 1:
-            cos, sin = self.tables
-            self._own_tables = (
-                cp.balanced_shard(cos[:length], 0),
-                cp.balanced_shard(sin[:length], 0),
-            )
-        if self.slopes is not None and not self.masked:
+        if self.slopes is not None and not masked:
             from corpora import attention_masks
 
             self._causal = attention_masks.causal_alibi(
                 self.slopes,
-                self.micro_batch,
-                length,
-                self.head_size,
-                self.factory.dtype,
-                self._own_places(length),
+                micro_batch,
+                model.seq_length,
+                model.head_size,
+                factory.dtype,
+                self._own_places(model.seq_length),
             )
 
     def mask(self, batch: Batch | None) -> "Mask | None":

@@ -165,25 +165,21 @@ class Batch:
             self.labels[max(0, rows) :] = NO_TARGET
         return replace(self, count=int((self.labels >= 0).sum()))
 
-    def to(self, device: torch.device, length: int, cp: Group) -> "Batch":
+    def to(self, device: torch.device, cp: Group) -> "Batch":
         """Start to copy this cp rank's part of the micro-batch to a device; return that part.
 
-        The samples are cut to their first `length` tokens, of which each rank of `cp` gets a share:
-        (b, length/cp). starts and stops keep all `length` tokens, because attention needs them.
+        Each rank of `cp` gets a share of each sample's tokens: (b, s/cp). starts and stops keep all
+        tokens, because attention needs them.
         """
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
-        if length < self.tokens.shape[1]:
-            # Cut on the device: only a whole tensor is copied from pinned memory without a wait.
-            moved = {name: value[:, :length].contiguous() for name, value in moved.items()}
-            moved |= {"stops": moved["stops"].clamp(max=length)} if "stops" in moved else {}
         for name in {"tokens", "labels", "positions"} & set(moved):
             moved[name] = cp.balanced_shard(moved[name], 1)
         if moved["labels"].shape != self.labels.shape:
-            labels_here = cp.balanced_shard(self.labels[:, :length], 1)  # on the host
+            labels_here = cp.balanced_shard(self.labels, 1)  # on the host
             moved["count"] = int((labels_here >= 0).sum())
         return replace(self, **moved)
 
@@ -256,7 +252,6 @@ class MicroBatches:
         self.first = first
         self.config = config
         self.evaluated = evaluated
-        self.length = config.model.seq_length if evaluated is not None else config.length(first)
         self.reading = False
         self._kept: dict[int, Batch] | None = None
         if reader.layout.stages_per_rank > 1:
@@ -291,7 +286,7 @@ class MicroBatches:
         if self.evaluated is not None:
             batch = batch.first(self.evaluated - begin)
         # The pinned rows may be dropped here: torch reuses pinned memory only after the copy.
-        return batch.to(reader.device, self.length, reader.cp)
+        return batch.to(reader.device, reader.cp)
 
     def _begin_of(self, first: int, index: int) -> int:
         """Return the first sample of micro-batch `index` in the global batch that begins at

@@ -393,11 +393,6 @@ class Stage(nn.Module):
             if factory.shard is not None:
                 factory.shard(block)
 
-    def set_length(self, length: int) -> None:
-        """Set the number of tokens of every sample from now on: `length`, at most seq_length."""
-        if self.positions is not None:
-            self.positions.set_length(length)
-
     def forward(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:

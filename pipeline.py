@@ -133,21 +133,15 @@ class Pipeline:
         self._model = config.model
         self._layout = config.layout
         self._schedules: dict[int, Schedule] = {}
-        self.set_length(config.model.seq_length)
+        split = config.layout.cp
+        if config.layout.sequence_parallel:
+            split *= config.layout.tp
+        local_length = config.model.seq_length // split
+        # The shape of a stage's activations, (s, b, h).
+        self.shape = (local_length, config.layout.micro_batch_size, config.model.hidden)
         self.sending: list[Handle] = []  # sends that the last `run` did not wait for
         self.last_rank = placement(config.layout)[-1]  # pipeline rank that holds the last stage
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
-
-    def set_length(self, length: int) -> None:
-        """Set the number of tokens of a sample, and with it the activations' shape, from now on.
-
-        Called before the passes of a step. cp must divide `length`; with sequence parallelism,
-        cp * tp must.
-        """
-        split = self._layout.cp * (self._layout.tp if self._layout.sequence_parallel else 1)
-        self.shape = (length // split, self._layout.micro_batch_size, self._model.hidden)
-        for stage in self.stages.values():
-            stage.set_length(length)
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the layout's schedule for this number of micro-batches; the last one is cached."""

@@ -60,7 +60,7 @@ def _rehearse(arguments: list[str]) -> int:
     request = parse_request(rest, __doc__, lambda _: {"precision": machine.precision})
     config = check_any_length(request.config, options.gpus)
     fused = ["--compile: what it fuses is rehearsed as it is"] * config.run.compile
-    layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
+    layout = config.layout.automatic(config.model.seq_length, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"
     other = [f"--device {config.run.device}: rehearsed on {options.on or 'fake GPUs'}"]
     other *= config.run.device not in ("auto", device)

@@ -113,9 +113,7 @@ def check_data(config: Config) -> None:
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
     if options.data != ("synthetic",):
-        prefixes, weights = blends.parse_blend(options.data)
-        blends.shares_by_phase(options.data_schedule or (), len(prefixes), weights is not None)
-        for prefix in prefixes:
+        for prefix in blends.parse_blend(options.data)[0]:
             token_files.check_pair(prefix, options.answers_only)
     text.prompts_of_run(config)
     note = text.unused_rows(config)

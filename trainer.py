@@ -154,9 +154,8 @@ def passes(
     """
     config = state.config
     size = config.batches.batch(consumed)
-    length = config.length(consumed)
+    length = config.model.seq_length
     micro_batches = some or config.micro_batches(size)
-    state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config, keep=keep)
     loss_weight = state.optimizer.begin_step(size * length, micro_batches)
     for begin in state.before_passes:
@@ -169,7 +168,6 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     config = state.config
     mesh = state.factory.mesh
     mesh.recorder.enter("evaluate")
-    state.pipeline.set_length(config.model.seq_length)
     micro_batches = -(-count // (config.layout.micro_batch_size * config.layout.dp))
     batches = state.reader.batches(samples, 0, config, count)
     loss_sum, counted = state.pipeline.evaluate(batches, micro_batches)
@@ -191,7 +189,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
     with context.failing_loudly(), step_stats.snapshot(config.run, context), ExitStack() as end:
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"
-        layout = config.layout.automatic(config.length_divisor, on_gpu)
+        layout = config.layout.automatic(config.model.seq_length, on_gpu)
         config, decided = precision.settled(replace(config, layout=layout), context)
         notes: list[str] = []
         if config.layout.schedule == "auto":
@@ -401,7 +399,8 @@ class Trainer:
         """Add a step on `batch` samples to `done`; trained: whether it changed the weights."""
         begin, untrained = self.done.consumed_samples, self.done.skipped_samples
         counts = self.splits.train.count_by_corpus(begin, begin + batch)
-        usage = self.done.usage.after(counts, batch, self.config.length(begin), trained)
+        length = self.config.model.seq_length
+        usage = self.done.usage.after(counts, batch, length, trained)
         untrained += 0 if trained else batch
         self.done = Progress(iteration, begin + batch, untrained, usage)
 

@@ -41,7 +41,7 @@ from zero import Optimizer
 LENGTHS = ("seq_length", "max_positions")
 WIDEST = torch.float64.itemsize  # the most bytes that an element has
 # Data options that a resumed run prints if they have changed, beside all training options.
-DATA = ("data", "split", "order", "data_schedule", "curriculum", "skip_samples")
+DATA = ("data", "split", "order", "skip_samples")
 
 
 def repeatability(device: str, deterministic: bool) -> str:

@@ -138,17 +138,6 @@ class Data:
         "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or so many",
         nargs="+",
     )
-    data_schedule: tuple = option(
-        None,
-        "SAMPLES:WEIGHT,WEIGHT,... ..., other weights for --data from so many samples on; needs "
-        "--order stable",
-        nargs="+",
-    )
-    curriculum: str = option(
-        None,
-        "START:END:STEPS[:MULTIPLE], samples grow from START to END tokens in so many steps, in "
-        "multiples of MULTIPLE, default: 8",
-    )
     order: str = option(
         "megatron",
         "of samples: Megatron's, or stable, in which a longer run reads first what a shorter does",
@@ -166,9 +155,8 @@ class Data:
     )
     objective: str = option(
         "causal",
-        "prefix: each token of a random prefix sees all of it, and what follows is learned; fim: "
-        "documents are reordered to fill in their middle",
-        choices=("causal", "prefix", "fim"),
+        "prefix: each token of a random prefix sees all of it, and what follows is learned",
+        choices=("causal", "prefix"),
     )
     eod_token: int = option(None, "id of the token that ends a document", minimum=0)
     reset_attention: bool = option(False, "tokens see only tokens of their own document")
@@ -177,19 +165,6 @@ class Data:
     answers_only: bool = option(
         False,
         "learn only what PREFIX.targets.bin marks, as scripts/prepare_chats.py writes it",
-    )
-    fim_tokens: tuple = option(
-        None,
-        "ids of fim's marks: before the PREFIX, the MIDDLE, the SUFFIX",
-        nargs=3,
-        item=int,
-    )
-    fim_rate: float = option(0.5, "share of documents that fim changes", minimum=0.0, maximum=1.0)
-    fim_spm_rate: float = option(
-        0.5,
-        "share of these with the suffix before the prefix",
-        minimum=0.0,
-        maximum=1.0,
     )
 
     @property

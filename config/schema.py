@@ -13,15 +13,12 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.messages import UserError
 from config.run_options import Data, Run, Training, option
-
-if TYPE_CHECKING:
-    from config.data_options import Curriculum
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
@@ -337,25 +334,6 @@ class Config:
     def passes_over(self, first: int, count: int) -> bool:
         """Return whether --skip-samples has any of the `count` samples from `first` on."""
         return any(a < first + count and first < b for a, b in self.skipped)
-
-    @cached_property
-    def curriculum(self) -> "Curriculum | None":
-        """The curriculum of --curriculum, None without it; UserError if the text is malformed."""
-        text = self.data.curriculum
-        if not text:
-            return None
-        from config.data_options import Curriculum  # only runs with --curriculum need it
-
-        return Curriculum.parse(text, self.batches.consumed)
-
-    def length(self, consumed: int) -> int:
-        """Return the tokens of a sample in the step that begins after `consumed` samples."""
-        return self.curriculum.length(consumed) if self.curriculum else self.model.seq_length
-
-    @property
-    def length_divisor(self) -> int:
-        """The largest number of tokens that is known to divide every sample length of the run."""
-        return self.curriculum.multiple if self.curriculum else self.model.seq_length
 
     def with_precision(self, automatic: str) -> "Config":
         """Return the run with --precision auto replaced by `automatic`, a name such as bf16."""

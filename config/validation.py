@@ -25,8 +25,10 @@ def check(config: Config, ranks: int) -> Config:
     check_batches(config)
     _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
-    _check_changing_data(config)
-    _check_curriculum(config)
+    if config.data.eval_data:
+        from config.data_options import parse_eval_sets  # here, since most runs have no such sets
+
+        parse_eval_sets(config.data.eval_data)
     _check_objective(config)
     check_sharding(layout, config.training)
     _check_experts(config.model, layout, config.training)
@@ -323,40 +325,6 @@ def check_batches(config: Config) -> None:
             )
 
 
-def _check_changing_data(config: Config) -> None:
-    """Raise UserError if --eval-data or --data-schedule is malformed, or if --order is one in which
-    a change of weights would also change the samples before it.
-    """
-    data = config.data
-    if data.eval_data is None and data.data_schedule is None:
-        return
-    from config.data_options import parse_data_schedule, parse_eval_sets  # most runs need neither
-
-    parse_eval_sets(data.eval_data or ())
-    if parse_data_schedule(data.data_schedule or ()) and data.order != "stable":
-        why = "in which the samples before a change depend on those after it"
-        raise UserError(f"--data-schedule needs --order stable, not {data.order}, {why}")
-
-
-def _check_curriculum(config: Config) -> None:
-    """Raise UserError if --curriculum does not go with the model, the layout or other options."""
-    found = config.curriculum
-    length = config.model.seq_length
-    if found is None:
-        return
-    given = f"--curriculum {config.data.curriculum}"
-    if config.run.compile:
-        raise UserError(f"{given}: --compile compiles for one length of samples; leave one out")
-    if found.end != length:
-        raise UserError(f"{given} ends at {found.end} tokens, but seq-length is {length}")
-    if product := _uncut(config.layout, found.multiple):
-        every = f"must divide every length, but not MULTIPLE({found.multiple})"
-        raise UserError(f"{given}: {product} {every}")
-    if config.training.batch_schedule:
-        counts = f"--batch-schedule counts tokens by seq-length({length})"
-        raise UserError(f"{given}: {counts}; use --rampup-batch-size, which counts samples")
-
-
 def check_sharding(layout: Layout, training: Training) -> None:
     """Raise UserError if --zero does not go with the optimizer, tensor or pipeline parallelism."""
     name = training.optimizer
@@ -384,30 +352,21 @@ def _check_objective(config: Config) -> None:
     """Raise UserError if the objective and the masks conflict, or need a token id not given."""
     data = config.data
     model = config.model
-    shortest = config.length(0)
-    if data.objective == "prefix" and shortest < 2:
+    if data.objective == "prefix" and model.seq_length < 2:
         raise UserError(
             "--objective prefix divides each sample into a prefix and what follows it, so samples "
-            f"need 2 tokens or more, not {shortest}"
+            f"need 2 tokens or more, not {model.seq_length}"
         )
-    fim = data.objective == "fim"
-    needs_end = {"--reset-attention": data.reset_attention, "--mask-eod-loss": data.mask_eod_loss}
-    needs_end |= {"--reset-positions": data.reset_positions, "--objective fim": fim}
-    for flag in [flag for flag, given in needs_end.items() if given and data.eod_token is None]:
-        raise UserError(f"{flag} needs --eod-token: the id of the token that ends a document")
-    if fim != (data.fim_tokens is not None):
-        raise UserError("--objective fim and --fim-tokens PREFIX MIDDLE SUFFIX need each other")
-    for flag, ids in (("eod-token", [data.eod_token]), ("fim-tokens", data.fim_tokens or ())):
-        for token in ids:
-            if token is not None and not 0 <= token < model.vocab_size:
-                raise UserError(f"{flag}: {token} is not below vocab-size({model.vocab_size})")
-    marks = [] if data.fim_tokens is None else [*data.fim_tokens, data.eod_token]
-    if len(set(marks)) < len(marks):
-        *ids, end = marks
-        raise UserError(
-            f"--fim-tokens {' '.join(map(str, ids))} and --eod-token {end} need four ids that "
-            "differ: otherwise the model cannot tell the marks apart"
-        )
+    needs_end = {
+        "--reset-attention": data.reset_attention,
+        "--mask-eod-loss": data.mask_eod_loss,
+        "--reset-positions": data.reset_positions,
+    }
+    for flag in filter(needs_end.get, needs_end):
+        if data.eod_token is None:
+            raise UserError(f"{flag} needs --eod-token: the id of the token that ends a document")
+    if data.eod_token is not None and data.eod_token >= model.vocab_size:
+        raise UserError(f"eod-token: {data.eod_token} is not below vocab-size({model.vocab_size})")
     if data.reset_positions and model.positions == "alibi":
         raise UserError("--reset-positions: --positions alibi knows distances only, no positions")
     if data.answers_only and data.objective != "causal":

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # tokens; flex_attention's default
-MOST_SHAPES = 2**20  # the most shapes that flex_attention may be compiled for
 
 
 class Mask(NamedTuple):
@@ -176,8 +175,6 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Compute `masked_attention` on a GPU."""
     grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
-    limits = torch._dynamo.config  # of this thread; torch's limit is 8, a curriculum has more
-    limits.recompile_limit = limits.accumulated_recompile_limit = MOST_SHAPES
     return _compiled()(q, k, v, **options)
 
 

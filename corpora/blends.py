@@ -2,17 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from config.data_options import parse_data_schedule
 from config.messages import UserError
 from corpora.mapped_files import ArrayCache, Found
-from corpora.sample_order import GPTSamples, TextSpan, compiled
+from corpora.sample_order import GPTSamples, TextSpan
 
 RULE = 1  # version of `blend_order`: cached orders of another version are not used
 
@@ -22,44 +20,6 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
 
     Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
     most below its share, argmax_d of shares[d] * max(i, 1) - taken[d], the first on a tie.
-
-    A loop over the samples is slow in Python: if the order is long and numba is installed, numba
-    compiles the loop; else `by_chunks` gives the same numbers.
-    """
-    fill = compiled(_fill, size * len(shares))
-    return one_by_one(shares, size, fill) if fill else by_chunks(shares, size)
-
-
-def one_by_one(
-    shares: list[float],
-    size: int,
-    fill: Callable[..., None],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `blend_order` by a loop over the samples; fill: `_fill`, compiled or not."""
-    which = np.empty(size, np.int16)
-    number = np.empty(size, _number_type(size))
-    fill(np.asarray(shares, np.float64), np.zeros(len(shares)), which, number)
-    return which, number
-
-
-def _fill(shares: np.ndarray, taken: np.ndarray, which: np.ndarray, number: np.ndarray) -> None:
-    below = np.empty(len(shares))
-    for i in range(len(which)):
-        position = float(max(i, 1))
-        most = -np.inf
-        chosen = 0
-        for part in range(len(shares)):  # no branch, so that parts are computed together
-            below[part] = shares[part] * position - taken[part]
-            most = max(most, below[part])
-        while below[chosen] < most:
-            chosen += 1
-        which[i] = chosen
-        number[i] = taken[chosen]
-        taken[chosen] += 1
-
-
-def by_chunks(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `blend_order`, computed in numpy.
 
     Chunks of about sqrt(size) samples advance side by side, each from a guess of the samples taken
     before it. A chunk whose guess differs from the end of the chunk before runs again. When every
@@ -114,50 +74,18 @@ class BlendOrder:
     found: Found
 
 
-def find_blend_order(
-    shares: list[float],
-    size: int,
-    cache: ArrayCache,
-    changes: Sequence[tuple[int, list[float]]] = (),
-) -> BlendOrder:
-    """Return `blend_order` from the cache; if it is not there, build and store it.
-
-    changes: (first sample, shares) of later phases; each part goes on with its next sample.
-    """
+def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> BlendOrder:
+    """Return `blend_order` from the cache; if it is not there, build and store it."""
     facts: dict[str, Any] = {"blend": RULE, "shares": shares, "size": size}
-    facts |= {"changes": changes} if changes else {}
 
     def build() -> dict[str, np.ndarray]:
-        which, number = _blend_phases([(0, shares), *changes], size)
+        which, number = blend_order(shares, size)
         taken = np.bincount(which, minlength=len(shares))
         return {"which": which, "number": number, "taken": taken}
 
     found = cache.find(facts, build)
     arrays = found.arrays
     return BlendOrder(arrays["which"], arrays["number"], arrays["taken"].tolist(), found)
-
-
-def _blend_phases(
-    phases: list[tuple[int, list[float]]],
-    size: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `blend_order` of phases (first sample, shares); a share of 0 takes no samples."""
-    if len(phases) == 1:
-        return blend_order(phases[0][1], size)
-    which = np.empty(size, np.int16)
-    number = np.empty(size, _number_type(size))
-    taken = np.zeros(len(phases[0][1]), np.int64)
-    for (first, shares), (end, _) in pairwise([*phases, (size, [])]):
-        here = slice(first, end)
-        end = min(end, size)
-        if first >= end:
-            break
-        parts = np.flatnonzero(shares)
-        chosen, count = blend_order([shares[part] for part in parts], end - first)
-        which[here] = parts[chosen]
-        number[here] = count + taken[which[here]]
-        taken += np.bincount(which[here], minlength=len(taken))
-    return which, number
 
 
 class Placed:
@@ -262,25 +190,6 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
     if not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"{flag}: weights must be positive numbers")
     return prefixes, weights
-
-
-def shares_by_phase(
-    data_schedule: tuple,
-    corpora: int,
-    weighted: bool,
-) -> list[tuple[int, list[float]]]:
-    """Return (first sample, shares) of each change that --data-schedule makes to the weights.
-
-    Raise UserError if it does not fit --data, which has `corpora` corpora, `weighted` or not.
-    """
-    changes = parse_data_schedule(data_schedule)
-    if changes and not weighted:
-        raise UserError("--data-schedule changes the weights of --data, which gives none")
-    for first, weights in changes:
-        if len(weights) != corpora:
-            given = f"{len(weights)} weights from sample {first} on"
-            raise UserError(f"--data-schedule gives {given}, but --data has {corpora} corpora")
-    return [(first, normalise(weights)) for first, weights in changes]
 
 
 def _number(word: str) -> float | None:

@@ -9,7 +9,6 @@ the node (mapped_files.py). A run on synthetic tokens does not load this module.
 """
 
 import math
-from collections.abc import Sequence
 
 from config.data_options import parse_eval_sets
 from config.messages import UserError
@@ -20,7 +19,6 @@ from corpora.blends import (
     find_blend_order,
     normalise,
     parse_blend,
-    shares_by_phase,
 )
 from corpora.mapped_files import ArrayCache
 from corpora.prefetch import AHEAD, READERS
@@ -50,8 +48,6 @@ class Corpora:
         self.config = config
         self.cache = ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
-        schedule = config.data.data_schedule or ()
-        self.changes = shares_by_phase(schedule, len(prefixes), self.weights is not None)
         self.datasets = [_open(prefix, config, self.cache) for prefix in prefixes]
         self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
 
@@ -66,7 +62,7 @@ class Corpora:
                 return self._part(0, ranges, num_samples)
             if self.weights is None:
                 return self._by_size(ranges, num_samples)
-            return self._by_weight(ranges, num_samples, () if number else self.changes)
+            return self._by_weight(ranges, num_samples)
         except UserError as error:
             raise type(error)(
                 f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
@@ -95,8 +91,6 @@ class Corpora:
     def describe(self) -> str:
         """Return a line for the start of a run: how tokens are read, where orders are kept."""
         order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
-        if self.changes:
-            order += f"; other weights from samples {[first for first, _ in self.changes]} on"
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
     def _part(
@@ -119,16 +113,15 @@ class Corpora:
             self.cache,
         )
 
-    def _by_weight(self, ranges: list[range], num_samples: int, changes: Sequence) -> Blend:
+    def _by_weight(self, ranges: list[range], num_samples: int) -> Blend:
         """Return a blend whose parts are requested in Megatron's way: their share and a surplus.
 
         The order of a part depends on the number of samples requested. If the blend takes more
-        samples than that, Megatron fails; here the taken number is requested. changes: later
-        shares, in the stable order only, where a part's first samples do not depend on the request.
+        samples than that, Megatron fails; here the taken number is requested.
         """
         shares = normalise(self.weights or ())
         # Megatron normalises given weights once for the requests and once more for the order.
-        order = find_blend_order(normalise(shares), num_samples, self.cache, changes)
+        order = find_blend_order(normalise(shares), num_samples, self.cache)
         surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
         requests = [max(pair) for pair in zip(surplus, order.taken)]
         return Blend([self._part(i, ranges, n) for i, n in enumerate(requests)], order)

@@ -1,8 +1,5 @@
 """Training objectives: which tokens each token sees, and which labels count in the loss.
 
-    text of sample k, s + 1 tokens            sample_order.py, blends.py
-        |   --objective fim                   the parts of documents change places
-        v
     tokens, labels     a label that does not count in the loss is NO_TARGET
     starts, stops      token q sees tokens starts[q] to stops[q] - 1; without them, 0 to q
     positions          each token's place in its document; without them, 0 to s - 1
@@ -11,7 +8,6 @@ A document ends with the token --eod-token, as in Megatron. Random choices follo
 they are the same in every layout and after a restart.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -50,16 +46,12 @@ class Objective:
         self.fields += ["starts", "stops"] if options.masks_attention else []
         self.fields += ["positions"] if options.reset_positions else []
         self.masks_loss = options.masks_loss
-        self.random = options.objective != "causal"
         self.plain = len(self.fields) == 2 and not self.masks_loss
 
     def row(self, samples: Readable, k: int) -> dict[str, np.ndarray]:
         """Return the row of sample k: an array for each of `fields`."""
         options = self.options
         text = samples.sample(k)
-        random = np.random.default_rng((self.seed, k)) if self.random else None
-        if options.objective == "fim" and random is not None:
-            text = fill_in_the_middle(text, options, random)
         row = {"tokens": text[:-1], "labels": text[1:]}
         if self.plain:
             return row
@@ -75,7 +67,8 @@ class Objective:
         counted = np.ones(size, bool)
         if options.masks_attention:
             row["starts"], row["stops"] = _per_token(borders[:-1], borders), places + 1
-        if options.objective == "prefix" and random is not None:
+        if options.objective == "prefix":
+            random = np.random.default_rng((self.seed, k))
             ends = _per_token(prefix_ends(borders, random), borders)
             row["stops"] = np.maximum(row["stops"], ends)
             counted = places + 1 >= ends
@@ -108,26 +101,3 @@ def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
     All these lengths are equally likely. The prefix of a document of one token is that token.
     """
     return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))
-
-
-def fill_in_the_middle(text: np.ndarray, options: Data, random: np.random.Generator) -> np.ndarray:
-    """Return the text with its documents cut in three at random places, the middle part last.
-
-    A share --fim-rate of the documents is changed (arXiv 2207.14255), and a share --fim-spm-rate of
-    these has the suffix first. The marks make the text longer; it is cut off at its old length.
-    """
-    before, middle, after = ([token] for token in options.fim_tokens)
-    parts: list[Sequence[int] | np.ndarray] = []
-    for document in np.split(text, np.flatnonzero(text == options.eod_token) + 1):
-        size = len(document) - int((document[-1:] == options.eod_token).sum())
-        if random.random() >= options.fim_rate or not size:
-            parts.append(document)
-            continue
-        first, second = sorted(random.integers(size + 1, size=2).tolist())
-        a = document[:first]
-        b = document[first:second]
-        c = document[second:size]
-        suffix_first = random.random() < options.fim_spm_rate
-        parts += [before, after, c, middle, a] if suffix_first else [before, a, after, c, middle]
-        parts += [b, document[size:]]
-    return np.concatenate(parts)[: len(text)].astype(np.int64)

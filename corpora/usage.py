@@ -4,7 +4,7 @@
     usage.corpora["data/books"]          (samples, tokens)
     Usage.from_text(usage.text())        by the text that a checkpoint holds
 
-It is counted step by step, so that it stays exact if data, batch size or curriculum change.
+It is counted step by step, so that it stays exact if data or batch size change.
 """
 
 import json

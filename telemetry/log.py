@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,13 +123,13 @@ class Log:
             return
         self.latest = everyone
         seconds = everyone[0].seconds
-        length = self.config.length(done.consumed_samples - batch)
+        model = self.config.model
+        length = model.seq_length
         self.steps.append((batch, seconds, result.loss))
         self.rates.append(batch * length / seconds)
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
         iteration = done.iteration
-        model = replace(self.config.model, seq_length=length)
         share = batch / self.context.size
         recompute = self.config.layout.recompute
         flops = model_stats.model_flops(model, 1, FORMULA) * share
@@ -159,7 +158,8 @@ class Log:
         }
         if self.peak_flops:
             row["mfu"] = row["tflops_model"] * 1e12 / self.peak_flops
-        row |= self._of_features(length, result)
+        if result.expert_loads is not None:
+            row["expert_loads"] = result.expert_loads
         every = self.config.run.log_every
         if every is None or iteration % every == 0 or iteration in (1, self.total):
             row |= self._of_corpora(done)
@@ -234,18 +234,8 @@ class Log:
                 self.text.close()
             self.text = None
 
-    def _of_features(self, length: int, result: StepResult) -> dict[str, Any]:
-        """Return the parts of a row that only runs with a curriculum or with experts have."""
-        row: dict[str, Any] = {"sample_length": length} if self.config.curriculum else {}
-        if result.expert_loads is not None:
-            row["expert_loads"] = result.expert_loads
-        return row
-
     def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
-        """Return the tokens trained on and the epochs, by corpus, for the row of metrics.jsonl.
-
-        For the epochs, a sample that --curriculum shortens counts with its full length.
-        """
+        """Return the tokens trained on and the epochs, by corpus, for the row of metrics.jsonl."""
         corpora = done.usage.corpora
         length = self.config.model.seq_length
         if not corpora:
@@ -392,9 +382,6 @@ class Log:
         if len(levels) == 1:
             text = f"{levels[0].batch} samples"
         lines = [f"global batch: {text}, {config.total_steps} steps"]
-        if found := config.curriculum:
-            grow = f"samples grow from {found.start} to {found.end} tokens"
-            lines.append(f"{grow} in the first {found.samples} samples")
         if config.skipped:
             ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
             lines.append(f"batches that hold samples of {ranges} are passed over")

@@ -46,8 +46,6 @@ def of_step(facts: Facts) -> str:
     ]
     if row["mfu"] is not None:
         parts.insert(5, f"MFU {row['mfu'] * facts.ratio:.1%}")
-    if "sample_length" in row:
-        parts.insert(1, f"{row['sample_length']} tokens a sample")
     if "expert_loads" in row:
         parts.append(f"busiest expert {max(row['expert_loads']):.2f} of the mean")
     if (epochs := _epochs(row)) is not None:

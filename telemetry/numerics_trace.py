@@ -203,7 +203,7 @@ class _Observer:
         self.table = table
         self.mesh = trace.factory.mesh
         self.batch = trace.config.batches.batch(consumed)
-        length = trace.config.length(consumed)
+        length = trace.config.model.seq_length
         places = torch.arange(length, device=trace.factory.device)
         self.positions = self.mesh.cp.balanced_shard(places, 0)
         self.passes: dict[int, int] = {}  # forward passes so far, by stage

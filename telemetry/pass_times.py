@@ -124,7 +124,6 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
     layout = config.layout
     deferred = factory.deferred
     assert deferred is not None  # _measure has passed it to the factory
-    stage.set_length(model.seq_length)
     s = model.seq_length // layout.cp
     b = layout.micro_batch_size
     shape = (s // layout.tp if layout.sequence_parallel else s, b, model.hidden)

@@ -23,7 +23,6 @@ OF_RUNS = {
 --heads 5 | heads(5) does not divide hidden(64)
 --kv-heads 3 | kv-heads(3) does not divide heads(4)
 --hidden 12 --positions rotary | head-size(3) * rotary-fraction(1) is 3
---compile --curriculum 8:16:2 | --curriculum 8:16:2: --compile compiles for one length of samples
 --positions relative | --positions is one of learned, alibi, rotary, not 'relative'
 --vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
 --vocab-size 50q | --vocab-size: invalid int value: '50q'
@@ -68,8 +67,6 @@ OF_RUNS = {
 --recompute full --recompute-layers 5 | --recompute-layers 5 is more than the model has: layers(4)
 --recompute full --recompute-blocks 5 | --recompute-blocks 5 recomputes 5 blocks, but layers is 4
 --objective prefix --seq-length 1 | samples need 2 tokens or more, not 1
---objective fim --eod-token 0 --fim-tokens 1 1 2 | --fim-tokens 1 1 2 and --eod-token 0 need four
---objective fim --eod-token 2 --fim-tokens 1 2 3 | --fim-tokens 1 2 3 and --eod-token 2 need four
 --micro-batch-size 0 | --micro-batch-size must be at least 1, not 0
 --micro-batch-size 3 | micro-batch-size(3) * dp(1) = 3 does not divide global-batch-size(8)
 --global-batch-size 5B | --global-batch-size must be at most 1048576, not 5000000000

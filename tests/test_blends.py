@@ -1,8 +1,5 @@
 """Blends: if this failed, corpora would be mixed otherwise than megatron-core mixes them."""
 
-import sys
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +9,7 @@ from test_data import VOCAB, config_of, samples_of, three, write_corpus
 import data
 from benchmarks.megatron_data import Megatron
 from config.messages import UserError
-from corpora import blends, corpus_splits, sample_order
+from corpora import blends, corpus_splits
 from corpora.blends import blend_order
 from corpora.mapped_files import ArrayCache
 
@@ -39,52 +36,10 @@ def megatron():
 def test_blend_order_is_megatrons(megatron, weights, size):
     weights = blends.normalise(weights)
     which, number = megatron.blend(weights, size)
-    for ours in (blend_order(weights, size), blends.one_by_one(weights, size, blends._fill)):
-        assert np.array_equal(ours[0], which)
-        assert np.array_equal(ours[1], number)
-        assert (ours[0].dtype, ours[1].dtype) == (which.dtype, np.int32)
-
-
-def test_a_long_blend_is_compiled_where_numba_is_installed(monkeypatch):
-    """By a stand-in for numba, because the tests do not need it; without it numpy does the work."""
-    shares, made = blends.normalise([1.0, 2.0, 1e-3]), []
-    expected = blends.by_chunks(shares, 1000)
-    stand_in = SimpleNamespace(njit=lambda function, **_: made.append(function) or function)
-    monkeypatch.setattr(sample_order, "WORTH_COMPILING", 3000)
-    for numba, uses in ((stand_in, [blends._fill]), (None, [])):
-        made.clear()
-        monkeypatch.setitem(sys.modules, "numba", numba)
-        for size in (999, 1000, 1000):
-            ours = blend_order(shares, size)
-            assert all(np.array_equal(a, b[:size]) for a, b in zip(ours, expected, strict=True))
-            assert made == (uses if size == 1000 else []), "once"
-
-
-def test_a_compiled_blend_is_the_same(monkeypatch):
-    pytest.importorskip("numba")
-    monkeypatch.setattr(sample_order, "WORTH_COMPILING", 1)
-    for shares in ([1.0, 2.0, 1e-3, 0.3], [1.0] * 7, [1.0, *[1e-4] * 40]):  # with ties, too
-        shares = blends.normalise(shares)
-        own, expected = blend_order(shares, 30_000), blends.by_chunks(shares, 30_000)
-        assert all(np.array_equal(a, b) for a, b in zip(own, expected, strict=True))
-
-
-@pytest.mark.parametrize("with_numba", [True, False], ids=["numba", "python"])
-def test_a_compiled_shuffle_is_that_of_numpy(monkeypatch, with_numba):
-    """The state of the generator afterwards, too: samples are shuffled after documents."""
-    if with_numba:
-        pytest.importorskip("numba")
-        monkeypatch.setattr(sample_order, "WORTH_COMPILING", 0)
-    else:
-        monkeypatch.setattr(sample_order, "compiled", lambda function, steps: function)
-    for size in (0, 1, 2, 3, 64, 65, 127, 128, 129, 1000):
-        for kind in (np.int32, np.uint32, np.int64):
-            own, wanted = np.random.RandomState(size), np.random.RandomState(size)
-            ours, expected = np.arange(2 * size, dtype=kind), np.arange(2 * size, dtype=kind)
-            sample_order.shuffle(ours[size:], own)
-            wanted.shuffle(expected[size:])
-            assert np.array_equal(ours, expected)
-            assert own.randint(2**31) == wanted.randint(2**31)
+    ours = blend_order(weights, size)
+    assert np.array_equal(ours[0], which)
+    assert np.array_equal(ours[1], number)
+    assert (ours[0].dtype, ours[1].dtype) == (which.dtype, np.int32)
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.6, 0.1], [1, 5, 3]])

@@ -360,14 +360,13 @@ FACTORS = {
         2,
         8,
     ),  # heads of a tensor rank: with 1 and 2 keys are gathered, with 1 over all 4 ranks
-    "sees": ("all", "documents", "prefix", "lengths"),
+    "sees": ("all", "documents", "prefix"),
     "precision": ("fp32", "fp64"),
 }
 SEES = {
     "all": {},
     "documents": {"reset_attention": True, "eod_token": 5, "mask_eod_loss": True},
     "prefix": {"objective": "prefix"},
-    "lengths": {"curriculum": "8:16:8:8"},
 }
 
 
@@ -416,7 +415,7 @@ def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
     """From its checkpoint, to the same losses, evaluations and samples."""
     words = "--layers 2 --hidden 32 --heads 4 --kv-heads 1 --seq-length 16 --vocab-size 61 --zero 1"
     words += " --pad-vocab-multiple 4 --precision fp64 --global-batch-size 4 --positions rotary"
-    words += " --steps 4 --eval-samples 4 --eval-every 2 --sample-every 2 --curriculum 8:16:8:8"
+    words += " --steps 4 --eval-samples 4 --eval-every 2 --sample-every 2"
     words += " --check-replicas-every 2 --lr 1e-2"
     both = ["train.py", *words.split(), "--sample-prompt", "3 4 5", "--out"]
     before, after = str(tmp_path / "cp"), str(tmp_path / "one")

@@ -1,4 +1,4 @@
-"""If this failed, evaluations, tokens by corpus and growing samples would be counted wrong."""
+"""If this failed, evaluations and tokens by corpus would be counted wrong."""
 
 import dataclasses
 import json
@@ -10,18 +10,14 @@ import numpy as np
 import pytest
 import torch
 from compare import relative_difference
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_golden import POSITIONS, distance, run_cases
 
 import data
 import trainer
 from config import validation
 from config.command_line import parse
-from config.data_options import Curriculum, parse_data_schedule, parse_eval_sets
+from config.data_options import parse_eval_sets
 from config.messages import UserError
-from corpora import blends
-from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDatasetWriter
 from corpora.usage import Usage
 from distributed.launch import Launch
@@ -45,15 +41,13 @@ def corpora(tmp_path_factory) -> Path:
 
 
 def options(folder: Path, **changed) -> dict:
-    """A run on a blend whose weights change twice, in a curriculum, with two evaluation sets."""
+    """A run on a blend, with two evaluation sets."""
     blend = [0.7, str(folder / "a"), 0.3, str(folder / "b")]
     return {
         "data": blend,
         "order": "stable",
         "split": "1",
         "cache": "none",
-        "data_schedule": ["30:0,1", "50:1,3"],
-        "curriculum": "4:16:6:4",
         "eval_data": [f"whole={folder / 'c'}", f"part={folder / 'c'}:5"],
     } | changed
 
@@ -86,9 +80,7 @@ def rows(out: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_every_layout_reads_the_same_and_evaluates_the_same(corpora, tmp_path):
-    """The curriculum has lengths 4, 8, 12 and 16; the sets have 21 and 5 samples, which dp 4 and
-    micro-batches of 2 do not divide.
-    """
+    """The sets have 21 and 5 samples, which dp 4 and micro-batches of 2 do not divide."""
     plain = options(corpora, precision="fp64", layers=4)
     layouts = [
         {"tp": 2, "pp": 2, "sequence_parallel": True, "positions": "alibi", "micro_batch_size": 2},
@@ -144,22 +136,6 @@ def test_a_full_evaluation_counts_every_sample_once(corpora):
     state.reader.close()
 
 
-def test_micro_batches_are_the_beginnings_of_their_samples(corpora):
-    config = configure(f"--steps 10 --micro-batch-size 2 {words_of(corpora)}")
-    samples, reader = data.build(config).train, data.BatchReader(config, 0, torch.device("cpu"))
-    lengths = []
-    for step in range(10):
-        batch = reader.batches(samples, 8 * step, config)(1)
-        tokens, labels = batch.tokens, batch.labels
-        lengths.append(tokens.shape[1])
-        assert batch.count == labels.numel()
-        whole = np.stack([samples.sample(8 * step + 2 + i) for i in range(2)])
-        assert np.array_equal(tokens, whole[:, : lengths[-1]])
-        assert np.array_equal(labels, whole[:, 1 : lengths[-1] + 1])
-    assert lengths == [4, 4, 8, 8, 12, 12, 16, 16, 16, 16]
-    reader.close()
-
-
 # ------------------------------------------------------------------------------------------------
 # Whole runs
 # ------------------------------------------------------------------------------------------------
@@ -182,21 +158,20 @@ def test_tokens_and_epochs_by_corpus_are_exact_after_a_restart(corpora, tmp_path
 
     samples, tokens = data.build(whole).train, 0
     counted, expected = {"a": [0, 0], "b": [0, 0]}, {}
-    for step, length in enumerate([4, 4, 8, 8, 12, 12, 16, 16, 16, 16]):
-        tokens += 8 * length
+    for step in range(10):
+        tokens += 8 * 16
         for k in range(8 * step, 8 * step + 8) if step not in (1, 7) else ():
             own = counted[samples.spans(k)[0].prefix[-1]]
-            own[0], own[1] = own[0] + 1, own[1] + length
+            own[0], own[1] = own[0] + 1, own[1] + 16
         of_corpora = {str(corpora / name): own[1] for name, own in counted.items()}
         epochs = [counted["a"][0] * 16 / 200, counted["b"][0] * 16 / 240]
-        expected[step + 1] = (tokens, length, of_corpora, epochs)
+        expected[step + 1] = (tokens, of_corpora, epochs)
     for out in ("whole", "parts"):
         found = {row["iteration"]: row for row in rows(tmp_path / out) if "loss" in row}
         assert sorted(found) == [1, 3, 4, 5, 6, 7, 9, 10]
         for iteration, row in found.items():
-            about = row["consumed_tokens"], row["sample_length"], row["corpus_tokens"]
-            assert about == expected[iteration][:3]
-            assert list(row["corpus_epochs"].values()) == expected[iteration][3]
+            assert (row["consumed_tokens"], row["corpus_tokens"]) == expected[iteration][:2]
+            assert list(row["corpus_epochs"].values()) == expected[iteration][2]
     ours, theirs = (
         {
             (row["iteration"], key): row[key]
@@ -209,13 +184,12 @@ def test_tokens_and_epochs_by_corpus_are_exact_after_a_restart(corpora, tmp_path
     # The part was meant to end at step 5, so it has an evaluation there.
     assert theirs.keys() - ours.keys() == {(5, "whole_loss"), (5, "part_loss")}
     assert {key: theirs[key] for key in ours} == ours
-    a, b = expected[10][2].values()
-    assert " step 10/10 | 16 tokens a sample | loss " in lines
+    a, b = expected[10][1].values()
+    assert " step 10/10 | loss " in lines
     assert f"\n {corpora / 'a'}: {a} tokens, " in lines
-    assert f" | {corpora / 'b'}: {b} tokens, {expected[10][3][1]:.4f} epochs\n" in lines
+    assert f" | {corpora / 'b'}: {b} tokens, {expected[10][2][1]:.4f} epochs\n" in lines
     assert not [line for line in lines.splitlines() if line.endswith("|")]
-    assert "samples grow from 4 to 16 tokens in the first 48 samples" in lines
-    assert "stable order in memory; other weights from samples [30, 50] on" in lines
+    assert "stable order in memory" in lines
     assert f"evaluation set part: 5 of 21 samples of {corpora / 'c'}" in lines
     assert " step 8/10 | whole loss " in lines
     assert_tensorboard(tmp_path / "whole" / "tensorboard", corpora)
@@ -228,7 +202,7 @@ def assert_tensorboard(folder: Path, corpora: Path) -> None:
     events = EventAccumulator(str(folder))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"whole_loss", "part_loss", "sample_length"} <= tags
+    assert {"whole_loss", "part_loss"} <= tags
     names = [corpora / name for name in "ab"]
     assert {
         f"{kind}/{name}" for kind in ("corpus_tokens", "corpus_epochs") for name in names
@@ -270,53 +244,8 @@ def test_blends_count_their_samples_by_corpus(corpora):
 
 
 # ------------------------------------------------------------------------------------------------
-# Weights that change
-# ------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any), max_size=4),
-    st.lists(st.integers(1, 60), min_size=4, max_size=4),
-    st.integers(1, 150),
-)
-@settings(max_examples=60, deadline=None)
-def test_each_phase_has_its_shares_and_no_part_repeats_a_sample(weights, spans, size):
-    starts = np.cumsum(spans)[: len(weights)].tolist()
-    changes = [(first, blends.normalise(own)) for first, own in zip(starts, weights)]
-    shares = blends.normalise([1, 2, 3])
-    order = blends.find_blend_order(shares, size, ArrayCache(), changes)
-    before = blends.find_blend_order(shares, size, ArrayCache())
-    cut = min([size, *starts])
-    assert np.array_equal(order.which[:cut], before.which[:cut])
-    assert np.array_equal(order.number[:cut], before.number[:cut])
-    for part in range(3):
-        numbers = order.number[order.which == part]
-        assert numbers.tolist() == list(range(order.taken[part]))
-    for (first, own), end in zip(changes, [*starts[1:], size]):
-        counts = np.bincount(order.which[first:end], minlength=3)
-        length = max(0, min(end, size) - first)
-        assert all(abs(count - share * length) < 3 for count, share in zip(counts, own))
-        assert all(count == 0 for count, share in zip(counts, own) if share == 0)
-
-
-# ------------------------------------------------------------------------------------------------
 # Words and mistakes
 # ------------------------------------------------------------------------------------------------
-
-
-def test_lengths_of_a_curriculum():
-    found = Curriculum.parse("64:2048:10", lambda steps: 100 * steps)
-    assert found == Curriculum(64, 2048, 1000, 8)
-    lengths = [found.length(consumed) for consumed in range(0, 1100, 100)]
-    assert lengths == [64, 256, 456, 656, 856, 1056, 1248, 1448, 1648, 1848, 2048]
-    assert found.length(10**18) == 2048
-    assert dataclasses.replace(found, multiple=64).length(300) == 640
-    assert found.length(300) == 656
-    config = configure("--curriculum 8:16:4 --rampup-batch-size 2 2 8 --steps 9")
-    assert config.batches.consumed(4) == 16
-    assert [config.length(first) for first in (0, 15, 16, 1000)] == [8, 8, 16, 16]
-    assert config.length_divisor == 8
-    assert configure("--steps 9").length_divisor == 16
 
 
 def test_words_of_evaluation_sets():
@@ -325,22 +254,11 @@ def test_words_of_evaluation_sets():
         ("b-2.0", "x:y", 12),
         ("c", "x=3", None),
     ]
-    assert parse_data_schedule(("10:0.5,1", "20:0,1")) == [(10, [0.5, 1.0]), (20, [0.0, 1.0])]
-
-
-def test_sequence_parallelism_must_divide_every_length():
-    words = "--layers 1 --hidden 8 --heads 2 --seq-length 18 --steps 1 --tp 2 --sequence-parallel "
-    config = parse((words + "--curriculum 9:18:4:9").split())
-    with pytest.raises(UserError, match=r"tp\(2\) must divide every length.*MULTIPLE\(9\)"):
-        validation.check(config, ranks=2)
 
 
 def test_mistakes_that_only_the_corpora_show(corpora):
-    a, b, c = (corpora / name for name in "abc")
-    stable = f"--steps 3 --order stable --split 1 --cache none --data 1 {a} 1 {b} --data-schedule "
+    c = corpora / "c"
     for words, sentence in (
-        (stable + "5:1,1,1", "gives 3 weights from sample 5 on, but --data has 2 corpora"),
-        (stable.replace("1 /", "/") + "5:1,1", "changes the weights of --data, which gives none"),
         (f"--steps 3 --cache none --eval-data c={c}:22", "asks for 22 samples, .*c has 21 of 16"),
         (f"--steps 3 --cache none --eval-data c={c}x", "cx.idx"),
     ):

@@ -1,9 +1,7 @@
 """Masks and objectives: if this failed, tokens would see others than the rules say."""
 
-import functools
 import math
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from golden_worker import options
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_golden import FEW_STEPS, POSITIONS, distance, reference, run_cases
-from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 import data
@@ -25,7 +22,7 @@ from config.messages import UserError
 from config.run_options import Data
 from corpora import attention_masks
 from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
-from corpora.objectives import Objective, fill_in_the_middle
+from corpora.objectives import Objective
 from corpora.token_files import IndexedDatasetWriter
 from distributed.collectives import Group
 
@@ -118,33 +115,6 @@ def test_prefixes_are_of_every_length_and_follow_from_the_sample():
 def test_only_labels_that_are_answers_count():
     row = row_of(range(4, 15), answers_only=True)
     assert counted_in(row).tolist() == [place + 1 >= 5 for place in range(10)]
-
-
-@given(texts, st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
-@settings(max_examples=100, deadline=None)
-def test_filling_in_the_middle_keeps_the_text(text, seed, suffix_first):
-    """Marks, and the parts in the order that they name; what was put together is the document."""
-    marks, text = (90, 91, 92), np.array([*text, *[EOD] * 60])  # room for all marks
-    about = Data(objective="fim", eod_token=EOD, fim_tokens=marks, fim_spm_rate=suffix_first)
-    changed = fill_in_the_middle(text, replace(about, fim_rate=1.0), np.random.default_rng(seed))
-    assert len(changed) == len(text)
-    put_together = []
-    for part in np.split(changed, np.flatnonzero(changed == EOD) + 1):
-        body = part[part != EOD].tolist()
-        if body:
-            assert sorted(token for token in body if token >= 90) == [90, 91, 92]
-            after, middle = body.index(92), body.index(91)
-            if suffix_first:
-                assert body[:2] == [90, 92]
-                # After the middle's mark there is the prefix, then the middle.
-                body = body[middle + 1 :] + body[2:middle]
-            else:
-                assert (body[0], after < middle) == (90, True)
-                body = body[1:after] + body[middle + 1 :] + body[after + 1 : middle]
-        put_together += body + part[part == EOD].tolist()
-    assert put_together == text[: len(put_together)].tolist()
-    same = fill_in_the_middle(text, replace(about, fim_rate=0.0), np.random.default_rng(seed))
-    assert same.tolist() == text.tolist()
 
 
 # ---- Against Megatron's --------------------------------------------------------------------------
@@ -340,26 +310,6 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
     assert_close(ours, expected, 1e-5, scale=1.0)
 
 
-def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch):
-    """torch runs the ninth shape of a function as it is: here that would write all scores."""
-    counter = CompileCounter()  # a backend that runs what dynamo has captured
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    monkeypatch.setattr(attention_masks, "_compiled", attention_masks._compiled.__wrapped__)
-    torch.compiler.reset()
-    lengths, slopes = range(16, 16 * 13, 16), alibi_slopes(2)
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=8):  # restored at the end
-        for length in lengths:
-            q, k, v = torch.randn(3, 1, 2, length, 16)
-            stops = torch.arange(1, length + 1)[None]
-            blocks = visible_blocks(torch.zeros_like(stops), stops, stops.shape[1])
-            mask = attention_masks.Mask(None, blocks, alibi_score(slopes.float()))
-            ours = attention_masks.flex(q, k, v, mask)
-            bias = attention_masks.causal_alibi(slopes, 1, length, 16, torch.float32).dense
-            expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-            assert_close(ours, expected, 1e-5, scale=1.0)
-    assert counter.frame_count == len(lengths)
-
-
 # ---- Every layout --------------------------------------------------------------------------------
 
 
@@ -369,7 +319,6 @@ def golden_cases(folder) -> list[dict]:
     resets = ALL | {"reset_positions": True, "precision": "fp64"}
     prefix = {"objective": "prefix", "precision": "fp64"}
     apart = prefix | {"eod_token": EOD, "vocab_size": 13, "reset_attention": True}
-    fim = {"objective": "fim", "eod_token": EOD, "fim_tokens": [10, 11, 12], "vocab_size": 13}
     answers = {"data": [f"{folder}/chats"], "answers_only": True, "split": "1", "cache": "none"}
     answers |= ALL | {"vocab_size": 61, "precision": "fp64"}
     both = {"tp": 2, "pp": 2}
@@ -382,9 +331,6 @@ def golden_cases(folder) -> list[dict]:
         apart | alibi | {"tp": 2, "zero": 2, "recompute": "full"},
         apart | learned | inner | {"reset_positions": True, "recompute": "full"},
         apart | alibi | {"pp": 4, "layers": 4, "precision": "fp32", "tied": False},
-        fim | learned | both | {"mask_eod_loss": True, "precision": "fp64"},
-        fim | rotary | {"cp": 4, "kv_heads": 2, "precision": "fp64", "reset_attention": True},
-        fim | alibi | {"cp": 2, "tp": 2, "kv_heads": 2, "fim_rate": 1.0, "precision": "fp64"},
         answers | learned | {"pp": 2, "zero": 2, "micro_batch_size": 2},
     ]
     return [case | {"steps": FEW_STEPS} for case in every]

@@ -121,7 +121,7 @@ class Runner:
         config = candidate.config
         training = replace(config.training, **search_space.FULL_BATCH)
         training = replace(training, steps=WARM_UP + self.timed)
-        full: dict[str, Any] = {"eval_data": None, "curriculum": None}
+        full: dict[str, Any] = {"eval_data": None}
         full |= {"cache": None} if config.data.data == ("synthetic",) else {}  # nothing is read
         data = replace(config.data, eval_every=0, eval_samples=0, **full)
         quiet: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
