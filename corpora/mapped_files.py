@@ -4,27 +4,28 @@
     found = cache.find({"rule": 1, ...}, build)             built by one process, mapped by all
     found.arrays["shuffle_index"]                           read-only
 
-    FOLDER/DIGEST.arrays    magic, length of the header, header (JSON), arrays at multiples of 64
-    FOLDER/DIGEST.partial   the same while it is written
+    FOLDER/DIGEST.arrays/   a file NAME.npy for each array
+    FOLDER/DIGEST.partial/  the same while it is written
     FOLDER/0.lock ...       locked while an entry whose digest begins with 0 ... is built
 
-DIGEST is the hash of the facts that determine the arrays, so a file is never changed, only replaced
-by an equal file. Reading takes no lock. A process that is killed leaves no wrong file, and the
-system releases its lock. The facts include the start of the operating system, because after a
+DIGEST is the hash of the facts that determine the arrays, so an entry is never changed, only
+replaced by an equal one. Reading takes no lock. A process that is killed leaves no wrong entry, and
+the system releases its lock. The facts include the start of the operating system, because after a
 power failure a file may have its name and size without its contents.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import math
 import mmap
 import os
+import shutil
 import stat
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,8 @@ import numpy as np
 
 from config.messages import UserError
 
-MAGIC = b"TRINEARR"
-HEADER = struct.Struct("<8sQ")  # magic, bytes of the JSON text that follows
-ALIGNMENT = 64
+FORMAT = 2  # of an entry
+HEADER_BYTES = 256  # more than the header of a .npy file with few dimensions
 SECONDS_UNUSED = 30 * 24 * 3600.0  # an entry that no run has opened for this long is removed
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -56,6 +56,14 @@ class MappedFile:
                 self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
         # A plain array: slicing np.memmap takes three times as long.
         self.bytes = np.frombuffer(self._map or b"", np.uint8)
+
+    def array(self) -> np.ndarray:
+        """Return the array of a .npy file; raise ValueError if the file is damaged."""
+        header = io.BytesIO(self.bytes[:HEADER_BYTES].tobytes())
+        np.lib.format.read_magic(header)
+        shape, _, kind = np.lib.format.read_array_header_1_0(header)
+        flat = np.frombuffer(self.bytes, kind, math.prod(shape), header.tell())
+        return flat.reshape(shape)
 
     def check(self) -> None:
         """Raise UserError if the file has become shorter since it was mapped."""
@@ -91,19 +99,19 @@ def why_others_could_replace(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """Arrays by name, as `ArrayCache.find` returns them; read-only if they are mapped from `file`.
+    """Arrays by name, as `ArrayCache.find` returns them; read-only if they are mapped from `files`.
 
     built: whether that call built them.
     """
 
     arrays: Mapping[str, np.ndarray]
-    file: MappedFile | None = None
+    files: Sequence[MappedFile] = ()
     built: bool = True
 
     def check(self) -> None:
-        """Raise UserError if the file that the arrays are mapped from has become shorter."""
-        if self.file is not None:
-            self.file.check()
+        """Raise UserError if a file that the arrays are mapped from has become shorter."""
+        for file in self.files:
+            file.check()
 
 
 class ArrayCache:
@@ -115,7 +123,9 @@ class ArrayCache:
 
     def __init__(self, folder: str | None = None):
         self.folder = folder
-        self._system = {"boot": BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""}
+        self._system: dict[str, Any] = {"format": FORMAT}
+        if BOOT_ID.exists():
+            self._system["boot"] = BOOT_ID.read_text().strip()
         if folder is None:
             return
         try:
@@ -140,21 +150,21 @@ class ArrayCache:
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         path = os.path.join(self.folder, f"{digest}.arrays")
         try:
-            found = _read(path, text)
+            found = _read(path)
             if found is not None:
                 return found
             with self._locked(digest[0]):
-                found = _read(path, text)
-                if found is None:
-                    self._remove_unused()
-                    _write(path, text, build())
-                    written = _read(path, text)
-                    found = written and replace(written, built=True)
+                found = _read(path)
+                if found is not None:
+                    return found
+                self._remove_unused()
+                _write(path, build())
+                found = _read(path)
         except OSError as error:
             raise self._unusable(error) from None
         if found is None:
             raise UserError(f"{path} was removed or changed while this run wrote it")
-        return found
+        return replace(found, built=True)
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -168,77 +178,51 @@ class ArrayCache:
         oldest = time.time() - SECONDS_UNUSED
         for suffix in ("arrays", "partial"):
             for path in Path(self.folder or "").glob(f"*.{suffix}"):
-                try:
+                with contextlib.suppress(FileNotFoundError):  # another process has removed it
                     if path.stat().st_mtime < oldest:
-                        path.unlink()
-                except FileNotFoundError:  # another process has removed it
-                    continue
+                        _remove(path)
 
     def _unusable(self, error: OSError) -> UserError:
+        cause = error.strerror or error
         return UserError(
-            f"--cache {self.folder}: cannot store the order of samples ({error.strerror}): name a "
+            f"--cache {self.folder}: cannot store the order of samples ({cause}): name a "
             f"folder of this node with room and file locks, or --cache none"
         )
 
 
-def _read(path: str, text: str) -> Found | None:
-    """Return the arrays in the file at `path`, mapped.
-
-    None if the file is missing or incomplete, has other facts, or could be another user's work.
+def _read(path: str) -> Found | None:
+    """Return the arrays of an entry, mapped; None if it is missing or damaged, or could be another
+    user's work.
     """
+    arrays = {}
+    files = []
     try:
         if why_others_could_write(path):
             return None
-        file = MappedFile(path)
-    except FileNotFoundError:
-        return None
-    if file.size < HEADER.size:
-        return None
-    magic, length = HEADER.unpack(file.bytes[: HEADER.size].tobytes())
-    if magic != MAGIC or HEADER.size + length > file.size:
-        return None
-    try:
-        header = json.loads(file.bytes[HEADER.size : HEADER.size + length].tobytes())
-    except ValueError:
-        return None
-    if header["facts"] != text or header["size"] != file.size:
+        for name in os.listdir(path):
+            file = MappedFile(os.path.join(path, name))
+            files.append(file)
+            arrays[name.removesuffix(".npy")] = file.array()
+    except (FileNotFoundError, ValueError):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # so that it is not removed as unused
-    arrays = {}
-    place = _aligned(HEADER.size + length)
-    for name, kind, shape in header["arrays"]:
-        flat = np.frombuffer(file.bytes, kind, math.prod(shape), place)
-        arrays[name] = flat.reshape(shape)
-        place = _aligned(place + flat.nbytes)
-    return Found(arrays, file, built=False)
+    return Found(arrays, files, built=False)
 
 
-def _write(path: str, text: str, arrays: dict[str, np.ndarray]) -> None:
-    """Write a partial file, then rename it to `path`. Each array is freed when it is written."""
-    listed = [(name, a.dtype.str, a.shape) for name, a in arrays.items()]
-    size = sum(_aligned(a.nbytes) for a in arrays.values())
-    header = {"facts": text, "arrays": listed, "size": 0}
-    while True:  # the header holds the file's size, which depends on the header's length
-        encoded = json.dumps(header).encode()
-        whole = _aligned(HEADER.size + len(encoded)) + size
-        if header["size"] == whole:
-            break
-        header["size"] = whole
+def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
+    """Write a partial entry, then rename it to `path`. Each array is freed when it is written."""
     partial = path.removesuffix("arrays") + "partial"
-    with open(partial, "wb", opener=_open_for_this_user) as file:
-        file.write(HEADER.pack(MAGIC, len(encoded)) + encoded)
-        for name in list(arrays):
-            file.write(bytes(_aligned(file.tell()) - file.tell()))
-            file.write(np.ascontiguousarray(arrays.pop(name)).reshape(-1).view(np.uint8).data)
-        file.write(bytes(whole - file.tell()))
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    os.mkdir(partial, 0o700)
+    for name in list(arrays):
+        np.save(os.path.join(partial, name), arrays.pop(name))
+    _remove(path)
     os.rename(partial, path)
 
 
-def _open_for_this_user(path: str, flags: int) -> int:
-    """Open a new file that only this user may read and write, whatever the umask is."""
-    return os.open(path, flags, 0o600)
-
-
-def _aligned(place: int) -> int:
-    return -(-place // ALIGNMENT) * ALIGNMENT
+def _remove(path: str | Path) -> None:
+    """Remove a link, or a folder and its files, if it is there."""
+    if os.path.islink(path):
+        os.unlink(path)
+    shutil.rmtree(path, ignore_errors=True)
