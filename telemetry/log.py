@@ -123,17 +123,12 @@ class Log:
             return
         self.latest = everyone
         seconds = everyone[0].seconds
-        model = self.config.model
-        length = model.seq_length
+        length = self.config.model.seq_length
         self.steps.append((batch, seconds, result.loss))
         self.rates.append(batch * length / seconds)
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
         iteration = done.iteration
-        share = batch / self.context.size
-        recompute = self.config.layout.recompute
-        flops = model_stats.model_flops(model, 1, FORMULA) * share
-        executed = model_stats.hardware_flops(model, 1, recompute, FORMULA, self.recomputed) * share
         peaks, reserved = step_stats.per_stage(everyone, self.config.layout)
         row: dict[str, Any] = {
             "iteration": iteration,
@@ -147,17 +142,13 @@ class Log:
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
             "tokens_per_second": self.rates[-1],
-            "tflops_model": flops / seconds / 1e12,
-            "tflops_hardware": executed / seconds / 1e12,
+            **self._rates_of_flops(batch, seconds),
             "peak_memory_bytes": max(peaks),
             "peak_memory_bytes_per_stage": peaks,
             "reserved_memory_bytes_per_stage": reserved,
             "time": time.time(),
             "elapsed": time.monotonic() - self.began,
-            "mfu": None,
         }
-        if self.peak_flops:
-            row["mfu"] = row["tflops_model"] * 1e12 / self.peak_flops
         if result.expert_loads is not None:
             row["expert_loads"] = result.expert_loads
         every = self.config.run.log_every
@@ -167,6 +158,18 @@ class Log:
         self.steps_since_line += 1
         if self._line_is_due(iteration):
             self._print_step(self._facts(row))
+
+    def _rates_of_flops(self, batch: int, seconds: float) -> dict[str, float | None]:
+        """Return 1e12 FLOPs a second of each rank in a step, and MFU if the peak is known."""
+        model = self.config.model
+        recompute = self.config.layout.recompute
+        share = batch / self.context.size / seconds
+        needed = model_stats.model_flops(model, 1, FORMULA) * share
+        executed = model_stats.hardware_flops(model, 1, recompute, FORMULA, self.recomputed) * share
+        mfu = None
+        if self.peak_flops:
+            mfu = needed / self.peak_flops
+        return {"tflops_model": needed / 1e12, "tflops_hardware": executed / 1e12, "mfu": mfu}
 
     def _line_is_due(self, iteration: int) -> bool:
         """Return whether the step gets a log line: first, last, and by --log-every or by time."""
