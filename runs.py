@@ -4,6 +4,8 @@
     python runs.py show RUN                      what has one run done, how fast, with what?
     python runs.py chart RUN ... [--out FILE]    a page of losses over tokens, seconds and FLOPs
     python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
+    python runs.py diff RUN                      does a restart repeat the steps before the stop?
+    python runs.py diff CHECKPOINT RUN           which tensors of two checkpoints differ?
 
 numerics/ has the answers; no command needs torch or a GPU. train.py --trace-numerics writes what
 `diff` compares tensor by tensor.
@@ -27,10 +29,20 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from numerics import diff
+    from numerics import diff, states
 
-    found = diff.compare(given.run_a, given.run_b)
-    print(json.dumps(found, indent=1) if given.json else diff.text(found))
+    if given.run_b is None:
+        found = diff.compare_restart(given.run_a)
+        text = diff.text(found)
+    elif states.is_checkpoint(given.run_a) or states.is_checkpoint(given.run_b):
+        found = states.compare(given.run_a, given.run_b)
+        text = states.text(found)
+    else:
+        found = diff.compare(given.run_a, given.run_b)
+        text = diff.text(found)
+    if given.json:
+        text = json.dumps(found, indent=1)
+    print(text)
     return int(found["differs"])
 
 
@@ -83,8 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--text", action="store_true", help="print bars and write no page")
     command = commands.add_parser("diff", help="why do two runs differ?")
     command.set_defaults(answer=_diff)
-    command.add_argument("run_a", metavar="RUN_A", type=Path, help="folder of a run")
-    command.add_argument("run_b", metavar="RUN_B", type=Path, help="folder of another run")
+    command.add_argument(
+        "run_a", metavar="RUN_A", type=Path, help="folder of a run, or of a checkpoint"
+    )
+    text = "another one; left out: RUN_A before and after its last stop"
+    command.add_argument("run_b", metavar="RUN_B", type=Path, nargs="?", help=text)
     command.add_argument("--json", action="store_true", help="print all that was found as JSON")
     return parser
 

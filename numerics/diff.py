@@ -1,7 +1,8 @@
 """Why do two runs differ? `python runs.py diff RUN_A RUN_B` for any two layouts.
 
-    found = compare(a, b)      a dictionary, for --json
-    print(text(found))         one screen
+    found = compare(a, b)              a dictionary, for --json
+    found = compare_restart(folder)    the steps of a run that were trained again after a stop
+    print(text(found))                 one screen
 
 The answer has four parts: learning rates, samples and options that differ; the first step whose
 loss or gradient norm differs by more than rounding explains; if both runs have traces of one step
@@ -14,9 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from config.messages import number_ranges
+from config.messages import UserError, number_ranges
 from numerics.places import described, place
-from numerics.record import Record, differing, options, read_steps
+from numerics.record import Record, differing, last_two_parts, options, read_steps
 from numerics.traces import EPSILON, Pair, Trace
 
 MOST_LINES = 8  # of options
@@ -31,21 +32,47 @@ Rows = dict[int, dict[str, Any]]  # of metrics.jsonl, by the number of the step
 def compare(a: Path, b: Path) -> dict[str, Any]:
     """Return how two runs differ; UserError if a folder is no run or has no step."""
     records = [read_steps(a), read_steps(b)]
+    found = _compare_records(records, [str(a), str(b)])
+    found |= _compare_traces(records)
+    if not found["traces"]:
+        found["commands"] = _tracing_commands(records, found["losses"], ["-traced", "-traced"])
+    found["differs"] = bool(found["tensor"] or found["settings"] or found["losses"])
+    return found
+
+
+def compare_restart(folder: Path) -> dict[str, Any]:
+    """Return how the steps differ that a run has trained twice: before its last stop, and again
+    from the checkpoint at which it was resumed. A later trace has replaced an earlier one, so only
+    settings, losses and norms are compared.
+
+    Raise UserError if the run was not resumed in its folder, or has trained no step twice.
+    """
+    records = last_two_parts(folder)
+    before, after = (record.steps for record in records)
+    if after[0]["iteration"] > before[-1]["iteration"]:
+        raise UserError(
+            f"{folder} was resumed at step {after[0]['iteration']}, after its last step "
+            f"{before[-1]['iteration']}: it has trained no step twice"
+        )
+    found = _compare_records(records, [f"{folder} before the last stop", f"{folder} after it"])
+    found |= {"traces": [], "tensor": None}
+    found["differs"] = bool(found["settings"] or found["losses"])
+    found["commands"] = []
+    if found["differs"]:
+        suffixes = ["-traced-before", "-traced-after"]
+        found["commands"] = _tracing_commands(records, found["losses"], suffixes)
+    return found
+
+
+def _compare_records(records: list[Record], titles: list[str]) -> dict[str, Any]:
+    """Return the differences of options and metrics; titles: of A and B, for the text."""
     differ = differing([options(record.facts) for record in records])
     found: dict[str, Any] = {
-        "runs": [str(a), str(b)],
+        "runs": titles,
         "options": [[name, *values] for name, values in differ.items()],
         "notes": records[0].notes + records[1].notes,
     }
-    found |= _compare_metrics(records)
-    found |= _compare_traces(records)
-    if not found["traces"]:
-        step = 1
-        if found["losses"]:
-            step = found["losses"]["step"]
-        found["commands"] = _tracing_commands(records, step)
-    found["differs"] = bool(found["tensor"] or found["settings"] or found["losses"])
-    return found
+    return found | _compare_metrics(records)
 
 
 def _compare_metrics(records: list[Record]) -> dict[str, Any]:
@@ -131,8 +158,15 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
     return found | described(first, [pair.a.about["layout"], pair.b.about["layout"]])
 
 
-def _tracing_commands(records: list[Record], step: int) -> list[str]:
-    """Return the commands that trace both runs from their last common checkpoint before a step."""
+def _tracing_commands(
+    records: list[Record], losses: dict[str, Any] | None, suffixes: list[str]
+) -> list[str]:
+    """Return the commands that trace both runs from their last common checkpoint before the step
+    at which the losses differ, or before step 1. suffixes: end the names of the new runs' folders.
+    """
+    step = 1
+    if losses:
+        step = losses["step"]
     saved = []
     for record in records:
         paths = (record.folder / "checkpoints").glob("step_????????")
@@ -142,8 +176,8 @@ def _tracing_commands(records: list[Record], step: int) -> list[str]:
     begin = str(checkpoint + 1)
     end = str(max(step, checkpoint + 2))
     commands = []
-    for record in records:
-        words = [*record.facts.get("command", ["train.py"]), "--out", f"{record.folder}-traced"]
+    for record, suffix in zip(records, suffixes):
+        words = [*record.facts.get("command", ["train.py"]), "--out", f"{record.folder}{suffix}"]
         words += ["--trace-numerics", begin, end]
         if checkpoint:
             words += ["--resume", str(record.folder / "checkpoints" / saved[0][checkpoint])]
@@ -171,7 +205,7 @@ def text(found: dict[str, Any]) -> str:
         first = found["losses"]
         if first and f"step-{first['step']:06d}.npz" in found["traces"]:
             lines.append(f"so what differs is {METRICS}")
-    else:
+    elif found["commands"]:
         lines += ["no step is traced in both runs; these commands do it:", *found["commands"]]
     return "\n".join(lines)
 

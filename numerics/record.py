@@ -122,6 +122,26 @@ def read(folder: Path, whole: bool = True) -> Record:
     return Record(folder, facts, rows, steps, endings, notes)
 
 
+def last_two_parts(folder: Path) -> list[Record]:
+    """Return what a run has recorded before its last start in its folder, and since that start.
+
+    Raise UserError if the folder has no earlier part, or if one of the two has no row of a step.
+    """
+    earlier = sorted(int(path.suffix[1:]) for path in folder.glob("metrics.jsonl.*"))
+    if not earlier:
+        raise UserError(f"{folder} has no earlier part of a run: give a second run to compare")
+    parts = []
+    for ending in (f".{earlier[-1]}", ""):
+        facts = run_files.facts_of(str(folder / f"run.json{ending}"))
+        notes: list[str] = []
+        rows = _read_part(folder / f"metrics.jsonl{ending}", True, notes)
+        steps = [row for row in rows if isinstance(row.get("loss"), float)]
+        if not steps:
+            raise UserError(f"{folder}/metrics.jsonl{ending} has no row of a step")
+        parts.append(Record(folder, facts, rows, steps, [ending], notes))
+    return parts
+
+
 def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]]:
     """Return the rows of a file; add a note for whatever in it is not a row."""
     try:

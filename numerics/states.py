@@ -21,7 +21,8 @@ from checkpointing.index import Index, check_files
 from config.messages import UserError
 from numerics.record import differing, options
 
-MOST_LINES = 8  # options, and tensors of each kind of state, in the text
+MOST_OPTIONS = 8  # in the text
+MOST_TENSORS = 4  # of each kind of state, in the text
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -105,9 +106,9 @@ def text(found: dict[str, Any]) -> str:
         for name, path, step in zip("AB", found["checkpoints"], found["steps"])
     ]
     differ = found["options"]
-    lines += [f"{name}: {a} in A, {b} in B" for name, a, b in differ[:MOST_LINES]]
-    if len(differ) > MOST_LINES:
-        lines.append(f"and {len(differ) - MOST_LINES} more options, which --json lists")
+    lines += [f"{name}: {a} in A, {b} in B" for name, a, b in differ[:MOST_OPTIONS]]
+    if len(differ) > MOST_OPTIONS:
+        lines.append(f"and {len(differ) - MOST_OPTIONS} more options, which --json lists")
     for kind in dict.fromkeys(row["kind"] for row in found["tensors"]):
         lines += _text_of_kind(kind, [row for row in found["tensors"] if row["kind"] == kind])
     return "\n".join(lines)
@@ -120,5 +121,5 @@ def _text_of_kind(kind: str, rows: list[dict[str, Any]]) -> list[str]:
         return [f"{kind}: all {len(rows)} tensors are equal bit for bit"]
     unequal.sort(key=lambda row: row["relative"], reverse=True)
     lines = [f"{kind}: {len(unequal)} of {len(rows)} tensors differ, relative to A by up to"]
-    lines += [f"    {row['relative']:.1e}  {row['name']}" for row in unequal[:MOST_LINES]]
+    lines += [f"    {row['relative']:.1e}  {row['name']}" for row in unequal[:MOST_TENSORS]]
     return lines
