@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 
 
 class Samples(Readable, Protocol):
-    """The samples of a split, by number: sample k is the same on every rank and in every layout."""
+    """The samples of a split by their numbers, which are the same on every rank and in any layout.
+
+    A class that reads samples has these methods and those of Readable; this class only lists them.
+    """
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return the number of samples in [first, stop) that each corpus gives, by its prefix."""
+        """Return how many of the samples in [first, stop) come from each corpus, by its prefix."""
 
     def spans(self, k: int) -> "list[TextSpan]":
         """Return the ranges of corpus text from which sample k is made."""
@@ -47,12 +50,14 @@ class Synthetic:
     """
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, stream: int = 0):
+        """Keep the arguments; seq_length: the number of labels of a sample, in tokens."""
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.seed = seed
         self.stream = stream
 
     def __len__(self) -> int:
+        """Return the largest length that Python allows, because any sample can be made."""
         return sys.maxsize
 
     def sample(self, k: int) -> np.ndarray:
@@ -69,21 +74,21 @@ class Synthetic:
         return []
 
     def answers(self, k: int) -> np.ndarray:
-        """Return ones, (seq_length + 1,): every token is part of an answer."""
+        """Return ones, (seq_length + 1,), so that --answers-only masks no label."""
         return np.ones(self.seq_length + 1, np.int64)
 
     def file_of(self, k: int) -> str:
-        """Return a name for error messages, since there is no file."""
+        """Return the name that error messages show in place of the path of a token file."""
         return "synthetic"
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits of a run; a split that the run does not read is None.
+    """The samples of a run's splits; a split that the run does not read is None.
 
-    source: how samples are read and where their order comes from, for the log. notes: lines to
-    print in the log. eval_sets: the samples of each set of --eval-data by name, and the number of
-    samples that an evaluation reads. epoch_tokens: tokens of the train split, by corpus.
+    source: text for the log about how samples are read. notes: lines to print in the log.
+    eval_sets: for each set of --eval-data, by its name: the samples, and the number of samples that
+    an evaluation reads. epoch_tokens: the number of tokens in the train split of each corpus.
     """
 
     train: Samples
@@ -94,18 +99,31 @@ class Splits:
     eval_sets: Mapping[str, tuple[Samples, int]] = field(default_factory=dict)
     epoch_tokens: Mapping[str, int] = field(default_factory=dict)
 
+    def evaluations(self, eval_samples: int) -> dict[str, tuple[Samples, int]]:
+        """Return the samples of each evaluation during a run, and their number, by name.
+
+        eval_samples: the number for the validation split. The test split is not evaluated here, but
+        once at the end of a run.
+        """
+        if self.validation is None:
+            return dict(self.eval_sets)
+        return {"validation": (self.validation, eval_samples), **self.eval_sets}
+
 
 def build(config: Config) -> Splits:
-    """Build the splits of a run: the train samples of all steps, and the samples of an evaluation.
+    """Return the splits of a run: the train samples of all steps, and the evaluations' samples.
 
     Every evaluation reads the same first --eval-samples samples, so that two evaluations differ
     only by the model. The test split is built if --split gives it a share and it holds a sample.
     Raise UserError on bad data or shares.
     """
-    random = config.data.data == ("synthetic",)
-    splits = _synthetic_splits(config) if random else _corpus_splits(config)
+    if config.data.data == ("synthetic",):
+        splits = _synthetic_splits(config)
+    else:
+        splits = _corpus_splits(config)
     if not config.data.eval_data:
         return splits
+    # Imported here, because only --data with files and --eval-data need this module.
     from corpora.corpus_splits import eval_sets
 
     sets, notes = eval_sets(config)
@@ -113,6 +131,7 @@ def build(config: Config) -> Splits:
 
 
 def _synthetic_splits(config: Config) -> Splits:
+    """Return splits of random tokens, for --data synthetic."""
     model = config.model
     seed = config.training.seed
     train, validation, test = (
@@ -124,18 +143,20 @@ def _synthetic_splits(config: Config) -> Splits:
 
 
 def _corpus_splits(config: Config) -> Splits:
-    """Build the splits of the token files that --data names."""
-    from corpora.corpus_splits import Corpora  # here, since random tokens do not need the module
+    """Return the splits of the token files that --data names."""
+    # Imported here, because only --data with files and --eval-data need this module.
+    from corpora.corpus_splits import Corpora
+    from corpora.sample_order import SPLITS
 
-    evaluated = config.data.eval_samples
+    eval_samples = config.data.eval_samples
     corpora = Corpora(config)
-    train = corpora.split(0, config.total_samples)
+    train = corpora.split(SPLITS.index("train"), config.total_samples)
     source = corpora.describe()
     epoch_tokens = corpora.epoch_tokens()
-    if not evaluated:
+    if not eval_samples:
         return Splits(train, None, None, source, epoch_tokens=epoch_tokens)
-    validation = corpora.split(1, evaluated)
-    test, notes = corpora.test_split(evaluated)
+    validation = corpora.split(SPLITS.index("validation"), eval_samples)
+    test, notes = corpora.test_split(eval_samples)
     return Splits(train, validation, test, source, notes, epoch_tokens=epoch_tokens)
 
 
@@ -144,9 +165,12 @@ def _corpus_splits(config: Config) -> Splits:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: tensors of (b, s), explained in corpora/objectives.py. starts, stops and
-    positions are None unless the options ask for them. count: the number of labels that count in
-    the loss; all other labels are negative.
+    """A micro-batch of one replica; all tensors are int64 of shape (b, s).
+
+    labels: the token after each of `tokens`, or a negative number if it does not count in the loss.
+    count: the number of labels that count in the loss. starts, stops: token q sees the tokens
+    starts[q] to stops[q] - 1; positions: each token's position in its document. These three are
+    None unless an option needs them (corpora/objectives.py).
     """
 
     tokens: Tensor
@@ -157,51 +181,59 @@ class Batch:
     positions: Tensor | None = None
 
     def first(self, rows: int) -> "Batch":
-        """Return this batch with only its first `rows` samples counted in the loss.
+        """Return this micro-batch, with only its first `rows` samples counted in the loss.
 
-        The other labels are overwritten in place. rows may be 0 or less: no sample counts then.
+        The labels of the other samples are overwritten in place. Called in an evaluation whose last
+        micro-batches have more samples than are needed. If rows <= 0, no sample counts.
         """
         if rows < len(self.labels):
             self.labels[max(0, rows) :] = NO_TARGET
         return replace(self, count=int((self.labels >= 0).sum()))
 
     def to(self, device: torch.device, cp: Group) -> "Batch":
-        """Start to copy this cp rank's part of the micro-batch to a device; return that part.
+        """Start to copy this rank's part of the micro-batch to a device; return that part.
 
-        Each rank of `cp` gets a share of each sample's tokens: (b, s/cp). starts and stops keep all
-        tokens, because attention needs them.
+        Each rank of the group `cp` gets a share of each sample's tokens: (b, s/cp). starts and
+        stops keep all tokens on every rank, because attention needs them.
         """
-        moved: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
-        for name in {"tokens", "labels", "positions"} & set(moved):
-            moved[name] = cp.balanced_shard(moved[name], 1)
-        if moved["labels"].shape != self.labels.shape:
-            labels_here = cp.balanced_shard(self.labels, 1)  # on the host
-            moved["count"] = int((labels_here >= 0).sum())
-        return replace(self, **moved)
+        for name in {"tokens", "labels", "positions"} & set(fields):
+            fields[name] = cp.balanced_shard(fields[name], 1)
+        if fields["labels"].shape != self.labels.shape:
+            # Counted on the host, because reading a count from the device would wait for it.
+            labels_on_host = cp.balanced_shard(self.labels, 1)
+            fields["count"] = int((labels_on_host >= 0).sum())
+        return replace(self, **fields)
 
 
 class BatchReader:
-    """Reads the micro-batches of one replica ahead (corpora/prefetch.py) and copies them to its
-    device. `micro_batch` below defines their tokens.
+    """Reads the micro-batches of one replica ahead, in threads, and copies them to its device.
+
+    corpora/prefetch.py has the threads. The function `micro_batch` defines the tokens of each
+    micro-batch.
     """
 
     def __init__(self, config: Config, dp_rank: int, device: torch.device, cp: Group | None = None):
-        """cp: the ranks that share each sample's tokens; default: this rank has all tokens."""
+        """Make the prefetcher, which reads nothing yet. dp_rank: the number of this replica.
+
+        cp: the ranks that share each sample's tokens; default: this rank has all tokens.
+        """
         self.layout = config.layout
         self.dp_rank = dp_rank
         self.device = device
         self.cp = cp or Group()
-        # Less than the watchdog's time limit: the error of a late read names the file, the
-        # watchdog's report does not.
-        seconds = 0.8 * (config.run.hang_timeout or 300.0)
-        shape = self.layout.micro_batch_size, config.model.seq_length
+        # A late read must fail before the watchdog ends the run: the error of the read names the
+        # file, and the watchdog's report does not.
+        read_timeout = 0.8 * (config.run.hang_timeout or 300.0)
+        shape = (self.layout.micro_batch_size, config.model.seq_length)
         objective = Objective(config.data, config.training.seed)
-        self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds, objective)
-        self.kept: dict[int, MicroBatches] = {}  # by the number of the first sample
+        self.prefetcher = Prefetcher(shape, device.type == "cuda", read_timeout, objective)
+        # Global batches that are kept for the next call of `batches`, by their first sample.
+        self.kept: dict[int, MicroBatches] = {}
 
     def batches(
         self,
@@ -213,10 +245,10 @@ class BatchReader:
     ) -> "MicroBatches":
         """Return the micro-batches of the global batch that starts at sample `first`.
 
-        evaluated: the number of samples of an evaluation, which may end within a micro-batch: later
-        samples do not count in the loss. None: training, which reads on after this batch. keep:
-        whether the next call, if it starts at `first` too, gets the same micro-batches again
-        (trainer.warm_up).
+        evaluated: the number of samples of an evaluation; samples after them in the last
+        micro-batch do not count in the loss. None: training, where the prefetcher reads on after
+        this batch. keep: keep the micro-batches, so that the next call with the same `first` does
+        not read them again; trainer.warm_up does this.
         """
         if evaluated is None and first in self.kept:
             return self.kept.pop(first)
@@ -234,8 +266,8 @@ class BatchReader:
 class MicroBatches:
     """The micro-batches of a global batch for one replica: `batches(0)`, `batches(1)`, ...
 
-    Reading starts at the first call: a rank that never calls it reads nothing. Such ranks hold
-    middle stages of a pipeline.
+    Reading starts at the first call. So a rank that holds only middle stages of a pipeline, and
+    never needs a micro-batch, reads nothing.
     """
 
     def __init__(
@@ -252,17 +284,20 @@ class MicroBatches:
         self.first = first
         self.config = config
         self.evaluated = evaluated
-        self.reading = False
-        self._kept: dict[int, Batch] | None = None
+        self.reading = False  # whether the prefetcher reads the micro-batches of this global batch
+        self._kept: dict[int, Batch] | None = None  # micro-batches by index; None: none is kept
         if reader.layout.stages_per_rank > 1:
-            self.keep()  # the first and the last stage ask for the same micro-batch
+            self.keep()  # the first and the last stage read the same micro-batch
 
     def keep(self) -> None:
-        """Keep every micro-batch after its first use, so that a second call returns it again."""
+        """Keep every micro-batch from its first use on, so that later calls do not read it again.
+
+        Called before the first micro-batch is read.
+        """
         self._kept = {}
 
     def __call__(self, index: int) -> Batch:
-        """Return micro-batch `index` on the device.
+        """Return micro-batch number `index` of this replica, on the device.
 
         Raise UserError if the split ends before the micro-batch does.
         """
@@ -273,47 +308,49 @@ class MicroBatches:
         return self._kept[index]
 
     def _take(self, index: int) -> Batch:
-        """Take micro-batch `index` from the prefetcher and start its copy to the device."""
+        """Return micro-batch `index` from the prefetcher; its copy to the device is started."""
         reader = self.reader
         samples = self.samples
-        begin = self._begin_of(self.first, index)
-        check_end(samples, begin, reader.layout.micro_batch_size)
+        first_sample = self._first_sample(self.first, index)
+        check_end(samples, first_sample, reader.layout.micro_batch_size)
         if not self.reading:
-            reader.prefetcher.go_on(samples, begin, self._upcoming())
+            reader.prefetcher.go_on(samples, first_sample, self._upcoming())
             self.reading = True
-        rows = reader.prefetcher.take(samples, begin)
+        rows = reader.prefetcher.take(samples, first_sample)
         batch = Batch(count=rows.targets, **rows.tensors)
         if self.evaluated is not None:
-            batch = batch.first(self.evaluated - begin)
-        # The pinned rows may be dropped here: torch reuses pinned memory only after the copy.
+            batch = batch.first(self.evaluated - first_sample)
+        # The pinned tensors are freed here, during the copy: torch reuses their memory only when
+        # the copy is complete.
         return batch.to(reader.device, reader.cp)
 
-    def _begin_of(self, first: int, index: int) -> int:
-        """Return the first sample of micro-batch `index` in the global batch that begins at
-        `first`, for this replica.
+    def _first_sample(self, batch_start: int, index: int) -> int:
+        """Return the number of the first sample of micro-batch `index` of this replica, in the
+        global batch that begins at sample `batch_start`.
         """
-        return first_of_micro_batch(first, index, self.reader.layout, self.reader.dp_rank)
+        return first_of_micro_batch(batch_start, index, self.reader.layout, self.reader.dp_rank)
 
     def _upcoming(self) -> Iterator[int]:
         """Yield the first sample of each micro-batch of this replica, in the order of use.
 
-        An evaluation has only its own micro-batches. In training, the micro-batches of this global
-        batch are followed by those of all later global batches, without the skipped batches. The
-        prefetcher reads the micro-batches in this order.
+        The prefetcher reads the micro-batches in this order. In an evaluation the order ends with
+        the last evaluated sample. In training it goes on with all later global batches, without the
+        batches that --skip-samples skips.
         """
-        if self.evaluated is not None:
-            layout = self.reader.layout
-            count = -(-self.evaluated // (layout.micro_batch_size * layout.dp))
-            yield from (self._begin_of(self.first, index) for index in range(count))
-            return
-        first = self.first
+        layout = self.reader.layout
         config = self.config
+        if self.evaluated is not None:
+            micro_batches = -(-self.evaluated // (layout.micro_batch_size * layout.dp))  # upwards
+            for index in range(micro_batches):
+                yield self._first_sample(self.first, index)
+            return
+        batch_start = self.first
         while True:
-            batch = config.batches.batch(first)
-            if not config.passes_over(first, batch):
-                for index in range(config.micro_batches(batch)):
-                    yield self._begin_of(first, index)
-            first += batch
+            batch_size = config.batches.batch(batch_start)
+            if not config.passes_over(batch_start, batch_size):
+                for index in range(config.micro_batches(batch_size)):
+                    yield self._first_sample(batch_start, index)
+            batch_start += batch_size
 
 
 def first_of_micro_batch(first_sample: int, index: int, layout: Layout, dp_rank: int) -> int:
@@ -327,7 +364,7 @@ def first_of_micro_batch(first_sample: int, index: int, layout: Layout, dp_rank:
 
 
 def check_end(samples: Samples, begin: int, count: int) -> None:
-    """Raise UserError if there are fewer than begin + count samples."""
+    """Raise UserError if `samples` end before the `count` samples from number `begin` on."""
     if begin + count > len(samples):
         needed = f"samples {begin} to {begin + count} are needed"
         raise UserError(f"{needed}, but there are only {len(samples)}")
@@ -336,13 +373,14 @@ def check_end(samples: Samples, begin: int, count: int) -> None:
 def micro_batch(
     samples: Samples, first_sample: int, index: int, layout: Layout, dp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read a micro-batch at once, without threads; return tokens and labels, each int64 of shape
-    (micro_batch_size, seq_length). Labels are the tokens moved by one position.
+    """Read a micro-batch without threads; return its tokens and its labels, the next tokens.
 
-    It starts at sample `first_of_micro_batch`. Raise UserError if the samples end before it does.
+    Both are int64 of shape (micro_batch_size, seq_length). The arguments are those of
+    `first_of_micro_batch`. Called by tests and benchmarks: BatchReader must return the same.
+    Raise UserError if the samples end before the micro-batch does.
     """
     size = layout.micro_batch_size
     begin = first_of_micro_batch(first_sample, index, layout, dp_rank)
     check_end(samples, begin, size)
-    batch = torch.from_numpy(np.stack([samples.sample(begin + i) for i in range(size)]))
-    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    rows = torch.from_numpy(np.stack([samples.sample(begin + i) for i in range(size)]))
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

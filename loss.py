@@ -1,15 +1,16 @@
 """The cross-entropy of every token, if the vocabulary is split over n ranks; logits stay local.
 
-    cross_entropy(logits, labels, tp, spec)     for tensor ranks, differentiable; called by Head
-    local = LocalLoss.of(logits, labels, spec)  for pipeline ranks too (--vocab-pp), in two parts:
-    local.finish(every rank's sums, weight)     called after an all-gather of all `local.sums`
+    cross_entropy(logits, labels, tp, spec)     split over tensor ranks, differentiable; for Head
+    local = LocalLoss.of(logits, labels, spec)  split over pipeline ranks too (--vocab-pp):
+    local.finish(sums_of_ranks, weight)         called after an all-gather of all `local.sums`
 
     loss of a token = log(sum over all ranks' columns of exp(logit - m)) + m - its label's logit
                       with m the token's largest logit; the gradient is softmax - one-hot
 
-Shapes: s sequence, b samples, V/n this rank's columns. All is computed in fp32 at least, a few rows
-at a time, without a copy of all logits: the exponentials overwrite fp32 logits in `of`. 16-bit
-logits are kept, and exponentiated again in the backward pass. The gradient overwrites either.
+Shapes: s sequence, b samples, V/n this rank's columns. The loss is computed in fp32 at least, a few
+rows at a time, without a copy of all logits: the exponentials overwrite fp32 logits in `of`. 16-bit
+logits are kept, and exponentiated again in the backward pass. The gradient overwrites the logits or
+their exponentials.
 """
 
 from collections.abc import Callable
@@ -28,18 +29,21 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, tp, spec, fused):
-        """Return the loss of each token, in the shape of the labels."""
-        local = LocalLoss.of(logits.detach(), labels, spec, fused)
-        every = local.sums.new_empty(tp.size, *local.sums.shape)
-        tp.at_once.all_gather(every, local.sums).wait()
-        losses, ctx.share = local.losses(every)
-        ctx.local = local
+        """Return the loss of each token, (s, b). The arguments are those of `cross_entropy`."""
+        local_loss = LocalLoss.of(logits.detach(), labels, spec, fused)
+        sums = local_loss.sums
+        sums_of_ranks = sums.new_empty(tp.size, *sums.shape)
+        tp.at_once.all_gather(sums_of_ranks, sums).wait()
+        losses, ctx.share = local_loss.losses(sums_of_ranks)
+        ctx.local_loss = local_loss
         return losses
 
     @staticmethod
     def backward(ctx, grad):
-        local, ctx.local = ctx.local, None  # so that the logits are freed with the gradient
-        return local.gradient(ctx.share, grad), None, None, None, None
+        """Return the gradient for the logits; grad: the gradient of each token's loss, (s, b)."""
+        local_loss = ctx.local_loss
+        ctx.local_loss = None  # so that the logits, which it holds, are freed with the gradient
+        return local_loss.gradient(ctx.share, grad), None, None, None, None
 
 
 def cross_entropy(
@@ -49,28 +53,30 @@ def cross_entropy(
     spec: ParamSpec,
     fused: bool = False,
 ) -> Tensor:
-    """Return the loss of every token: logits (s, b, V/tp), labels (s, b) -> (s, b), fp32 at least.
+    """Return the loss of every token, (s, b), fp32 at least.
 
-    A token whose label is below 0 has loss 0. spec: the spec of the output matrix, with the rows of
-    the vocabulary that are here. The losses and the gradient overwrite the logits, so the backward
-    pass may run only once. fused: use kernels of torch.compile (--compile).
+    logits: (s, b, V/tp), this rank's columns. labels: (s, b); a token whose label is below 0 has
+    loss 0. spec: the spec of the output matrix, which says the rows of the vocabulary that this
+    rank has. fused: use kernels of torch.compile (--compile). The losses and the gradient overwrite
+    the logits, so the backward pass may run only once.
     """
     return _CrossEntropy.apply(logits, labels, tp, spec, fused)
 
 
 class LocalLoss(NamedTuple):
-    """One rank's part of the loss, kept until the rank has the `sums` of all ranks.
+    """One rank's part of the loss, from its columns of the logits.
 
-    logits: (s, b, V/n), or their exponentials (see the module). columns: (s, b, 1), the label's
-    column here, or 0 where `absent`, (s, b), says that it is not here. targets: (s, b), whether
-    the label counts. sums: (3, s, b), over this rank's columns: the largest logit, the sum of
-    exponentials relative to the largest, and the label's logit (0 if absent).
+    logits: (s, b, V/n), or their exponentials if the logits are fp32. columns: (s, b, 1), the
+    label's column on this rank; 0 where `absent`, (s, b), says that another rank has it. targets:
+    (s, b), False for labels below 0, which do not count. fused: use kernels of torch.compile.
+    sums: (3, s, b), of this rank's columns: the largest logit, the sum of exponentials relative to
+    the largest, and the label's logit (0 if absent). All ranks' sums together give the losses.
     """
 
     logits: Tensor
     columns: Tensor
     absent: Tensor
-    targets: Tensor  # False for labels below 0
+    targets: Tensor
     fused: bool
     sums: Tensor
 
@@ -83,74 +89,83 @@ class LocalLoss(NamedTuple):
         spec: ParamSpec,
         fused: bool = False,
     ) -> "LocalLoss":
-        """Make it from logits (s, b, V/n), for the vocabulary rows of `spec`, and labels (s, b)."""
-        rows = spec.stop - spec.start
+        """Return the part of the loss that comes from logits (s, b, V/n).
+
+        labels: (s, b), numbers in the whole vocabulary, or below 0. spec: says which rows of the
+        vocabulary this rank has. fused: use kernels of torch.compile.
+        """
+        columns_here = spec.stop - spec.start
         exact = torch.promote_types(logits.dtype, torch.float32)
-        logits[..., rows:] = torch.finfo(logits.dtype).min  # columns of padding
+        logits[..., columns_here:] = torch.finfo(logits.dtype).min  # the columns of padding
         columns = labels - spec.start
-        absent = (columns < 0) | (columns >= rows)
+        absent = (columns < 0) | (columns >= columns_here)
         columns = columns.masked_fill(absent, 0)[..., None]
-        target = logits.gather(-1, columns)[..., 0].to(exact).masked_fill(absent, 0.0)
+        label_logit = logits.gather(-1, columns)[..., 0].to(exact).masked_fill(absent, 0.0)
         largest = logits.amax(-1).to(exact)
-        total = torch.empty_like(largest)
+        total = torch.empty_like(largest)  # filled by the function
         function = _exponentiate if logits.dtype == exact else _sum_exponentials
-        _by_rows(function, fused, logits, largest, total)
-        sums = torch.stack([largest, total, target])
+        _call_by_rows(function, fused, logits, largest, total)
+        sums = torch.stack([largest, total, label_logit])
         return cls(logits, columns, absent, labels >= 0, fused, sums)
 
-    def losses(self, every: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens' losses (s, b) and the `share` (s, b) that `gradient` takes.
+    def losses(self, sums_of_ranks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens' losses (s, b) and the factor (s, b) that `gradient` needs.
 
-        every: the `sums` of all ranks, (n, 3, s, b). share: the factor that turns this rank's
-        exponentials into softmax probabilities.
+        The factor turns this rank's exponentials into softmax probabilities. sums_of_ranks: the
+        `sums` of all n ranks, (n, 3, s, b).
         """
-        largest, sums, target = every.unbind(1)
-        most = largest.amax(0)
-        total = (sums * (largest - most).exp_()).sum(0)
-        losses = (total.log() + most - target.sum(0)).masked_fill_(~self.targets, 0.0)
-        return losses, (self.sums[0] - most).exp_().div_(total)
+        largest_of_ranks, totals, label_logits = sums_of_ranks.unbind(1)
+        largest = largest_of_ranks.amax(0)
+        total = (totals * (largest_of_ranks - largest).exp_()).sum(0)
+        label_logit = label_logits.sum(0)  # 0 on all ranks but that of the label's column
+        losses = (total.log() + largest - label_logit).masked_fill_(~self.targets, 0.0)
+        largest_here = self.sums[0]
+        return losses, (largest_here - largest).exp_().div_(total)
 
     def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
-        """Return the gradient of the loss for the logits, times each token's weight.
+        """Return the gradient of the loss for the logits, times each token's weight: (s, b, V/n).
 
-        share: from `losses`. weight: (s, b) or a number. The gradient overwrites the logits'
-        memory, so this may be called only once.
+        share: the factor (s, b) that `losses` returns. weight: (s, b) or a number. The gradient
+        overwrites the logits' memory, so this may be called only once.
         """
         logits = self.logits
         largest = self.sums[0]
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
-        scale = share * weight
-        own = weight.masked_fill(self.absent, 0.0)
-        label = logits.gather(-1, self.columns)[..., 0]
+        scale = share * weight  # softmax - one-hot, times weight = exponential * scale - one_hot
+        one_hot = weight.masked_fill(self.absent, 0.0)
+        at_label = logits.gather(-1, self.columns)[..., 0]
         function = _scale
         if logits.dtype != largest.dtype:
-            label = (label - largest).exp_()
+            at_label = (at_label - largest).exp_()
             function = _scale_exponentials
-        _by_rows(function, self.fused, logits, largest, scale)
-        label = label.mul_(scale).sub_(own)[..., None]
-        return logits.scatter_(-1, self.columns, label.to(logits.dtype))
+        _call_by_rows(function, self.fused, logits, largest, scale)
+        at_label = at_label.mul_(scale).sub_(one_hot)[..., None]
+        return logits.scatter_(-1, self.columns, at_label.to(logits.dtype))
 
     @torch.no_grad()
-    def finish(self, every: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    def finish(self, sums_of_ranks: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """Return the tokens' losses (s, b) and the gradient for the logits, times `weight`.
 
-        every: the `sums` of all ranks, (n, 3, s, b). As `gradient`, it may be called only once.
+        sums_of_ranks: the `sums` of all n ranks, (n, 3, s, b). The gradient overwrites the logits'
+        memory, so this may be called only once.
         """
-        losses, share = self.losses(every)
+        losses, share = self.losses(sums_of_ranks)
         return losses, self.gradient(share, weight)
 
 
-def _by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -> None:
-    """Call the function with the logits and the others in slices along the sequence.
+def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -> None:
+    """Call the function on slices of all tensors along the sequence, one slice after the other.
 
-    A slice has at most LOGITS_AT_ONCE logits, or one row. fused: one call with all rows, compiled.
+    A slice of `logits`, (s, b, V/n), has at most LOGITS_AT_ONCE numbers, or one row. fused: call a
+    compiled version once instead, on the whole tensors.
     """
     if fused:
         compiled(function)(logits, *others)
         return
     rows = max(1, LOGITS_AT_ONCE[logits.device.type] // logits[0].numel())
-    for run in zip(*(tensor.split(rows) for tensor in (logits, *others))):
-        function(*run)
+    slices = [tensor.split(rows) for tensor in (logits, *others)]
+    for slices_of_rows in zip(*slices):
+        function(*slices_of_rows)
 
 
 def _exponentiate(logits: Tensor, largest: Tensor, total: Tensor) -> None:
@@ -159,12 +174,12 @@ def _exponentiate(logits: Tensor, largest: Tensor, total: Tensor) -> None:
 
 
 def _sum_exponentials(logits: Tensor, largest: Tensor, total: Tensor) -> None:
-    """Set `total` to the sums of exp(logits - largest), (s, b); 16-bit logits stay."""
+    """Set `total` to the sums of exp(logits - largest), (s, b), and keep the 16-bit logits."""
     total.copy_((logits - largest[..., None]).exp_().sum(-1))
 
 
 def _scale(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
-    """Multiply by `scale` (s, b) the exponentials that `_exponentiate` left in `logits`."""
+    """Multiply fp32 exponentials, which `_exponentiate` wrote to `logits`, by `scale` (s, b)."""
     logits.mul_(scale[..., None])
 
 

@@ -4,11 +4,11 @@
 each kind of pass. schedules/schedule.py explains the lists (F0 F1 B0 ...): read it first.
 
 A receive is started one action before the action that uses it, and a rank does not wait for its
-sends, so messages travel while the rank computes. A message is started later than that if its other
-rank still waits for this one (Schedule.may_be_ahead, sent_before). Activations and gradients travel
-in separate groups (Mesh.channel). schedule.check has made sure that two neighbours send and receive
-in the same order within a group, so messages carry no labels. A result for another stage of the
-same rank is handed over without a message.
+sends, so messages travel while the rank computes. Schedule.may_be_ahead and Schedule.sent_before
+name the messages that start later, because their other rank still waits for this rank. Activations
+and gradients travel in separate groups (Mesh.channel). schedule.check has made sure that two
+neighbours send and receive in the same order within a group, so messages carry no labels. A result
+for another stage of the same rank is handed over without a message.
 
 `Ends` gives the first stage its input and takes the last stage's output: tokens and a loss, or with
 --vocab-pp the sums that vocabulary.py computes on all pipeline ranks.
@@ -24,16 +24,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from attention import KeyValueCache
 from config.schema import Config
 from data import Batch
-from distributed.collectives import Handle
+from distributed.collectives import DelayedStart, Handle
 from distributed.mesh import Mesh
 from model import Stage
 from parallel import ParamFactory
 from schedules.orders import evaluation_of_layout, of_layout
 from schedules.partition import placement
 from schedules.schedule import Action, Schedule
-from watchdog.flight_recorder import FlightRecorder
 
-# Takes the index of a micro-batch in the step and returns the micro-batch, on this rank's device.
+# A function that returns the micro-batch with an index in the step, on this rank's device.
 Batches = Callable[[int], Batch]
 
 
@@ -41,13 +40,13 @@ class Ends:
     """Gives the first stage its input and takes the last stage's output, in one execution.
 
     In this class the first stage's input is the tokens of a micro-batch, and the last stage's
-    output is a loss. A subclass may compute the input, or use the output, in further passes of its
-    own kinds; `passes` maps each of these kinds to its method.
+    output is a loss. A subclass may compute the input, or use the output, in further kinds of
+    passes; `passes` maps each of these kinds to the method that does the pass.
     """
 
-    # Whether the ranks wait for one another in an evaluation too. If they do, this rank learns that
-    # its activations have arrived, although an evaluation sends no gradients back.
-    meet_in_evaluation = False
+    # Whether the passes of this class show this rank that its activations have arrived, also in an
+    # evaluation, where no gradients come back that would show it.
+    shows_arrivals = False
 
     def __init__(self, execution: "Execution"):
         self.execution = execution
@@ -55,16 +54,17 @@ class Ends:
 
     @staticmethod
     def connect(mesh: Mesh, device: torch.device) -> None:
-        """Connect all ranks in the groups of the kinds in `passes`; here there is nothing to do."""
+        """Send a first message in every group that the methods in `passes` use: here, in none."""
 
     def batch(self, action: Action) -> Batch | None:
-        """Return the micro-batch that a forward pass reads, None if its stage reads none.
+        """Return the micro-batch that the stage of a forward pass reads, None if it reads none.
 
-        The first and the last stage read the micro-batch; with masks every stage does.
+        The first stage reads the tokens, the last stage the labels, and with masks every stage
+        reads the masks.
         """
         execution = self.execution
-        first = action.stage == 0
-        if not (first or execution.is_last(action) or execution.pipeline.masked):
+        is_first = action.stage == 0
+        if not (is_first or execution.is_last(action) or execution.pipeline.masked):
             return None
         execution.mesh.recorder.at("data", action.micro_batch)
         return execution.batches(action.micro_batch)
@@ -75,10 +75,9 @@ class Ends:
         return batch.tokens
 
     def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
-        """Add the last stage's output, `y`, to the loss of the execution.
+        """Add the last stage's output `y`, a micro-batch's sum of losses, to the execution's loss.
 
-        y: the sum of a micro-batch's losses. Return `y` times the loss weight, the scalar from
-        which the backward pass starts.
+        Return `y` times the loss weight: the scalar from which the backward pass starts.
         """
         assert batch is not None  # the last stage reads it
         self.execution.loss += y.detach()
@@ -86,32 +85,32 @@ class Ends:
         return y * self.execution.loss_weight
 
     def last_gradient(self, action: Action) -> Tensor | None:
-        """Return the gradient of the result of `last_output`; None if that is a scalar loss."""
+        """Return the gradient of the result of `last_output`; None, because it is a scalar loss."""
         return None
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
-        """Called after the first stage's backward pass; does nothing, for tokens have no gradient.
+        """Take the gradient `x.grad` of the first stage's input x, after its backward pass.
 
-        x: the first stage's input. If a subclass made it in other passes, it has a gradient now.
+        This class does nothing, because tokens have no gradient.
         """
 
     def post_receive(self, action: Action) -> None:
-        """Start to receive the input of an action of a kind in `passes`, if another rank sends it.
+        """Start to receive the input of an action, if it is a pass of a kind in `passes`.
 
-        Called before the action, or one action earlier.
+        Called for every action, before it or one action earlier. This class has no such passes.
         """
 
     def finish(self) -> list[Handle]:
-        """Return the handles of sends that are not finished; called when all actions are done."""
+        """Return the handles of unfinished sends; called when all actions are done."""
         return []
 
 
 class Pipeline:
-    """The stages that one rank holds, by stage number, and the schedules that they run.
+    """The stages that one rank holds, by their number in the pipeline, and the schedules they run.
 
-    Activations are (s, b, h), or (s/tp, b, h) with sequence parallelism; s counts this rank's
-    tokens of a sample (1/cp of them). s and the number of micro-batches may change from step to
-    step. masked: every stage reads the micro-batch, which holds attention masks or positions.
+    Activations are (s, b, h), or (s/tp, b, h) with sequence parallelism; s is the number of this
+    rank's tokens of a sample, 1/cp of all. The number of micro-batches may change from step to
+    step. masked: whether every stage reads the micro-batch, for attention masks or positions.
     """
 
     ends: type[Ends] = Ends
@@ -133,10 +132,10 @@ class Pipeline:
         self._model = config.model
         self._layout = config.layout
         self._schedules: dict[int, Schedule] = {}
-        split = config.layout.cp
+        ranks_of_sequence = config.layout.cp  # ranks among which a sample's tokens are divided
         if config.layout.sequence_parallel:
-            split *= config.layout.tp
-        local_length = config.model.seq_length // split
+            ranks_of_sequence *= config.layout.tp
+        local_length = config.model.seq_length // ranks_of_sequence
         # The shape of a stage's activations, (s, b, h).
         self.shape = (local_length, config.layout.micro_batch_size, config.model.hidden)
         self.sending: list[Handle] = []  # sends that the last `run` did not wait for
@@ -144,54 +143,62 @@ class Pipeline:
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Return the layout's schedule for this number of micro-batches; the last one is cached."""
+        """Return the layout's schedule for this number of micro-batches; cache the last result."""
         if micro_batches not in self._schedules:
-            found = of_layout(self._model, self._layout, micro_batches, self.device.type)
-            self._schedules = {micro_batches: found}
+            schedule = of_layout(self._model, self._layout, micro_batches, self.device.type)
+            self._schedules = {micro_batches: schedule}
         return self._schedules[micro_batches]
 
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
         """Run the forward and backward passes of one step on this rank.
 
-        Return the replica's sum of losses and its number of targets on the rank that holds the last
-        stage and is first in its tensor group; 0 and 0 on all other ranks. Gradients are those of
-        the sum times `loss_weight`, which `Optimizer.begin_step` returns.
+        Return the sum of losses (a scalar) and the number of targets of the replica on the rank
+        that holds the last stage and is first in its tensor group; 0 and 0 on all other ranks. The
+        loss is multiplied by `loss_weight` for the gradients; Optimizer.begin_step returns it.
         """
         return self.run(self.schedule(micro_batches), batches, loss_weight)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> tuple[Tensor, int]:
-        """Run the forward passes of an evaluation; return sum of losses and targets as `train`."""
+        """Run the forward passes of an evaluation on this rank.
+
+        Return the replica's sum of losses (a scalar) and number of targets on the rank that holds
+        the last stage and is first in its tensor group; 0 and 0 on all other ranks.
+        """
         return self.run(evaluation_of_layout(self._layout, micro_batches), batches)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
-        """Return the logits of the token after `tokens`: (b, V/tp), this rank's part of the
-        vocabulary, on the ranks of the last stage; None on the others.
+        """Return the logits of the token after `tokens` on the ranks of the last stage.
 
-        tokens: (b, s), equal on every rank, the continuation of the tokens in the cache. Their keys
-        and values are added to the cache. Without sequence parallelism only.
+        They are (b, V/tp): this rank's part of the vocabulary. Return None on the other ranks.
+        tokens: (b, s), equal on every rank; they continue the tokens in the cache, and their keys
+        and values are added to it. Works without sequence parallelism only.
         """
         self.finish_sending()
         cache.begin(tokens.shape[1])
         x = tokens
         rank = self.mesh.pp.rank
         rank_of = placement(self._layout)
-        for stage, (here, to) in enumerate(zip(rank_of, [*rank_of[1:], rank_of[-1]])):
-            if rank == here:
+        next_rank_of = [*rank_of[1:], rank_of[-1]]  # the last stage's output is sent to no rank
+        for stage, (sender, receiver) in enumerate(zip(rank_of, next_rank_of)):
+            if rank == sender:
                 x = self.stages[stage](x, cache=cache)
-            if rank == here != to:
-                self.mesh.channel("F", here, to).send(x.contiguous(), to).wait()
-            elif rank == to != here:
+            if sender == receiver:
+                continue
+            channel = self.mesh.channel("F", sender, receiver)
+            if rank == sender:
+                channel.send(x.contiguous(), receiver).wait()
+            elif rank == receiver:
                 shape = (tokens.shape[1], len(tokens), self._model.hidden)
                 x = torch.empty(shape, dtype=self.dtype, device=self.device)
-                self.mesh.channel("F", here, to).receive(x, here).wait()
+                channel.receive(x, sender).wait()
         return x if rank == self.last_rank else None
 
     def run(
         self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0
     ) -> tuple[Tensor, int]:
-        """Do all of this rank's actions in order; return loss sum and targets as `train` does."""
+        """Do all of this rank's actions of a schedule in order; the result is that of `train`."""
         if schedule.rank_of not in self._connected:
             self._connect(schedule.rank_of)
         self.finish_sending()
@@ -208,8 +215,8 @@ class Pipeline:
     def finish_sending(self) -> None:
         """Wait for the sends that the last `run` left unfinished; called before the next `run`.
 
-        By then they have arrived. At the end of a run, this wait for a slower neighbour would delay
-        the reduction of this rank's gradients.
+        By then the messages have arrived. A wait at the end of the last `run` could be for a slower
+        neighbour, and would delay the reduction of this rank's gradients.
         """
         while self.sending:
             self.sending.pop().wait()
@@ -223,11 +230,13 @@ class Pipeline:
         one order, so the two ranks of the first unconnected pair always meet.
         """
         self._connected.add(rank_of)
-        pairs = sorted({(a, b) for a, b in pairwise(rank_of) if a != b})
+        pairs = sorted(set(pairwise(rank_of)))  # the ranks of neighbouring stages
         message = torch.zeros(1, dtype=self.dtype, device=self.device)
         rank = self.mesh.pp.rank
-        for a, b in pairs:
-            for kind, sender, receiver in (("F", a, b), ("B", b, a)):
+        for lower, upper in pairs:
+            if lower == upper:
+                continue
+            for kind, sender, receiver in (("F", lower, upper), ("B", upper, lower)):
                 group = self.mesh.channel(kind, sender, receiver)
                 if rank == sender:
                     group.send(message, receiver).wait()
@@ -236,45 +245,20 @@ class Pipeline:
         self.ends.connect(self.mesh, self.device)
 
 
-class Later:
-    """A send or collective that is started only some actions after its input was computed.
-
-    The flight recorder records the operation under the action that computed its input.
-    """
-
-    def __init__(self, begin: Callable[[], Handle], recorder: FlightRecorder):
-        """begin: starts the operation; called once, and it keeps the input alive until then."""
-        self._begin = begin
-        self._recorder = recorder
-        self._place = recorder.place
-        self.handle: Handle | None = None  # None until the operation is started
-
-    def start(self) -> None:
-        """Start the operation."""
-        now = self._recorder.place
-        self._recorder.place = self._place
-        self.handle = self._begin()
-        del self._begin
-        self._recorder.place = now
-
-    def wait(self) -> None:
-        """Wait for the operation, as `Handle.wait` does; `start` must have been called."""
-        assert self.handle is not None  # in a schedule the start comes before every wait for it
-        self.handle.wait()
-
-
 class Execution:
     """One run of a rank's list of actions, with its messages and kept activations.
 
-    Each step of an iteration over the execution does one action and yields it. loss: the sum of
-    losses so far, float64; targets: the number of targets in that sum.
+    An iteration over the execution does the actions. loss: the sum of the losses so far, float64;
+    targets: the number of targets in that sum.
     """
 
     def __init__(
         self, pipeline: Pipeline, schedule: Schedule, batches: Batches, loss_weight: float
     ):
-        """Raise ValueError if the layers defer weight gradients but the schedule has no W passes,
-        or the other way round: gradients would be missing.
+        """Prepare to do the actions; `loss_weight` multiplies the loss for the gradients.
+
+        Raise ValueError if the layers defer weight gradients but the schedule has no W passes, or
+        the other way round: gradients would be missing.
         """
         if torch.is_grad_enabled() and schedule.split != (pipeline.deferred is not None):
             raise ValueError(f"layers and schedule {schedule.name} disagree on a split backward")
@@ -289,42 +273,45 @@ class Execution:
         self.targets = 0
         # Per (stage, micro-batch): the stage's input and the autograd node of its output, kept
         # until the backward pass. The output itself is freed when it has been sent.
-        self.held: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
+        self.for_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         # Per (stage, micro-batch): the function that computes the weight gradients, for pass W.
-        self.left: dict[tuple[int, int], Callable[[], None]] = {}
+        self.for_weights: dict[tuple[int, int], Callable[[], None]] = {}
         # Per action: the neighbouring stage's action whose result is its input, and the rank that
         # does it. Actions whose input comes from `ends` have no entry.
         self.sources: dict[Action, tuple[Action, int]] = {}
         for action in self.actions:
-            sender = schedule.input_of(action)
-            if sender is not None:
-                self.sources[action] = sender, schedule.rank_of[sender.stage]
-        self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
+            source = schedule.input_of(action)
+            if source is not None:
+                self.sources[action] = (source, schedule.rank_of[source.stage])
+        # Results of this rank's actions that are inputs of another stage on this rank.
+        self.local_results: dict[Action, Tensor] = {}
         # Receives by the neighbour's action that computes the message, sends by this rank's action.
-        self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
-        self.leaving: dict[Action, Later] = {}
-        # Sends by index i: they are started after actions[i - 1], before actions[i].
-        self.unsent: dict[int, list[Later]] = {}
+        self.receives: dict[Action, tuple[Tensor, Handle]] = {}
+        self.sends: dict[Action, DelayedStart] = {}
+        # Sends and collectives by index i: they are started before actions[i].
+        self.unstarted: dict[int, list[DelayedStart]] = {}
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
         # The index of each neighbour's action in that neighbour's list.
-        self.place = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
+        self.index_of = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
         # Per neighbour, the number of its actions that are known to be finished.
-        self.passed = dict.fromkeys(neighbours, 0)
+        self.finished = dict.fromkeys(neighbours, 0)
         self.ends = pipeline.ends(self)
         self.passes = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         self.passes |= self.ends.passes
 
     def __iter__(self) -> Iterator[Action]:
-        for position, action in enumerate(self.actions):
+        """Do and yield this rank's actions in order; leave unfinished sends to the pipeline."""
+        for index, action in enumerate(self.actions):
             self._post_receive(action)
-            for upcoming in self.actions[position + 1 : position + 2]:
+            if index + 1 < len(self.actions):
+                upcoming = self.actions[index + 1]
                 if self.schedule.may_be_ahead(upcoming):
                     self._post_receive(upcoming)
             self.passes[action.kind](action)
-            for message in self.unsent.pop(position + 1, ()):
-                message.start()
+            for operation in self.unstarted.pop(index + 1, ()):
+                operation.start()
             yield action
-        self.pipeline.sending += self.leaving.values()
+        self.pipeline.sending += self.sends.values()
         self.pipeline.sending += self.ends.finish()
 
     def is_last(self, action: Action) -> bool:
@@ -334,7 +321,7 @@ class Execution:
     # -- passes of a stage ------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        """Do F: the forward pass of a micro-batch through one stage."""
+        """Do action F: the forward pass of a micro-batch through one stage."""
         stage = action.stage
         micro_batch = action.micro_batch
         batch = self.ends.batch(action)
@@ -349,14 +336,14 @@ class Execution:
         else:
             self._pass_on(y.detach(), action, stage + 1)
         if torch.is_grad_enabled():
-            self.held[stage, micro_batch] = (x, get_gradient_edge(y))
+            self.for_backward[stage, micro_batch] = (x, get_gradient_edge(y))
 
     def _backward(self, action: Action) -> None:
-        """Do B: the whole backward pass, or, if the schedule has W, only the input's gradient."""
+        """Do action B: a stage's backward pass, or, with W, only the gradient of its input."""
         stage = action.stage
         micro_batch = action.micro_batch
         self.mesh.recorder.at("B", micro_batch)
-        x, output = self.held.pop((stage, micro_batch))
+        x, output = self.for_backward.pop((stage, micro_batch))
         if self.is_last(action):
             gradient = self.ends.last_gradient(action)
         else:
@@ -365,35 +352,40 @@ class Execution:
         if deferred is None:
             torch.autograd.backward(output, gradient)
         else:
-            self.left[stage, micro_batch] = deferred.backward(output, gradient)
+            self.for_weights[stage, micro_batch] = deferred.backward(output, gradient)
         if stage == 0:
             self.ends.first_gradient(action, x)
         else:
-            dx: Tensor = x.grad  # type: ignore[assignment]  # an input of this stage requires it
+            # x.grad is not None: `_forward` made x require its gradient.
+            dx: Tensor = x.grad  # type: ignore[assignment]
             self._pass_on(dx, action, stage - 1)
 
     def _weight_gradients(self, action: Action) -> None:
-        """Do W: compute the weight gradients that pass B of the same micro-batch left."""
+        """Do action W: compute the weight gradients that B of the same micro-batch deferred."""
         self.mesh.recorder.at("W", action.micro_batch)
-        self.left.pop((action.stage, action.micro_batch))()
+        compute_weight_gradients = self.for_weights.pop((action.stage, action.micro_batch))
+        compute_weight_gradients()
 
     # -- between stages ---------------------------------------------------------------------
 
-    def start_later(self, action: Action, begin: Callable[[], Handle]) -> Later:
-        """Have `begin` send an action's result before the action at index Schedule.sent_before."""
-        message = Later(begin, self.mesh.recorder)
-        self.unsent.setdefault(self.schedule.sent_before(action), []).append(message)
-        return message
+    def start_later(self, action: Action, begin: Callable[[], Handle]) -> DelayedStart:
+        """Have `begin` send an action's result when the schedule says; return the send's handle."""
+        operation = DelayedStart(begin, self.mesh.recorder)
+        start_index = self.schedule.sent_before(action)
+        self.unstarted.setdefault(start_index, []).append(operation)
+        return operation
 
     def _post_receive(self, action: Action) -> None:
         """Start to receive an action's input, unless that is started or this rank computes it."""
         self.ends.post_receive(action)
-        needed, rank = self.sources.get(action, (None, self.rank))
-        if needed is None or rank == self.rank or needed in self.arriving:
+        if action not in self.sources:
             return
-        channel = self.mesh.channel(action.kind, rank, self.rank)
+        source, source_rank = self.sources[action]
+        if source_rank == self.rank or source in self.receives:
+            return
+        channel = self.mesh.channel(action.kind, source_rank, self.rank)
         buffer = self.new_activation()
-        self.arriving[needed] = (buffer, channel.receive(buffer, rank))
+        self.receives[source] = (buffer, channel.receive(buffer, source_rank))
 
     def new_activation(self) -> Tensor:
         """Return an uninitialised buffer for one activation, or its gradient, between stages."""
@@ -402,43 +394,46 @@ class Execution:
 
     def _take_input(self, action: Action) -> Tensor:
         """Wait for the neighbouring stage's result that is an action's input, and return it."""
-        needed, rank = self.sources[action]
-        if rank == self.rank:
-            return self.handed.pop(needed)
-        buffer, handle = self.arriving.pop(needed)
+        source, source_rank = self.sources[action]
+        if source_rank == self.rank:
+            return self.local_results.pop(source)
+        buffer, handle = self.receives.pop(source)
         handle.wait()
-        self._release_received(rank, needed)
+        self._free_received(source_rank, source)
         return buffer
 
-    def _pass_on(self, tensor: Tensor, action: Action, to_stage: int) -> None:
+    def _pass_on(self, result: Tensor, action: Action, to_stage: int) -> None:
         """Send an action's result to the neighbouring stage `to_stage`, or keep it for that stage
         if this rank holds the stage too.
         """
-        to = self.schedule.rank_of[to_stage]
-        if to == self.rank:
-            self.handed[action] = tensor
+        to_rank = self.schedule.rank_of[to_stage]
+        if to_rank == self.rank:
+            self.local_results[action] = result
             return
-        if not torch.is_grad_enabled() and not self.ends.meet_in_evaluation:
-            self._wait_for_sends()  # no gradient comes back that would show that they arrived
-        channel = self.mesh.channel(action.kind, self.rank, to)
-        tensor = tensor.contiguous()
-        self.leaving[action] = self.start_later(action, lambda: channel.send(tensor, to))
+        if not torch.is_grad_enabled() and not self.ends.shows_arrivals:
+            # In training, `_free_received` frees sent tensors when a gradient comes back. An
+            # evaluation has no gradients, so this rank waits for its earlier sends here.
+            self._wait_for_sends()
+        channel = self.mesh.channel(action.kind, self.rank, to_rank)
+        message = result.contiguous()
+        self.sends[action] = self.start_later(action, lambda: channel.send(message, to_rank))
 
-    def _release_received(self, neighbour: int, finished: Action) -> None:
+    def _free_received(self, neighbour: int, finished: Action) -> None:
         """Free the sent messages that a neighbour must have received to finish an action.
 
-        Called when a result of that action arrives. Without this, every activation sent would be
-        held until the step ends.
+        Called when the result of that action arrives. Without this, every sent activation would be
+        kept until the step ends.
         """
-        before = self.passed[neighbour]
-        now = self.place[finished] + 1
-        for action in self.schedule.ranks[neighbour][before:now]:
+        first = self.finished[neighbour]
+        stop = self.index_of[finished] + 1
+        for action in self.schedule.ranks[neighbour][first:stop]:
             used = self.schedule.input_of(action)
-            if used in self.leaving:
-                self.leaving.pop(used).wait()
-        self.passed[neighbour] = max(before, now)
+            if used in self.sends:
+                self.sends.pop(used).wait()
+        self.finished[neighbour] = max(first, stop)
 
     def _wait_for_sends(self) -> None:
         """Wait for all sends that have been started, and free the sent tensors."""
-        for action in [action for action, sent in self.leaving.items() if sent.handle]:
-            self.leaving.pop(action).wait()
+        started = [action for action, send in self.sends.items() if send.handle]
+        for action in started:
+            self.sends.pop(action).wait()

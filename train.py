@@ -12,10 +12,11 @@ data` those of one group, `--help all` every option.
 import signal
 import sys
 
-if __name__ == "__main__":  # a signal during the imports waits until Signals() handles it
+if __name__ == "__main__":
+    # A signal that arrives during the imports below is delivered when Signals() can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
-from config import messages  # first: it ends a Python that is too old
+from config import messages  # imported first, because it refuses a Python that is too old
 from distributed.early_end import StartWatch, ending_all_ranks
 
 watch = StartWatch()
@@ -35,14 +36,16 @@ with ending_all_ranks(watch), messages.installed():
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
 
-SMALL_RUN = 10_000_000  # elements of a run that fits on every node, with its optimizer and copies
+# A run with fewer elements, its optimizer's state and copies included, fits on every node.
+SMALL_RUN = 10_000_000
 
 
 def main(arguments: list[str], watch: StartWatch) -> None:
-    """Check the options, then train, and exit with the status of the run.
+    """Check the options, train, and exit with the status of the run; every rank calls this.
 
-    watch: the process that ends the job if this rank dies before its first step is done. --help is
-    answered, and errors in the options are reported, before torch is imported.
+    --help is answered, and errors in the options are reported, before torch is imported. arguments:
+    the words of the command line. watch: the process that ends the job if this rank dies before its
+    first step is done.
     """
     share_heap()
     signals = Signals()
@@ -69,9 +72,9 @@ def main(arguments: list[str], watch: StartWatch) -> None:
 
 
 def check_machine(config: Config, launch: Launch) -> None:
-    """End the job with an error if the files or the memory of this rank's node do not suffice.
+    """End the job with an error if a path, the data, a tracker or this node's memory is not usable.
 
-    Called on rank 0 alone.
+    Called by rank 0 only, before torch is imported.
     """
     try:
         with messages.installed():
@@ -79,7 +82,7 @@ def check_machine(config: Config, launch: Launch) -> None:
             check_memory(config)
             check_data(config)
             if config.run.tensorboard or config.run.wandb:
-                from telemetry import trackers
+                from telemetry import trackers  # imported here, because few runs need this module
 
                 trackers.check(config)
     except UserError as mistake:
@@ -95,25 +98,29 @@ def check_memory(config: Config) -> None:
         return
     from planner import memory
 
-    node = psutil.virtual_memory().total + psutil.swap_memory().total
-    memory.check_fits(memory.least_of_run(config), config, node)
+    node_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
+    memory.check_fits(memory.least_of_run(config), config, node_bytes)
 
 
 def check_data(config: Config) -> None:
-    """Raise UserError if token files or prompts cannot be used.
+    """Raise UserError if token files or prompts of the options cannot be used.
 
     Print a note if the vocabulary is larger than the corpora's tokenizer needs.
     """
     options = config.data
-    if options.data == ("synthetic",) and not options.eval_data and not config.run.sample_prompt:
+    synthetic = options.data == ("synthetic",)
+    if synthetic and not options.eval_data and not config.run.sample_prompt:
         return
+    # Imported here, because random tokens need none of these modules.
     from corpora import blends, sample_order, text, token_files
 
+    # Functions that return something are called here for the errors that they raise.
     sample_order.split_ranges(options.split, 0)
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
-    if options.data != ("synthetic",):
-        for prefix in blends.parse_blend(options.data)[0]:
+    if not synthetic:
+        prefixes, _ = blends.parse_blend(options.data)
+        for prefix in prefixes:
             token_files.check_pair(prefix, options.answers_only)
     text.prompts_of_run(config)
     note = text.unused_rows(config)

@@ -1,8 +1,8 @@
 """Builds the objects of a training run and runs its training loop.
 
-    state = build(config, context)                 this rank's stages, pipeline and optimizer
-    result = step(state, samples, consumed, lr)    one optimizer step
-    main(config, launch, signals)                  a whole run, as train.py starts it
+    state = build(config, context)                 makes this rank's stages, pipeline and optimizer
+    result = step(state, samples, consumed, lr)    does one optimizer step
+    main(config, launch, signals)                  does a whole run; called by train.py
 
 A step has one direction: data.BatchReader gives micro-batches, pipeline.train runs them through
 the model's stages, zero's Optimizer.step turns their gradients into new weights.
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 import data
 from attention import attention_kernel
 from checkpointing.checkpoints import Checkpoints
-from checkpointing.state import Progress, check_begin, room_for_saves
+from checkpointing.state import check_begin, room_for_saves
 from config.messages import UserError
 from config.schema import Config
 from distributed import garbage, start_checks
 from distributed.context import Context, start
 from distributed.launch import Launch
-from distributed.mesh import Mesh
+from distributed.mesh import mesh_of_run
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from model import Stage
 from optim import precision
@@ -38,28 +38,20 @@ from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import replica_check, step_stats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor, give_up
-from telemetry.step_stats import StepStats
+from telemetry.step_stats import StatsExchange
 from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
-StepObserver = Callable[[int], None]  # called with the number of the step
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
-COMPILED = (
-    "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
-    "samples these run as they are), and the loss; by torch.compile"
-)
-
-
-# ---- What a run consists of ----------------------------------------------------------------------
 
 
 @dataclass
 class ModelState:
-    """One rank's part of a model in one layout: all that evaluation needs."""
+    """One rank's part of a model in one layout: everything that an evaluation needs."""
 
     config: Config
     factory: ParamFactory
-    stage_specs: list[StageSpec]  # of the whole pipeline
+    stage_specs: list[StageSpec]  # one for each stage of the whole pipeline
     stages: nn.ModuleList  # this rank's stages, in the model's order
     pipeline: Pipeline
     reader: data.BatchReader
@@ -67,25 +59,26 @@ class ModelState:
 
 @dataclass
 class TrainState(ModelState):
-    """One rank's part of a model, with its optimizer: all that training needs."""
+    """One rank's part of a model, with its optimizer: everything that a training step needs."""
 
     optimizer: Optimizer
-    # Called before the passes of each step, with its first sample and the length of its samples.
+    # Functions that are called before the forward passes of each step. Their arguments are the
+    # number of the step's first sample, and the tokens of a sample.
     before_passes: list[Callable[[int, int], None]] = field(default_factory=list)
 
 
 def build(config: Config, context: Context | None = None) -> TrainState:
-    """Build this rank's stages, pipeline and optimizer; collective over all ranks.
+    """Return this rank's stages, pipeline, batch reader and optimizer; collective over all ranks.
 
-    `config` has passed validation.check, and --schedule auto is decided (telemetry/pass_times.py).
-    context: None for a world of one rank on the CPU.
+    config: options that passed validation.check; its schedule is not "auto". context: this rank's
+    connections to the other ranks; None for a world of one rank on the CPU.
     """
     model = build_model(config, context)
     config = model.config
     optimizer = Optimizer(model.stages, model.factory, config.training, config.layout, config.model)
     state = TrainState(**vars(model), optimizer=optimizer)
     if config.run.routing_file and optimizer.balance:
-        from telemetry.routing_file import RoutingFile  # here, since few runs need the module
+        from telemetry.routing_file import RoutingFile  # only --record- and --pin-routing need it
 
         routing = RoutingFile(config, model.factory, optimizer.balance.routers)
         state.before_passes.append(routing.begin_step)
@@ -93,35 +86,36 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 
 
 def build_model(config: Config, context: Context | None = None) -> ModelState:
-    """Build this rank's stages, pipeline and batch reader, as `build`, but no optimizer."""
-    device = context.device if context else CPU
-    config, _ = precision.settled(config, context)
+    """Return this rank's stages, pipeline and batch reader, without an optimizer.
+
+    Collective over all ranks. The arguments are those of `build`.
+    """
+    config, _ = precision.decide(config, context)
     layout = config.layout
     training = config.training
-    heads = layout.over_heads(config.model)
-    ep = (layout.ep or 1) if config.model.experts > 1 else 0
-    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, bool(layout.vocab_pp), heads, ep)
-    dtype = DTYPES[training.precision]
-    seed = training.seed
-    std = training.init_std
+    mesh = mesh_of_run(config, context)
+    device = context.device if context else CPU
     deferred = DeferredGradients() if layout.splits_backward else None
-    factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel, deferred)
+    dtype = DTYPES[training.precision]
+    std = training.init_std
+    split = layout.sequence_parallel
+    factory = ParamFactory(mesh, dtype, device, training.seed, std, split, deferred)
     factory = replace(factory, compile=config.run.compile)
     if layout.zero == 3 and mesh.replicas.size > 1:
-        from optim.fsdp import block_sharder  # here, since it loads 43 MB of torch's modules
+        from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
 
         factory = replace(factory, shard=block_sharder(factory, training))
     specs = stage_specs(config.model, layout, part_costs(config.model, factory.device.type))
-    stage_of: dict[int, Stage] = {}
+    masked = config.data.masks_attention
+    stage_of: dict[int, Stage] = {}  # this rank's stages by their number in the pipeline
     for spec in specs:
         if spec.rank == mesh.pp.rank:
-            first = stage_of.get(0)
-            masked = config.data.masks_attention
-            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first, masked)
+            first_stage = stage_of.get(0)  # a tied head on the same rank uses its embedding
+            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first_stage, masked)
     stages = nn.ModuleList(stage_of.values())
     ends = Ends
     if layout.vocab_pp:
-        from vocabulary import VocabularyEnds  # here, since only --vocab-pp needs the module
+        from vocabulary import VocabularyEnds  # imported here: only --vocab-pp needs this module
 
         ends = VocabularyEnds
     pipeline = Pipeline(stage_of, factory, config, ends)
@@ -130,124 +124,139 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
 
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
-    """One optimizer step on the global batch that starts at sample `consumed`."""
-    loss_sum, counted = passes(state, samples, consumed)
-    masks = state.config.data.masks_loss
-    return state.optimizer.step(lr, loss_sum, counted if masks else None)
+    """Do one optimizer step on the global batch of `samples` that starts at sample `consumed`.
+
+    Return its loss and gradient norm. lr: the learning rate of this step.
+    """
+    loss_sum, targets = run_passes(state, samples, consumed)
+    if not state.config.data.masks_loss:
+        return state.optimizer.step(lr, loss_sum)
+    # With loss masks, only the forward passes count the targets of the batch.
+    return state.optimizer.step(lr, loss_sum, targets)
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
-    """Run the passes of one micro-batch of the next step and discard the gradients, so that
-    --compile compiles and a GPU loads its kernels (start_checks.warms_up). The step reuses the
-    micro-batch.
+    """Run the passes of the next step's first micro-batch, and discard the gradients.
+
+    Called before the first step if start_checks.warms_up: --compile compiles here, and a GPU loads
+    its kernels. The step, which starts at sample `consumed`, reuses the micro-batch.
     """
     state.factory.mesh.recorder.enter("warm up")
-    passes(state, samples, consumed, keep=True, some=1)
+    run_passes(state, samples, consumed, keep=True, limit=1)
     state.optimizer.discard()
 
 
-def passes(
-    state: TrainState, samples: data.Samples, consumed: int, keep: bool = False, some: int = 0
+def run_passes(
+    state: TrainState, samples: data.Samples, consumed: int, keep: bool = False, limit: int = 0
 ) -> tuple[Tensor, int]:
-    """Run a step's forward and backward passes; return loss sum and targets as Pipeline.train.
-    keep: the next passes reuse the micro-batches. some: run only the first so many, 0: all.
+    """Run the forward and backward passes of the step that starts at sample `consumed`.
+
+    Return this rank's share of the sum of losses (a scalar) and of the number of targets: not 0 on
+    one rank of each replica. keep: whether the next call for this step gets the same micro-batches
+    from the reader. limit: the number of micro-batches to run, 0: all.
     """
     config = state.config
     size = config.batches.batch(consumed)
     length = config.model.seq_length
-    micro_batches = some or config.micro_batches(size)
+    micro_batches = limit or config.micro_batches(size)
     batches = state.reader.batches(samples, consumed, config, keep=keep)
     loss_weight = state.optimizer.begin_step(size * length, micro_batches)
-    for begin in state.before_passes:
-        begin(consumed, length)
+    for begin_step in state.before_passes:
+        begin_step(consumed, length)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 
 
 def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
-    """Return the mean loss per target of the first `count` samples, 0 without any; collective."""
+    """Return the mean loss per target of the first `count` samples, 0 if they have no target.
+
+    Collective over all ranks; the result is the same on every rank.
+    """
     config = state.config
     mesh = state.factory.mesh
     mesh.recorder.enter("evaluate")
-    micro_batches = -(-count // (config.layout.micro_batch_size * config.layout.dp))
+    samples_at_once = config.layout.micro_batch_size * config.layout.dp
+    micro_batches = -(-count // samples_at_once)  # rounded up
     batches = state.reader.batches(samples, 0, config, count)
-    loss_sum, counted = state.pipeline.evaluate(batches, micro_batches)
-    sums = torch.stack([loss_sum, torch.full_like(loss_sum, counted)])
+    loss_sum, targets = state.pipeline.evaluate(batches, micro_batches)
+    sums = torch.stack([loss_sum, torch.full_like(loss_sum, targets)])
     mesh.world.at_once.all_reduce(sums).wait()
-    total, targets = mesh.world.values(sums)
-    return total / max(1.0, targets)
-
-
-# ---- The run -------------------------------------------------------------------------------------
+    total_loss, total_targets = mesh.world.values(sums)
+    return total_loss / max(1.0, total_targets)
 
 
 def main(config: Config, launch: Launch, signals: Signals | None = None) -> None:
-    """Run all steps; an error ends every rank. signals: the caller's handlers, None: new ones."""
-    listening = signals is None
+    """Do a whole run on this rank and exit with its status; an error on any rank ends every rank.
+
+    signals: the handlers that the caller has installed. None: install handlers here, and restore
+    the previous handlers when the run has ended.
+    """
+    restores_handlers = signals is None
     signals = signals or Signals()
     context = start(launch, config.run)
     signals.have_met(context.end_all_ranks)
-    with context.failing_loudly(), step_stats.snapshot(config.run, context), ExitStack() as end:
+    with context.failing_loudly(), step_stats.snapshot(config.run, context):
+        finished = _train(config, context, signals)
+    context.stop(0 if finished else STOPPED_EARLY)
+    if restores_handlers:
+        signals.close()
+
+
+def _train(config: Config, context: Context, signals: Signals) -> bool:
+    """Build a run, do its steps, and write its last checkpoint; return whether all are done."""
+    with ExitStack() as cleanup:
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.model.seq_length, on_gpu)
-        config, decided = precision.settled(replace(config, layout=layout), context)
+        config, precision_line = precision.decide(replace(config, layout=layout), context)
         notes: list[str] = []
         if config.layout.schedule == "auto":
-            from telemetry.pass_times import decide_schedule  # here: a given one needs no search
+            from telemetry.pass_times import decide_schedule  # only --schedule auto needs it
 
             config, notes = decide_schedule(config, context)
-        start_checks.introduce(config, context, decided)
+        start_checks.introduce(config, context, precision_line)
         splits = data.build(config)
         precision.check(config, context)
-        at_start = step_stats.measure(context.device, seconds=0.0)
+        stats_at_start = step_stats.measure(context.device, seconds=0.0)
         state = build(config, context)
-        end.callback(state.reader.close)
+        cleanup.callback(state.reader.close)
         mesh = state.factory.mesh
-        samples = splits.train
-        before = step_stats.exchange(at_start, mesh.world, context.device)
-        kernels = _kernels(state, splits)
+        memory_before = step_stats.exchange(stats_at_start, mesh.world, context.device)
+        masked = config.data.masks_attention
+        micro_batch = config.layout.micro_batch_size
+        attention = attention_kernel(config.model, state.factory, micro_batch, masked)
+        optimizer = state.optimizer
+        kernels = start_checks.kernel_names(config, optimizer.kernel, attention, splits.source)
         start_checks.check_compiler(kernels, context.device.type, context.nodes[context.rank])
-        room = room_for_saves(config, state.optimizer)
-        log = Log(config, context, state.stage_specs, kernels, before, room)
-        end.callback(log.close)  # after an error too: close() prints the number of unwritten rows
+        bytes_per_save = room_for_saves(config, optimizer)
+        log = Log(config, context, state.stage_specs, kernels, memory_before, bytes_per_save)
+        # Called after an error too, because close() prints the number of unwritten rows.
+        cleanup.callback(log.close)
         for note in [*notes, *splits.notes]:
             log.note(note)
         pp = config.layout.pp
         if config.run.blocking and pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({pp}) it does not wait for every CUDA kernel")
-        checks = None
+        replica_checker = None
         if config.run.check_replicas_every:
-            checks = partial(replica_check.check, state.stages, state.optimizer, mesh)
-        checkpoints = Checkpoints(config, mesh, state.optimizer, context, samples, log.note, checks)
+            replica_checker = partial(replica_check.check, state.stages, optimizer, mesh)
+        samples = splits.train
+        checkpoints = Checkpoints(
+            config, mesh, optimizer, context, samples, log.note, replica_checker
+        )
         start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
-        end.callback(trainer.losses.spikes.finish)
-        end.enter_context(garbage.collecting_between_steps())
+        cleanup.callback(trainer.losses.spikes.finish)
+        cleanup.enter_context(garbage.collecting_between_steps())
         finished = trainer.run()
         log.summarize()
         if finished:
             checkpoints.finish(trainer.done, conditions.wants_stop)
-    context.stop(0 if finished else STOPPED_EARLY)
-    if listening:  # the caller may go on: restore its signal handlers
-        signals.close()
-
-
-def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
-    """Return the names of the kernels and data readers that run, for the log and run.json."""
-    config = state.config
-    micro_batch = state.config.layout.micro_batch_size
-    masked = config.data.masks_attention
-    kernels = {
-        "optimizer": state.optimizer.kernel,
-        "attention": attention_kernel(config.model, state.factory, micro_batch, masked),
-        "data": splits.source,
-    }
-    return kernels | ({"compiled": COMPILED} if config.run.compile else {})
+    return finished
 
 
 class Trainer:
-    """The training loop of one run. done: the run's progress, equal on every rank."""
+    """The training loop of one run; `done` is the run's progress, equal on every rank."""
 
     def __init__(
         self,
@@ -257,7 +266,7 @@ class Trainer:
         checkpoints: Checkpoints,
         conditions: StopConditions,
     ):
-        """Resume if --resume asks for it; collective over all ranks."""
+        """Load the checkpoint that --resume names, if any; collective over all ranks."""
         config = state.config
         mesh = state.factory.mesh
         self.config = config
@@ -266,24 +275,30 @@ class Trainer:
         self.log = log
         self.checkpoints = checkpoints
         self.conditions = conditions
-        self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
-        self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
+        self.recorder = mesh.recorder
+        self.device = state.factory.device
+        self.stats_exchange = StatsExchange(mesh, self.device, conditions, checkpoints)
+        self.straggler_check = step_stats.StragglerCheck(config, log.context.nodes)
         self.done = checkpoints.resume()
         check_begin(config, self.done)
-        self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
-        log.total, log.epoch_tokens = self.total, splits.epoch_tokens
+        self.last_step = config.steps_after(self.done.iteration, self.done.consumed_samples)
+        log.total = self.last_step
+        log.epoch_tokens = splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)
-        self.seconds_to_evaluate = 0.0
-        self.before_step: list[StepObserver] = [self.recorder.begin_step]
-        self.after_step: list[StepObserver] = [garbage.collect_after]
-        self.write_samples: Callable[[int, bool], None] = lambda iteration, last: None
+        self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
+        # Functions that are called before and after each step, with its number.
+        self.before_step: list[Callable[[int], None]] = [self.recorder.begin_step]
+        self.after_step: list[Callable[[int], None]] = [garbage.collect_after]
+        # Called after a step with its number, and whether it is the last step.
+        self.write_samples: Callable[[int, bool], None] = lambda iteration, is_last: None
         self.step: Callable[..., StepResult] = partial(step, state)
         self._add_observers()
-        self.cold = start_checks.warms_up(config, self.device.type)
+        self.needs_warm_up = start_checks.warms_up(config, self.device.type)
 
     def _add_observers(self) -> None:
         """Add the observers that the options ask for: a profile, step times, samples of text."""
-        state, log = self.state, self.log
+        state = self.state
+        log = self.log
         exchange = self.checkpoints.exchange
         if self.config.run.torch_profile:
             from telemetry.torch_profile import TorchProfile
@@ -294,11 +309,12 @@ class Trainer:
         if self.config.run.trace_numerics:
             from telemetry.numerics_trace import NumericsTrace
 
-            self.step = NumericsTrace(state, passes, step, exchange.gather, log.without).step
+            self.step = NumericsTrace(state, run_passes, step, exchange.gather, log.without).step
         if self.config.run.audit_every:
             from telemetry.audit import Audit
 
-            self.after_step.append(Audit(state, self.checkpoints, log, self.done, self.total).after)
+            audit = Audit(state, self.checkpoints, log, self.done, self.last_step)
+            self.after_step.append(audit.after)
         self.after_step.append(StepTimes(exchange, log).after)
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples
@@ -310,35 +326,38 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step, and evaluate, log and save between steps; return True.
 
-        Return False if a stop condition or a signal ended the run earlier: its state is saved.
+        Return False if a stop condition or a signal ended the run earlier, with its state saved.
         Raise UserError if training has diverged.
         """
         action: float = GO_ON
-        if self.done.iteration < self.total:
-            at_boundary = self.conditions.action_after(self.done.consumed_samples)
-            action = max(self._largest_request(), at_boundary)
+        if self.done.iteration < self.last_step:
+            by_samples = self.conditions.action_after(self.done.consumed_samples)
+            action = max(self.stats_exchange.largest_request(), by_samples)
         if action == SAVE_AND_STOP:
             return self._stop_early()
         save_requested = action == SAVE
-        for iteration in range(self.done.iteration + 1, self.total + 1):
-            last, due = iteration == self.total, self._evaluations_due(iteration)
-            action = self._advance(iteration, evaluates=bool(due))
+        for iteration in range(self.done.iteration + 1, self.last_step + 1):
+            is_last = iteration == self.last_step
+            evaluations = self._evaluations_after(iteration)
+            action = self._train_or_skip(iteration, evaluates=bool(evaluations))
             if self.losses.diverged:
                 give_up(self.losses, self.done, self.checkpoints)
-            # A requested stop skips the evaluation, which would delay the stop.
-            if due and (last or action < SAVE_AND_STOP):
-                action = max(action, self._evaluate(due))
-            if last or action < SAVE_AND_STOP:
-                self.write_samples(iteration, last)
+            # A requested stop skips the evaluation and the samples, which would delay the stop.
+            if evaluations and (is_last or action < SAVE_AND_STOP):
+                action = max(action, self._evaluate(evaluations))
+            if is_last or action < SAVE_AND_STOP:
+                self.write_samples(iteration, is_last)
             every = self.config.run.check_replicas_every
-            if every and (last or iteration % every == 0):
+            if every and (is_last or iteration % every == 0):
                 self.checkpoints.check_replicas(iteration)
             action = max(action, self.conditions.action_after(self.done.consumed_samples))
-            if action == SAVE_AND_STOP and not last:
+            if action == SAVE_AND_STOP and not is_last:
                 return self._stop_early()
             save_requested |= action == SAVE
-            if last or not self.losses.bad:  # if bad, --keep-last might delete the last good state
-                self.checkpoints.after_step(self.done, last, save_requested)
+            # Nothing is saved after a loss that is not finite, because --keep-last might then
+            # delete the newest checkpoint from before it.
+            if is_last or not self.losses.bad:
+                self.checkpoints.after_step(self.done, is_last, save_requested)
                 save_requested = False
                 if not self.checkpoints.saving:
                     self.conditions.saved()
@@ -349,98 +368,77 @@ class Trainer:
         self.conditions.saved()
         return True
 
-    def _evaluations_due(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
-        """Return by name the samples, and their number, of each evaluation due after this step."""
-        every, splits = self.config.data.eval_every, self.splits
-        if iteration != self.total and not (every and iteration % every == 0):
+    def _evaluations_after(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
+        """Return the evaluations to make after a step: by name, the samples and their number."""
+        every = self.config.data.eval_every
+        if iteration < self.last_step and not (every and iteration % every == 0):
             return {}
-        if splits.validation is None:
-            return dict(splits.eval_sets)
-        validation = splits.validation, self.config.data.eval_samples
-        return {"validation": validation, **splits.eval_sets}
+        return self.splits.evaluations(self.config.data.eval_samples)
 
-    def _advance(self, iteration: int, evaluates: bool) -> float:
-        """Train on the next global batch, or skip it; return the ranks' largest request."""
+    def _train_or_skip(self, iteration: int, evaluates: bool) -> float:
+        """Do step `iteration` on the next global batch, or skip the batch if --skip-samples has it.
+
+        Return the largest action that any rank requests. evaluates: whether an evaluation follows
+        the step. Collective over all ranks.
+        """
         begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
+        length = self.config.model.seq_length
+        samples = self.splits.train
         if self.config.passes_over(begin, batch):
-            self._count(iteration, batch, trained=False)
+            self.done = self.done.after_step(samples, batch, length, trained=False)
             self.log.pass_over(iteration, begin + batch, batch)
             return GO_ON  # a skipped batch takes no time: requests wait for the next step
-        if self.cold:
+        if self.needs_warm_up:
             self._warm_up(begin)
         began = time.perf_counter()
         for observe in self.before_step:
             observe(iteration)
-        trained, samples = begin - self.done.skipped_samples, self.config.total_samples
-        lr = learning_rate(self.config.training, trained, samples, batch)
-        result = self.step(self.splits.train, begin, lr)
-        self._count(iteration, batch, trained=not result.skipped)
+        trained_samples = begin - self.done.skipped_samples
+        total_samples = self.config.total_samples
+        lr = learning_rate(self.config.training, trained_samples, total_samples, batch)
+        result = self.step(samples, begin, lr)
+        trained = not result.skipped
+        self.done = self.done.after_step(samples, batch, length, trained)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
-        everyone = self._exchange(seconds, evaluates)
-        self.log.context.launch.watch.close()  # the start is over
+        seconds_to_evaluate = self.seconds_to_evaluate if evaluates else 0.0
+        stats_of_ranks = self.stats_exchange.after_step(seconds, seconds_to_evaluate)
+        # After the first step, the process that watched the start of this rank is not needed.
+        self.log.context.launch.watch.close()
         for observe in self.after_step:
             observe(iteration)
-        for line in self.stragglers.add(everyone):
+        for line in self.straggler_check.add(stats_of_ranks):
             self.log.note(line)
-        self.log.step(self.done, batch, lr, result, everyone)
+        self.log.step(self.done, batch, lr, result, stats_of_ranks)
         self.losses.step(self.done, batch, result)
-        return max(rank.requested_action for rank in everyone)
+        return max(stats.requested_action for stats in stats_of_ranks)
 
     def _warm_up(self, begin: int) -> None:
-        """Call `warm_up` once, before the first step that is not skipped, and log its seconds."""
-        self.cold, began = False, time.perf_counter()
+        """Call `warm_up` once, before the first step that trains, and log the seconds it takes."""
+        self.needs_warm_up = False
+        began = time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
         garbage.freeze()
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
-    def _count(self, iteration: int, batch: int, trained: bool) -> None:
-        """Add a step on `batch` samples to `done`; trained: whether it changed the weights."""
-        begin, untrained = self.done.consumed_samples, self.done.skipped_samples
-        counts = self.splits.train.count_by_corpus(begin, begin + batch)
-        length = self.config.model.seq_length
-        usage = self.done.usage.after(counts, batch, length, trained)
-        untrained += 0 if trained else batch
-        self.done = Progress(iteration, begin + batch, untrained, usage)
-
-    def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
-        """Return every rank's statistics of a step that took `seconds`; collective over the world.
-
-        The statistics hold each rank's requested action, so there is one exchange between steps.
-        """
-        ahead = self.checkpoints.seconds_to_save
-        ahead += self.seconds_to_evaluate if evaluates else 0.0
-        action = max(self.conditions.requested_action(ahead), self.checkpoints.requested_action)
-        own = step_stats.measure(self.device, seconds, self.recorder.take_waited(), action)
-        self.recorder.at("statistics")
-        everyone = step_stats.exchange(own, self.world, self.device)
-        self.recorder.end_step()
-        return everyone
-
-    def _evaluate(self, due: dict[str, tuple[data.Samples, int]]) -> float:
-        """Evaluate on each of `due`; return the ranks' largest request afterwards."""
+    def _evaluate(self, evaluations: dict[str, tuple[data.Samples, int]]) -> float:
+        """Do and log each evaluation; return the largest action that any rank requests then."""
         began = time.perf_counter()
-        for name, (samples, count) in due.items():
+        for name, (samples, count) in evaluations.items():
             self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
         self.seconds_to_evaluate = time.perf_counter() - began
-        return self._largest_request()
-
-    def _largest_request(self) -> float:
-        """Return the ranks' largest request, before step 1 or after an evaluation; collective."""
-        action = self.conditions.requested_action()
-        own = step_stats.measure(self.device, 0.0, requested_action=action)
-        everyone = step_stats.exchange(own, self.world, self.device)
-        return max(rank.requested_action for rank in everyone)
+        return self.stats_exchange.largest_request()
 
     def _stop_early(self) -> bool:
         """Save, print which rank requested the stop, and return False: the run is not finished.
+
         Raise UserError if the state could not be saved.
         """
         reasons = self.checkpoints.exchange.gather("stop", self.conditions.reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
         where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
-        where += f", after iteration {self.done.iteration} of {self.total}"
+        where += f", after iteration {self.done.iteration} of {self.last_step}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
             raise UserError(f"stopped by {where}; its state could not be saved")
         self.conditions.saved()

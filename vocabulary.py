@@ -31,96 +31,109 @@ from schedules.schedule import Action
 
 
 class _Logits(NamedTuple):
-    """The tensors that pass S keeps for pass T of the same micro-batch.
+    """The results of pass S that pass T of the same micro-batch needs.
 
     x: the last stage's output, (s, b, h). edge: the autograd node of this rank's logits; None in
-    an evaluation. every: `LocalLoss.sums` of all ranks, complete after `handle.wait()`.
+    an evaluation. local_loss: this rank's part of the losses. sums_of_ranks: `LocalLoss.sums` of
+    all ranks, complete after `handle.wait()`.
     """
 
     x: Tensor
     edge: GradientEdge | None
-    local: LocalLoss
-    every: Tensor
+    local_loss: LocalLoss
+    sums_of_ranks: Tensor
     handle: Handle
 
 
 class VocabularyEnds(Ends):
     """Does the passes E, S, T and G of one rank during one `Execution` of a schedule."""
 
-    meet_in_evaluation = True
+    # All ranks exchange sums in pass S, in an evaluation too. The exchange for a micro-batch ends
+    # only after every forward pass of this micro-batch, so after the arrival of its activations.
+    shows_arrivals = True
 
     def __init__(self, execution: Execution):
+        """Prepare for one execution; with --vocab-pp, stage r is on pipeline rank r."""
         super().__init__(execution)
         self.mesh = execution.mesh
-        self.groups = self.mesh.passes
+        self.groups = self.mesh.passes  # the group of the collectives of each kind of pass
         self.rank = execution.rank
-        self.last = execution.schedule.stages - 1
+        self.last_rank = execution.schedule.stages - 1
         part = execution.pipeline.stages[self.rank].vocabulary
         assert part is not None  # stages and schedule come from one layout
         self.part = part
-        self.passes = {"E": self._embed, "S": self._logits, "T": self._loss, "G": self._add}
+        self.passes = {
+            "E": self._embed,
+            "S": self._compute_logits,
+            "T": self._compute_loss,
+            "G": self._add_embedding_gradient,
+        }
+        # By micro-batch: its tokens and labels, the autograd node of its embeddings, its logits.
         self.batches: dict[int, Batch] = {}
-        self.embedded: dict[int, GradientEdge] = {}
+        self.embeddings: dict[int, GradientEdge] = {}
         self.logits: dict[int, _Logits] = {}
-        # Per (kind of pass, micro-batch): a tensor that is being received, sent or summed, and the
-        # handle to wait for before it is used or freed.
-        self.moving: dict[tuple[str, int], tuple[Tensor, Handle]] = {}
-        self.taken = execution.schedule.gradients_taken
+        # By kind of pass and micro-batch: a tensor that is being received, sent or summed, and the
+        # handle to wait for before the tensor is used or freed.
+        self.messages: dict[tuple[str, int], tuple[Tensor, Handle]] = {}
+        # By micro-batch: the earlier micro-batches whose G every rank has done when its T begins.
+        self.finished_by = execution.schedule.gradients_taken
 
     @staticmethod
     def connect(mesh: Mesh, device: torch.device) -> None:
-        """Do one broadcast in each group: NCCL connects a group's ranks in the first collective."""
+        """Do one broadcast in each group, because NCCL connects ranks in the first collective."""
         for group in mesh.passes.values():
             group.broadcast(torch.zeros(1, device=device), 0).wait()
 
     # -- inputs and outputs of the stages ---------------------------------------------------
 
     def batch(self, action: Action) -> Batch | None:
-        """Return None: no stage needs the batch, which pass E keeps for S and T."""
+        """Return None: no stage reads the micro-batch, because the passes E, S and T do it."""
         return None
 
     def first_input(self, action: Action, batch: Batch | None) -> Tensor:
-        """Return the first stage's input: the sum over all ranks of pass E's embeddings."""
+        """Return the first stage's input, (s, b, h): the sum of all ranks' results of pass E."""
         return self._take("E", action.micro_batch).requires_grad_(torch.is_grad_enabled())
 
     def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
-        """Broadcast the last stage's output y, which pass S of every rank takes; return y."""
-        self._send("S", action, y)
+        """Broadcast the last stage's output y, (s, b, h), to pass S of every rank; return y."""
+        self._broadcast("S", action, y)
         return y
 
     def last_gradient(self, action: Action) -> Tensor:
-        """Return the gradient of the last stage's output: the sum over all ranks of pass T's."""
+        """Return the gradient of the last stage's output: the sum of all ranks' results of T."""
         return self._take("T", action.micro_batch)
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
-        """Broadcast the gradient of the first stage's input, which pass G of every rank takes."""
+        """Broadcast the gradient of the first stage's input x to pass G of every rank."""
         assert x.grad is not None  # x is a sum of embeddings
-        self._send("G", action, x.grad)
+        self._broadcast("G", action, x.grad)
 
     def post_receive(self, action: Action) -> None:
-        """Start the receive of the tensor that a pass S or G takes, unless this rank sends it."""
-        kind, _, m = action
-        source = {"S": self.last, "G": 0}.get(kind, self.rank)
-        if source != self.rank and (kind, m) not in self.moving:
+        """Start to receive the tensor that a pass S or G needs, unless this rank sends it."""
+        kind, _, micro_batch = action
+        senders = {"S": self.last_rank, "G": 0}
+        sender = senders.get(kind, self.rank)
+        if sender != self.rank and (kind, micro_batch) not in self.messages:
             buffer = self.execution.new_activation()
-            self.moving[kind, m] = buffer, self.groups[kind].broadcast(buffer, source)
+            handle = self.groups[kind].broadcast(buffer, sender)
+            self.messages[kind, micro_batch] = (buffer, handle)
 
     def finish(self) -> list[Handle]:
         """Return the handles of all tensors that are still being sent."""
-        return [handle for _, handle in self.moving.values()]
+        return [handle for _, handle in self.messages.values()]
 
     # -- messages ---------------------------------------------------------------------------
 
-    def _send(self, kind: str, action: Action, tensor: Tensor) -> None:
-        """Broadcast an action's result to all ranks, for their passes of the given kind."""
-        tensor = tensor.detach().contiguous()
+    def _broadcast(self, kind: str, action: Action, result: Tensor) -> None:
+        """Broadcast an action's result to all pipeline ranks, for their passes of kind `kind`."""
+        tensor = result.detach().contiguous()
         self._start(kind, action, tensor, lambda: self.groups[kind].broadcast(tensor, self.rank))
 
-    def _sum(self, action: Action, tensor: Tensor, to: int) -> None:
-        """Reduce the result of an action's pass over all ranks, to the rank `to`."""
-        tensor = tensor.contiguous()
+    def _reduce(self, action: Action, result: Tensor, to_rank: int) -> None:
+        """Sum the result of an action of each pipeline rank; only `to_rank` gets the sum."""
+        tensor = result.contiguous()
         kind = action.kind
-        self._start(kind, action, tensor, lambda: self.groups[kind].reduce(tensor, to))
+        self._start(kind, action, tensor, lambda: self.groups[kind].reduce(tensor, to_rank))
 
     def _start(
         self,
@@ -129,83 +142,99 @@ class VocabularyEnds(Ends):
         tensor: Tensor,
         begin: Callable[[], Handle],
     ) -> None:
-        """Have `begin` start a collective on `tensor` when the schedule says, and keep both."""
-        later = self.execution.start_later(action, begin)
-        self.moving[kind, action.micro_batch] = tensor, later
+        """Have `begin` start a collective on `tensor` when the schedule says.
 
-    def _take(self, kind: str, m: int) -> Tensor:
-        """Wait for a micro-batch's tensor, received or summed here for that kind of pass."""
-        tensor, handle = self.moving.pop((kind, m))
+        The tensor and the collective's handle are kept for the passes of kind `kind`.
+        """
+        handle = self.execution.start_later(action, begin)
+        self.messages[kind, action.micro_batch] = (tensor, handle)
+
+    def _take(self, kind: str, micro_batch: int) -> Tensor:
+        """Wait for the tensor that is received or summed for a pass of kind `kind`; return it."""
+        tensor, handle = self.messages.pop((kind, micro_batch))
         handle.wait()
         return tensor
 
-    def _release(self, kind: str, m: int) -> None:
-        """Free a tensor that this rank sent; call it once a later message shows its arrival."""
-        if (kind, m) in self.moving:
-            self._take(kind, m)
+    def _free(self, kind: str, micro_batch: int) -> None:
+        """Free a tensor that this rank has sent, if any; called when it must have arrived."""
+        if (kind, micro_batch) in self.messages:
+            self._take(kind, micro_batch)
 
     # -- passes -----------------------------------------------------------------------------
 
     def _embed(self, action: Action) -> None:
-        """Do pass E: embed this rank's tokens and start the sum for the first rank."""
-        m = action.micro_batch
-        self.mesh.recorder.at("data", m)
-        self.batches[m] = self.execution.batches(m)
-        self.mesh.recorder.at("E", m)
-        rows = self.part(self.batches[m].tokens)
+        """Do pass E: embed the tokens that this rank's rows have, and start the sum of all ranks'
+        results for the first rank.
+        """
+        micro_batch = action.micro_batch
+        self.mesh.recorder.at("data", micro_batch)
+        batch = self.execution.batches(micro_batch)
+        self.batches[micro_batch] = batch
+        self.mesh.recorder.at("E", micro_batch)
+        embeddings = self.part(batch.tokens)
         if torch.is_grad_enabled():
-            self.embedded[m] = get_gradient_edge(rows)
-        self._sum(action, rows.detach(), 0)
+            self.embeddings[micro_batch] = get_gradient_edge(embeddings)
+        self._reduce(action, embeddings.detach(), to_rank=0)
 
-    def _logits(self, action: Action) -> None:
-        """Do pass S: compute this rank's logits and start the all-gather of their sums."""
-        m = action.micro_batch
-        self.mesh.recorder.at("S", m)
-        sends = self.rank == self.last
-        x = self.moving["S", m][0] if sends else self._take("S", m)
+    def _compute_logits(self, action: Action) -> None:
+        """Do pass S: compute this rank's columns of the logits, (s, b, V/n), and start the
+        all-gather of the sums that the loss needs.
+        """
+        micro_batch = action.micro_batch
+        self.mesh.recorder.at("S", micro_batch)
+        if self.rank == self.last_rank:
+            x, _ = self.messages["S", micro_batch]  # this rank's own output, which it broadcasts
+        else:
+            x = self._take("S", micro_batch)
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         part = self.part
         logits = part.logits(x)
         edge = get_gradient_edge(logits) if torch.is_grad_enabled() else None
-        labels = self.batches[m].labels.t()
-        local = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)
-        ranks = self.mesh.vocabulary
-        every = local.sums.new_empty(ranks.size, *local.sums.shape)
-        handle = self.execution.start_later(action, lambda: ranks.all_gather(every, local.sums))
-        self.logits[m] = _Logits(x, edge, local, every, handle)
+        labels = self.batches[micro_batch].labels.t()
+        local_loss = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)
+        group = self.mesh.vocabulary
+        sums = local_loss.sums
+        sums_of_ranks = sums.new_empty(group.size, *sums.shape)
+        handle = self.execution.start_later(action, lambda: group.all_gather(sums_of_ranks, sums))
+        self.logits[micro_batch] = _Logits(x, edge, local_loss, sums_of_ranks, handle)
 
-    def _loss(self, action: Action) -> None:
-        """Do pass T: losses, and in training the gradients of x and of the output matrix."""
-        m = action.micro_batch
-        self.mesh.recorder.at("T", m)
-        x, edge, local, every, handle = self.logits.pop(m)
+    def _compute_loss(self, action: Action) -> None:
+        """Do pass T: compute the losses, and in training the gradients of the last stage's output
+        and of this rank's rows of the output matrix.
+        """
+        micro_batch = action.micro_batch
+        self.mesh.recorder.at("T", micro_batch)
+        x, edge, local_loss, sums_of_ranks, handle = self.logits.pop(micro_batch)
         # After this wait every rank has done its S: it has received the last stage's output, which
         # depends on the sum of E and on this rank's F. So the tensors of these can be freed.
         handle.wait()
-        self._release("E", m)
-        self._release("S", m)
-        sent = self.execution.leaving.pop(Action("F", self.rank, m), None)
-        if sent is not None:
-            sent.wait()
-        for done in self.taken[m]:  # their G came before this S on every rank
-            self._release("G", done)
-        losses, gradient = local.finish(every, self.execution.loss_weight)
-        if self.rank == self.last:
+        self._free("E", micro_batch)
+        self._free("S", micro_batch)
+        send_of_forward = self.execution.sends.pop(Action("F", self.rank, micro_batch), None)
+        if send_of_forward is not None:
+            send_of_forward.wait()
+        for finished in self.finished_by[micro_batch]:
+            self._free("G", finished)
+        losses, gradient = local_loss.finish(sums_of_ranks, self.execution.loss_weight)
+        if self.rank == self.last_rank:
             self.execution.loss += losses.sum()
-            self.execution.targets += self.batches[m].count
-        if edge is None:
-            del self.batches[m]
+            self.execution.targets += self.batches[micro_batch].count
+        if edge is None:  # an evaluation has no gradients
+            del self.batches[micro_batch]
             return
         add_weight_gradients = self.part.deferred.backward(edge, gradient)
         assert x.grad is not None  # x is the logits' input
-        self._sum(action, x.grad, self.last)
+        self._reduce(action, x.grad, self.last_rank)
         add_weight_gradients()
 
-    def _add(self, action: Action) -> None:
-        """Do pass G: add the embedding's gradient to this rank's rows."""
-        m = action.micro_batch
-        self.mesh.recorder.at("G", m)
-        gradient = self.moving["G", m][0] if self.rank == 0 else self._take("G", m)
-        self._release("T", m)
-        torch.autograd.backward(self.embedded.pop(m), gradient)
-        del self.batches[m]
+    def _add_embedding_gradient(self, action: Action) -> None:
+        """Do pass G: add the gradient of the embeddings to this rank's rows of the embedding."""
+        micro_batch = action.micro_batch
+        self.mesh.recorder.at("G", micro_batch)
+        if self.rank == 0:
+            gradient, _ = self.messages["G", micro_batch]  # this rank broadcasts it
+        else:
+            gradient = self._take("G", micro_batch)
+        self._free("T", micro_batch)
+        torch.autograd.backward(self.embeddings.pop(micro_batch), gradient)
+        del self.batches[micro_batch]

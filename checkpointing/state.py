@@ -40,6 +40,25 @@ class Progress:
     skipped_samples: int = 0
     usage: Usage = field(default_factory=Usage)
 
+    def after_step(
+        self,
+        samples: Samples,
+        batch: int,
+        length: int,
+        trained: bool,
+    ) -> "Progress":
+        """Return the progress after one more step, which reads `batch` samples of `samples`.
+
+        length: the tokens of a sample. trained: whether the step changes the weights.
+        """
+        begin = self.consumed_samples
+        counts = samples.count_by_corpus(begin, begin + batch)
+        usage = self.usage.after(counts, batch, length, trained)
+        skipped_samples = self.skipped_samples
+        if not trained:
+            skipped_samples += batch
+        return Progress(self.iteration + 1, begin + batch, skipped_samples, usage)
+
     def counts(self) -> dict[str, int]:
         """Return the attributes of a checkpoint's group /progress: all fields but `usage`."""
         values = dataclasses.asdict(self)

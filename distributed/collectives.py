@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from watchdog.flight_recorder import GroupLog
+from watchdog.flight_recorder import FlightRecorder, GroupLog
 
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
@@ -87,6 +87,33 @@ class _OnCurrentStream:
 
     def wait(self) -> None:
         self.run()
+
+
+class DelayedStart:
+    """The handle of a send or collective that is started some actions after its input is computed.
+
+    The flight recorder records the operation under the action that computed its input.
+    """
+
+    def __init__(self, begin: Callable[[], Handle], recorder: FlightRecorder):
+        """begin: starts the operation; called once, and it keeps the input alive until then."""
+        self._begin = begin
+        self._recorder = recorder
+        self._place = recorder.place  # the action that has computed the input
+        self.handle: Handle | None = None  # None until the operation is started
+
+    def start(self) -> None:
+        """Start the operation."""
+        current_place = self._recorder.place
+        self._recorder.place = self._place
+        self.handle = self._begin()
+        del self._begin
+        self._recorder.place = current_place
+
+    def wait(self) -> None:
+        """Wait for the operation, as `Handle.wait` does; `start` must have been called."""
+        assert self.handle is not None  # a schedule starts each operation before any wait for it
+        self.handle.wait()
 
 
 class Group:

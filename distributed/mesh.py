@@ -10,7 +10,7 @@ rank and needs no process group.
 
 from collections.abc import Callable, Mapping
 
-from config.schema import AXES, coordinates, rows_along
+from config.schema import AXES, Config, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.context import Context
 from watchdog.flight_recorder import FlightRecorder
@@ -118,3 +118,23 @@ class Mesh:
     def group(self, role: str) -> Group:
         """Return the group with a name of ROLES; the specs of parameters name groups so."""
         return getattr(self, role)
+
+
+def mesh_of_run(config: Config, context: Context | None) -> Mesh:
+    """Make the mesh of a run's layout with all groups that the layout needs.
+
+    context: this rank's connections to the other ranks; None for a world of one rank. Collective
+    over all ranks.
+    """
+    layout = config.layout
+    expert_ranks = 0  # the mesh of a model without experts has no groups for them
+    if config.model.experts > 1:
+        expert_ranks = layout.ep or 1
+    return Mesh(
+        layout.axes,
+        context,
+        channels=layout.stages_per_rank > 1,
+        vocabulary=bool(layout.vocab_pp),
+        over_heads=layout.over_heads(config.model),
+        ep=expert_ranks,
+    )

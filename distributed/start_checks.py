@@ -19,6 +19,11 @@ from distributed import placement
 from distributed.context import Context
 from distributed.placement import Say
 
+COMPILED = (
+    "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
+    "samples these run as they are), and the loss; by torch.compile"
+)
+
 
 def checks_nodes(config: Config, context: Context) -> bool:
     """Whether nodes are checked: as --preflight or --no-preflight; by default on several nodes."""
@@ -80,6 +85,17 @@ def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
         )
     if on_gpu and importlib.util.find_spec("triton") is None:
         raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
+
+
+def kernel_names(config: Config, optimizer: str, attention: str, source: str) -> dict[str, str]:
+    """Return the names of a run's kernels by kind, for the log and run.json.
+
+    optimizer, attention: the names of these kernels. source: the text about how samples are read.
+    """
+    kernels = {"optimizer": optimizer, "attention": attention, "data": source}
+    if config.run.compile:
+        kernels["compiled"] = COMPILED
+    return kernels
 
 
 def warms_up(config: Config, device: str) -> bool:

@@ -1,7 +1,7 @@
 """The number format of a run: decides --precision auto and checks that the GPUs support a format.
 
-    config, sentence = settled(config, context)    auto replaced by a format, and a line to print
-    check(config, context)                         UserError if this rank's GPU lacks the format
+    config, sentence = decide(config, context)    replaces auto by a format; gives a line to print
+    check(config, context)                        raises UserError if this rank's GPU lacks it
     dtype = DTYPES[config.training.precision]
 
 planner/hardware.py applies the same rule to the machine that a plan is made for.
@@ -24,23 +24,25 @@ DTYPES = {
 BLOCK = 256
 
 
-def settled(config: Config, context: Context | None) -> tuple[Config, str]:
-    """Replace --precision auto by a format, the same on every rank; return the configuration and a
-    line to print about the decision, which is empty if the user gave a precision.
+def decide(config: Config, context: Context | None) -> tuple[Config, str]:
+    """Replace --precision auto by a format that the GPUs of all ranks have.
 
-    Collective over all ranks if they have GPUs. context: None for one rank on the CPU.
+    Return the new configuration, and a line to print about the decision, which is empty if the user
+    gave a precision. Collective over all ranks if they have GPUs. context: this rank's connections
+    to the other ranks; None for one rank on the CPU.
     """
     if config.training.precision != "auto":
         return config, ""
     if context is None or context.device.type != "cuda":
         return config.with_precision("fp32"), "precision: fp32 (--precision auto on CPUs)"
-    lacking = "" if _has_bf16() else torch.cuda.get_device_name(context.device)
+    gpu_without_bf16 = "" if _has_bf16() else torch.cuda.get_device_name(context.device)
     exchange = StoreExchange(context.store, context.rank, context.size, "precision")
-    names = exchange.gather("GPUs without bf16", lacking)
-    without = [(rank, name) for rank, name in enumerate(names) if name]
-    if not without:
+    names = exchange.gather("GPUs without bf16", gpu_without_bf16)
+    ranks_without = [rank for rank, name in enumerate(names) if name]
+    if not ranks_without:
         return config.with_precision("bf16"), "precision: bf16 (--precision auto on these GPUs)"
-    rank, name = without[0]
+    rank = ranks_without[0]
+    name = names[rank]
     return config.with_precision("fp16"), (
         f"note: precision: fp16 (--precision auto), since the GPU of rank {rank}, {name}, has no "
         f"bf16 arithmetic; the loss is scaled (--loss-scale)"

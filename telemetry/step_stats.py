@@ -24,12 +24,14 @@ from dataclasses import astuple, dataclass, fields
 import psutil
 import torch
 
+from checkpointing.checkpoints import Checkpoints
 from config.messages import UserError
 from config.run_options import Run
 from config.schema import Config, Layout, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.context import Context
-from distributed.stop_conditions import RequestedAction
+from distributed.mesh import Mesh
+from distributed.stop_conditions import RequestedAction, StopConditions
 from watchdog.flight_recorder import FlightRecorder
 
 
@@ -88,6 +90,50 @@ def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepSta
     world.at_once.all_gather(rows, row).wait()
     table = world.values(rows.view(world.size, len(fields(StepStats))))
     return [StepStats(*values) for values in table]
+
+
+class StatsExchange:
+    """Exchanges the statistics of all ranks, with the action that each rank requests.
+
+    The trainer carries out the largest requested action. Each method is collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        conditions: StopConditions,
+        checkpoints: Checkpoints,
+    ):
+        self.mesh = mesh
+        self.device = device
+        self.conditions = conditions
+        self.checkpoints = checkpoints
+
+    def after_step(self, seconds: float, seconds_to_evaluate: float) -> list[StepStats]:
+        """Return every rank's statistics of a step that took `seconds` on this rank.
+
+        seconds_to_evaluate: the expected seconds of the evaluation after this step, 0 without one.
+        --exit-after-minutes stops the run early enough for the evaluation and a save.
+        """
+        recorder = self.mesh.recorder
+        seconds_ahead = self.checkpoints.seconds_to_save + seconds_to_evaluate
+        by_conditions = self.conditions.requested_action(seconds_ahead)
+        action = max(by_conditions, self.checkpoints.requested_action)
+        own_stats = measure(self.device, seconds, recorder.take_waited(), action)
+        recorder.at("statistics")
+        stats_of_ranks = exchange(own_stats, self.mesh.world, self.device)
+        recorder.end_step()
+        return stats_of_ranks
+
+    def largest_request(self) -> float:
+        """Return the largest action that any rank requests, without a step before the call.
+
+        Called before the first step and after an evaluation.
+        """
+        own_stats = measure(self.device, 0.0, requested_action=self.conditions.requested_action())
+        stats_of_ranks = exchange(own_stats, self.mesh.world, self.device)
+        return max(stats.requested_action for stats in stats_of_ranks)
 
 
 class StragglerCheck:

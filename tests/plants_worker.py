@@ -36,7 +36,7 @@ def train(config, context: Context, prepare) -> dict:
     if config.run.trace_numerics:
         gather = StoreExchange(context.store, context.rank, context.size, "numerics").gather
         step = NumericsTrace(
-            state, trainer.passes, trainer.step, gather, contextlib.nullcontext
+            state, trainer.run_passes, trainer.step, gather, contextlib.nullcontext
         ).step
     rows = []
     lr = config.training.lr

@@ -34,7 +34,7 @@ def decided(monkeypatch, world: World, has_bf16: list[bool], words: str = "") ->
         here.rank, device = rank, torch.device("cuda", rank)
         store = world.stores[rank]
         context = SimpleNamespace(device=device, store=store, rank=rank, size=world.size)
-        config, sentence = precision.settled(parse([*RUN, *words.split()]), context)
+        config, sentence = precision.decide(parse([*RUN, *words.split()]), context)
         return config.training.precision, sentence
 
     return world.run(on)

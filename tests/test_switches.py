@@ -386,9 +386,9 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
     run = object.__new__(trainer.Trainer)
     run.config = SimpleNamespace(run=Run(check_replicas_every=0))
     run.splits, run.conditions = SimpleNamespace(test=None), conditions
-    run.done, run.total, run.losses = Progress(), 3, SimpleNamespace(diverged=False, bad=[])
-    run._evaluations_due = lambda iteration: {}
-    run._largest_request = conditions.requested_action
+    run.done, run.last_step, run.losses = Progress(), 3, SimpleNamespace(diverged=False, bad=[])
+    run._evaluations_after = lambda iteration: {}
+    run.stats_exchange = SimpleNamespace(largest_request=conditions.requested_action)
 
     def advance(iteration, evaluates):
         run.done, run.losses.bad = Progress(iteration, iteration), ["NaN"] * (iteration == 1)
@@ -397,7 +397,7 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
     def after_step(done, last, requested):
         requests.append((done.iteration, requested, file.exists()))
 
-    run._advance = advance
+    run._train_or_skip = advance
     run.checkpoints = SimpleNamespace(after_step=after_step, saving=False, close=lambda: None)
     run.write_samples = lambda iteration, last: None
     assert run.run()

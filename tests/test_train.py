@@ -191,7 +191,7 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(tmp_path):
 
 def test_what_is_compiled_is_frozen(monkeypatch):
     """torch.compile keeps so many objects that each collection would look at them for long."""
-    done, loop = [], SimpleNamespace(cold=True, state=None, recorder=None)
+    done, loop = [], SimpleNamespace(needs_warm_up=True, state=None, recorder=None)
     loop.splits, loop.device = SimpleNamespace(train=None), torch.device("cpu")
     loop.log = SimpleNamespace(note=lambda line: done.append(line.partition(" ")[0]))
     monkeypatch.setattr(trainer, "warm_up", lambda *_: done.append("warm-up"))
