@@ -2,7 +2,7 @@
 
     python benchmarks/expert_layouts.py --keep RESULTS.jsonl [--minutes 5]
 
-Draws LAYOUTS layouts as tests/test_experts.py does, each with its own model, router and balance,
+Draws LAYOUTS layouts, each with its own model, router and balance,
 and runs ten steps of each twice. In fp64 the layout records the experts of every token, as one rank
 does: the two files must be equal. In fp32 it takes those that one rank chose. The largest relative
 difference of losses, gradient norms and weights is listed in benchmarks/results/experts.md.
@@ -13,6 +13,7 @@ parts: rows that are there are not made again, and with --minutes none is begun 
 
 import argparse
 import math
+import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,13 +24,73 @@ from kept import Kept, machine
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from test_experts import routed_comparison
+import golden_worker
+from test_experts import SHAPE, routed_comparison
+from test_golden import ramp_up
+
+from config import validation
+from config.messages import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "experts.md"
 LAYOUTS = {2: 120, 4: 140, 8: 100, 16: 40}  # by the number of ranks
 AT_ONCE = 10  # layouts of one start of ranks
 FIRST_SEED = 10_000  # the suite's own layouts have seeds below 1,000
 STEPS = 10
+
+
+CHOICES = {
+    "activation": ("swiglu", "gelu"),
+    "experts": (4, 8),
+    "experts_per_token": (1, 2, 3),
+    "expert_ffn_hidden": (128, 128, 24),
+    "first_dense_layers": (0, 0, 1),
+    "expert_interval": (1, 1, 2),
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "micro_batch_size": (1, 2),
+    "recompute": ("none", "selective", "full"),
+    "router": ("softmax", "sigmoid"),
+    "router_normalised": (False, True),
+    "router_scale": (1.0, 2.5),
+    "router_groups": (1, 1, 2),
+    "router_groups_per_token": (1, 1, 2),
+    "shared_ffn_hidden": (0, 16),
+    "shared_gate": (False, True),
+    "balance": ("none", "bias", "sequence", "global"),
+    "router_z_loss": (0.0, 0.01),
+    "tied": (False, True),
+    "vocab_pp": (False, False, True),
+    "overlap_param_gather": (False, True),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+    "block": ("pre-norm", "pre-norm", "post-norm", "parallel"),
+    "qk_norm": ("none", "none", "head", "full"),
+    "reset_attention": (False, False, True),
+    "ramp": (False, False, False, True),
+    "optimizer": ("adamw", "adamw", "sgd", "adafactor"),
+}
+SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "cp": (1, 1, 2), "ep": (1, 2, 4, 8)}
+
+
+def drawn_case(ranks: int, seed: int) -> dict:
+    """A random layout of that many ranks that train.py takes."""
+    generator = random.Random(1000 * ranks + seed)
+    while True:
+        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
+        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
+        values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
+        batch = max(4, dp * values["micro_batch_size"])
+        case = SHAPE | values | {"balance_rate": 0.05, "global_batch_size": batch}
+        if case["experts_per_token"] == 1:
+            case["router_normalised"] = False  # the weight of the only expert would always be 1
+        if case.pop("ramp"):
+            case = ramp_up(case, dp)
+        if case["reset_attention"]:
+            case["eod_token"] = 3
+        try:
+            validation.check(golden_worker.options(case), ranks)
+        except UserError:
+            continue
+        return case
 
 
 def starts() -> Iterator[str]:
@@ -45,10 +106,17 @@ def run(name: str) -> list[dict]:
     first = FIRST_SEED + AT_ONCE * part
     with tempfile.TemporaryDirectory() as folder:
         seeds = range(first, first + AT_ONCE)
-        rows = routed_comparison(ranks, seeds, Path(folder), steps=STEPS)
-    for row in rows:
+        every = [drawn_case(ranks, seed) | {"steps": STEPS} for seed in seeds]
+        rows = routed_comparison(ranks, every, Path(folder))
+    for seed, row in zip(seeds, rows, strict=True):
         case = row.pop("case")
-        row |= {"start": name, "ranks": ranks, "block": case["block"], "layout": layout_of(case)}
+        row |= {
+            "seed": seed,
+            "start": name,
+            "ranks": ranks,
+            "block": case["block"],
+            "layout": layout_of(case),
+        }
     return rows
 
 

@@ -12,10 +12,8 @@ import pytest
 import ranks
 import timed_collectives
 from bandwidth import Measured, bus_factor, calibration, fit
-from matplotlib.figure import Figure
 
 from config.messages import UserError
-from config.schema import Layout
 from planner import hardware
 
 
@@ -43,30 +41,6 @@ def test_the_fit_finds_alpha_and_beta_again(operation):
         seconds = bandwidth.hops(operation, n) * alpha + bus_factor(operation, n) * size / beta
         rows.append(measured(operation, n, size, seconds))
     assert fit(rows) == pytest.approx((alpha, beta), rel=1e-6)
-
-
-def test_the_plot_has_markers_and_at_most_eight_lines(tmp_path, monkeypatch):
-    rows = [
-        measured(operation, size=2**power, group=group, together=together, crosses=True)
-        for operation in bandwidth.OPERATIONS
-        for group, together in (("world", False), ("tp", True), ("dp", True))
-        for power in (15, 20, 25)
-    ]
-    drawn = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
-    )
-    bandwidth.plot(rows, 1e11, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-    (figure,) = drawn
-    (axes,) = figure.axes
-    assert len(axes.lines) == 8  # one of them the line rate
-    assert [line.get_marker() for line in axes.lines[:-1]] == ["o"] * 3 + ["s"] * 3 + ["^"]
-    assert axes.get_title() == "5 more lines are in the table"
-    assert axes.get_legend() is None  # it is beside the axes
-    (legend,) = figure.legends
-    assert len(legend.get_texts()) == 8
 
 
 def test_fits_stay_physical():
@@ -99,14 +73,6 @@ def test_calibration_reads_back_as_the_planner_has_it(tmp_path):
     assert machine.nvlink.speed == pytest.approx(beta, rel=1e-3)
     assert machine.network.speed == pytest.approx(beta / 2, rel=1e-3)
     assert machine.network.latency == pytest.approx(alpha, rel=1e-3)
-
-
-def test_groups_are_those_of_the_mesh():
-    rows = allreduce.group_rows(Layout(tp=2, pp=2, dp=3))
-    assert rows["tp"][0] == (0, 1)
-    assert rows["dp"][0] == (0, 2, 4)
-    assert rows["pp"][0] == (0, 6)
-    assert rows["world"] == [tuple(range(12))]
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9])

@@ -72,49 +72,12 @@ def test_a_wrong_file_gets_its_sentence(tmp_path, text, sentence):
 
 
 # Options without an effect: the words, the option that the error names, and the words that help.
-LEFT_OUT = [
-    ("--max-positions 9 --positions alibi", "--positions learned", "--positions learned"),
-    ("--rotary-base 500", "--positions rotary", "--positions rotary"),
-    ("--rotary-fraction 0.5", "--positions rotary", "--positions rotary"),
-    ("--rotary-scaling linear:2", "--positions rotary", "--positions rotary"),
-    ("--min-lr 1e-06 --lr-schedule constant", "--lr-schedule cosine, lin", "--lr-schedule linear"),
-    ("--lr-decay-samples 9 --lr-schedule constant", "--lr-schedule cosine", "--lr-schedule wsd"),
-    ("--lr-wsd-decay-samples 9", "--lr-schedule wsd", "--lr-schedule wsd"),
-    ("--adam-beta1 0.8 --optimizer sgd", "--optimizer adamw, apex", "--optimizer adamw"),
-    ("--adam-beta2 0.8 --optimizer adafactor", "--optimizer adamw, apex", "--optimizer muon"),
-    ("--adam-eps 1e-06 --optimizer sgd", "--optimizer adamw, apex", "--optimizer adamw8bit"),
-    ("--sgd-momentum 0.5", "--optimizer sgd", "--optimizer sgd"),
-    ("--loss-scale 8", "--precision fp16", "--precision fp16"),
-    ("--initial-loss-scale-power 8", "--precision fp16", "--precision fp16"),
-    ("--loss-scale-window 8", "--precision fp16", "--precision fp16"),
-    ("--loss-scale-hysteresis 8", "--precision fp16", "--precision fp16"),
-    ("--min-loss-scale 8", "--precision fp16", "--precision fp16"),
-    ("--max-overflows 8 --precision bf16", "--precision fp16", "--precision fp16"),
-    ("--min-loss-scale 8 --precision fp16 --loss-scale 8", "a dynamic scale", "--loss-scale 0"),
-    ("--loss-scale-window 8 --precision fp16 --loss-scale 8", "a dynamic", "--loss-scale 0"),
-    ("--eval-every 8", "--eval-samples or --eval-data: nothing is", "--eval-samples 8"),
-    ("--split 9,1", "the files of --data; now", "--data a"),
-    ("--order stable", "the files of --data; now", "--data a"),
-    ("--cache none", "the files of --data or --eval-data", "--eval-data e=a"),
-    ("--cache c", "the files of --data or --eval-data", "--data a"),
-    ("--no-async-save", "--save-every or --save-every-minutes", "--save-every 5"),
-    ("--save-weights-only", "--save-every or --save-every-minutes", "--save-every 5"),
-    ("--keep-last 2", "--save-every or --save-every-minutes", "--save-every 5"),
-    ("--keep-every 2 --save-every 5", "--keep-last: now all are kept", "--keep-last 2"),
-    ("--load-weights-only", "--resume, to say which weights", "--resume auto"),
-    ("--record-routing f", "--experts N, with N above 1", "--experts 2 --no-bias"),
-    ("--pin-routing f", "--experts N, with N above 1", "--experts 2 --no-bias"),
-    ("--expert-ffn-hidden 9", "--experts N, with N above 1", "--experts 2 --no-bias"),
-    ("--first-dense-layers 1", "--experts N, with N above 1", "--experts 2 --no-bias"),
-    ("--expert-interval 2", "--experts N, with N above 1", "--experts 2 --no-bias"),
-    ("--begin-at-samples 8", "--resume: a new run begins with 0", "--resume auto"),
-    ("--hang-timeout 8 --no-watchdog", "the watchdog; now it is off", "--watchdog"),
-    ("--slow-rank-percent 9 --check-speed-every 0", "--check-speed", "--check-speed-every 9"),
-]
+USELESS = (ROOT / "tests" / "data" / "useless_options.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("words", "needed", "helps"), LEFT_OUT)
-def test_an_option_that_changes_nothing_is_refused_and_says_what_it_needs(words, needed, helps):
+@pytest.mark.parametrize("line", USELESS)
+def test_an_option_that_changes_nothing_is_refused_and_says_what_it_needs(line):
+    words, needed, helps = line.split(" | ")
     short = f"{BASE} --seq-length 8 --vocab-size 64"
     flag, *value = words.split(" --")[0].split()
     with pytest.raises(UserError) as caught:
@@ -125,7 +88,7 @@ def test_an_option_that_changes_nothing_is_refused_and_says_what_it_needs(words,
 
 def test_every_option_that_needs_another_is_tried_and_says_nothing_at_its_default():
     named = [name for names, _, _ in NEEDS for name in names]
-    tried = {words.split()[0].removeprefix("--no-").lstrip("-") for words, _, _ in LEFT_OUT}
+    tried = {words.split()[0].removeprefix("--no-").lstrip("-") for words in USELESS}
     assert {name.replace("_", "-") for name in named} == tried
     same = "--sgd-momentum 0.9 --max-positions 32 --positions alibi --async-save --loss-scale 0"
     assert configure(f"{BASE} {same} --seq-length 32").model.max_positions == 32

@@ -6,7 +6,6 @@ and the samples are of real ranks.
 
 import itertools
 import json
-import random
 import re
 import threading
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_within, relative_difference
+from compare import relative_difference
 from ranks import mpirun
-from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_worlds
+from test_golden import check_lines
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -341,74 +340,10 @@ def test_chunks_are_balanced():
 # Real ranks: the layout does not change the result
 # ------------------------------------------------------------------------------------------------
 
+
 # By ranks: cp, tp and pp, the rest is dp.
-WORLDS = {
-    4: [(4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1)],
-    8: [(4, 2, 1), (4, 1, 2), (4, 1, 1), (2, 2, 2)],
-}
-MOST = {4: 16, 8: 8}  # cases
-FACTORS = {
-    "zero": (0, 1, 2, 3),
-    "sequence_parallel": (False, True),
-    "recompute": ("none", "selective", "full"),
-    "schedule": ("1f1b", "zb-h1", "gpipe", "interleaved", "zb-v"),
-    "vocab_pp": (False, True),
-    "micro_batch_size": (1, 2),
-    "positions": tuple(POSITIONS),
-    "kv_heads": (
-        1,
-        2,
-        8,
-    ),  # heads of a tensor rank: with 1 and 2 keys are gathered, with 1 over all 4 ranks
-    "sees": ("all", "documents", "prefix"),
-    "precision": ("fp32", "fp64"),
-}
-SEES = {
-    "all": {},
-    "documents": {"reset_attention": True, "eod_token": 5, "mask_eod_loss": True},
-    "prefix": {"objective": "prefix"},
-}
-
-
-def possible(case: dict) -> bool:
-    """Whether train.py takes it, and no option is without an effect."""
-    pipeline, masked = case["pp"] > 1, case["sees"] in ("documents", "prefix")
-    if case["vocab_pp"] and (masked or case["schedule"] != "1f1b"):
-        return False
-    if not pipeline and (case["vocab_pp"] or case["schedule"] != "1f1b"):
-        return False
-    return (case["tp"] > 1 or not case["sequence_parallel"]) and (not pipeline or case["zero"] < 3)
-
-
-def golden_cases(ranks: int) -> list[dict]:
-    """Return a few of many random cases, in which almost every pair of their values occurs."""
-    draw, drawn = random.Random(ranks), []
-    while len(drawn) < 300:
-        case = dict(zip(("cp", "tp", "pp"), draw.choice(WORLDS[ranks])))
-        case |= {name: draw.choice(values) for name, values in FACTORS.items()}
-        drawn += [case] if possible(case) else []
-    return [as_options(case, ranks) for case in covering(drawn, seed=ranks)[: MOST[ranks]]]
-
-
-def as_options(case: dict, ranks: int) -> dict:
-    case = POSITIONS[case["positions"]] | case | SEES[case["sees"]]
-    del case["sees"]
-    case["kv_heads"] = min(8, case["kv_heads"] * case["tp"])
-    dp = ranks // (case["cp"] * case["tp"] * case["pp"])
-    batch = 2 * dp * case["micro_batch_size"]
-    return case | {"layers": 2, "steps": 2, "global_batch_size": batch}
-
-
 def test_every_layout_with_cp_equals_the_single_rank_run(tmp_path):
-    worlds = {ranks: golden_cases(ranks) for ranks in WORLDS}
-    with run_worlds(worlds, tmp_path) as starts:
-        for ranks, every in worlds.items():
-            assert len(every) == MOST[ranks]
-            expected = [reference(case) for case in every]  # while the ranks are at work
-            for case, result, wanted in zip(every, starts[ranks].result(), expected, strict=True):
-                assert len(result["losses"]) == 2
-                off = distance(result, wanted)
-                assert_within(off, TOLERANCE[case["precision"]], (case, result))
+    check_lines("context", tmp_path)
 
 
 def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):

@@ -5,9 +5,7 @@ and a run goes on under another ep. test_families.py compares with transformers.
 """
 
 import json
-import random
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import golden_worker
@@ -16,7 +14,7 @@ import pytest
 import torch
 from compare import assert_close, assert_within
 from ranks import start, start_ranks
-from test_golden import covering, distance, ramp_up, reference, run_cases
+from test_golden import check_lines, distance, lines_of, reference, run_cases
 
 import trainer
 from config import schema, validation
@@ -28,8 +26,6 @@ from experts import ExpertMLP, Router, in_one_kernel, one_by_one
 from optim.balance import Penalty
 from parallel import ParamFactory
 
-CASES_OF_RANKS = {2: 16, 8: 12}
-POOL = 600  # drawn layouts of four ranks, of which as many are run as have all pairs of options
 SHAPE = {
     "precision": "fp64",
     "positions": "rotary",
@@ -39,145 +35,16 @@ SHAPE = {
     "layers": 4,
     "steps": 3,
 }
-CHOICES = {
-    "activation": ("swiglu", "gelu"),
-    "experts": (4, 8),
-    "experts_per_token": (1, 2, 3),
-    "expert_ffn_hidden": (128, 128, 24),
-    "first_dense_layers": (0, 0, 1),
-    "expert_interval": (1, 1, 2),
-    "zero": (0, 1, 2, 3),
-    "sequence_parallel": (False, True),
-    "micro_batch_size": (1, 2),
-    "recompute": ("none", "selective", "full"),
-    "router": ("softmax", "sigmoid"),
-    "router_normalised": (False, True),
-    "router_scale": (1.0, 2.5),
-    "router_groups": (1, 1, 2),
-    "router_groups_per_token": (1, 1, 2),
-    "shared_ffn_hidden": (0, 16),
-    "shared_gate": (False, True),
-    "balance": ("none", "bias", "sequence", "global"),
-    "router_z_loss": (0.0, 0.01),
-    "tied": (False, True),
-    "vocab_pp": (False, False, True),
-    "overlap_param_gather": (False, True),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
-    "block": ("pre-norm", "pre-norm", "post-norm", "parallel"),
-    "qk_norm": ("none", "none", "head", "full"),
-    "reset_attention": (False, False, True),
-    "ramp": (False, False, False, True),
-    "optimizer": ("adamw", "adamw", "sgd", "adafactor"),
-}
-SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "cp": (1, 1, 2), "ep": (1, 2, 4, 8)}
-
-
-def drawn_case(ranks: int, seed: int) -> dict:
-    """A random layout of that many ranks that train.py takes."""
-    generator = random.Random(1000 * ranks + seed)
-    while True:
-        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
-        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
-        values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
-        batch = max(4, dp * values["micro_batch_size"])
-        case = SHAPE | values | {"balance_rate": 0.05, "global_batch_size": batch}
-        if case["experts_per_token"] == 1:
-            case["router_normalised"] = False  # the weight of the only expert would always be 1
-        if case.pop("ramp"):
-            case = ramp_up(case, dp)
-        if case["reset_attention"]:
-            case["eod_token"] = 3
-        try:
-            validation.check(golden_worker.options(case), ranks)
-        except UserError:
-            continue
-        return case
-
-
-def cases_with_all_pairs() -> list[dict]:
-    """Layouts of four ranks that have every pair of values of two options that the pool has."""
-    case_of: dict[str, dict] = {}
-    for seed in range(POOL):
-        case = drawn_case(4, seed)
-        values = {name: case.get(name) for name in CHOICES | SIZES}
-        values["ramp"] = "rampup_batch_size" in case
-        case_of[json.dumps(values)] = case
-    chosen = covering([json.loads(values) for values in case_of], seed=4)
-    return [case_of[json.dumps(values)] for values in chosen]
-
-
-# Layouts of four ranks that together have each option of experts at least once.
-OF_FOUR_RANKS = (
-    {
-        "tp": 2,
-        "ep": 4,
-        "sequence_parallel": True,
-        "zero": 2,
-        "shared_ffn_hidden": 16,
-        "shared_gate": True,
-        "balance": "bias",
-    },
-    {
-        "tp": 2,
-        "pp": 2,
-        "ep": 2,
-        "schedule": "zb-h1",
-        "recompute": "full",
-        "router": "sigmoid",
-        "router_scale": 2.5,
-        "balance": "sequence",
-    },
-    {
-        "cp": 2,
-        "ep": 4,
-        "zero": 1,
-        "router_groups": 2,
-        "router_groups_per_token": 2,
-        "balance": "global",
-        "router_z_loss": 0.01,
-        "activation": "gelu",
-    },
-    {
-        "pp": 2,
-        "ep": 2,
-        "schedule": "interleaved",
-        "zero": 1,
-        "first_dense_layers": 1,
-        "expert_interval": 2,
-        "expert_ffn_hidden": 24,
-        "router_normalised": False,
-    },
-    {"ep": 2, "optimizer": "adafactor", "zero": 1},
-    {"tp": 2, "ep": 2, "zero": 3, "shared_ffn_hidden": 16, "recompute": "full"},
-    {"ep": 4, "zero": 3, "balance": "bias", "sequence_parallel": True},
-    {"ep": 4, "optimizer": "muon", "zero": 1},
-)
 
 
 def test_layouts_of_four_ranks_equal_the_single_rank_run(tmp_path):
     """The drawn layouts of the next test take a minute; these find most mistakes in seconds."""
-    alike = SHAPE | {"experts": 8, "experts_per_token": 2, "activation": "swiglu"}
-    cases = [alike | {"balance_rate": 0.05} | options for options in OF_FOUR_RANKS]
-    results = run_cases(4, cases, tmp_path)
-    for case, result in zip(cases, results, strict=True):
-        # Muon makes a matrix orthogonal in bf16, where a rounding of fp64 may change the last bit.
-        tolerance = 1e-3 if case.get("optimizer") == "muon" else 1e-12
-        assert_within(distance(result, reference(case)), tolerance, case)
+    check_lines("experts", tmp_path)
 
 
 @pytest.mark.slow
 def test_every_layout_of_experts_equals_the_single_rank_run(tmp_path):
-    worlds = {n: [drawn_case(n, i) for i in range(many)] for n, many in CASES_OF_RANKS.items()}
-    worlds[4] = cases_with_all_pairs()
-    folders = {ranks: tmp_path / str(ranks) for ranks in worlds}
-    for folder in folders.values():
-        folder.mkdir()
-    with ThreadPoolExecutor(1) as pool:
-        starts = {n: pool.submit(run_cases, n, worlds[n], folders[n]) for n in worlds}
-        for ranks, cases in worlds.items():
-            expected = [reference(case) for case in cases]  # while the ranks are at work
-            for case, result, wanted in zip(cases, starts[ranks].result(), expected, strict=True):
-                assert_within(distance(result, wanted), 1e-12, case)
+    check_lines("experts_drawn", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +77,8 @@ def test_a_checkpoint_is_resumed_under_another_ep(optimizer, before, after, tmp_
         assert max(ours["expert_loads"]) > 1
 
 
-def routed_comparison(ranks: int, seeds: range, folder: Path, **options) -> list[dict]:
-    """How drawn layouts differ from one rank, a row for each seed.
+def routed_comparison(ranks: int, every: list[dict], folder: Path) -> list[dict]:
+    """How layouts with experts differ from one rank, a row for each case.
 
     Each layout is run twice. In fp64 it records the experts of every token, as one rank does; in
     fp32 it takes those that one rank recorded. fp64, fp32: as `distance`. elsewhere: (token, block)
@@ -219,10 +86,9 @@ def routed_comparison(ranks: int, seeds: range, folder: Path, **options) -> list
     """
     cases: list[dict] = []
     expected: list[dict] = []
-    for seed in seeds:
-        exact = drawn_case(ranks, seed) | options
+    for number, exact in enumerate(every):
         pinned = exact | {"precision": "fp32"}
-        one, many, fp32 = (f"{folder}/{seed}_{name}.npy" for name in ("one", "many", "fp32"))
+        one, many, fp32 = (f"{folder}/{number}_{name}.npy" for name in ("one", "many", "fp32"))
         expected.append(reference(exact | {"record_routing": one}))
         cases.append(exact | {"record_routing": many})
         expected.append(reference(pinned | {"record_routing": fp32}))
@@ -230,12 +96,12 @@ def routed_comparison(ranks: int, seeds: range, folder: Path, **options) -> list
     results = run_cases(ranks, cases, folder)
     differences = [distance(*both) for both in zip(results, expected, strict=True)]
     rows = []
-    for place, seed in enumerate(seeds):
-        one, many = (np.load(f"{folder}/{seed}_{name}.npy") for name in ("one", "many"))
-        row = {"seed": seed, "case": cases[2 * place], "tokens": int(np.prod(one.shape[:-1]))}
-        row |= {"fp64": differences[2 * place], "fp32": differences[2 * place + 1]}
+    for number, case in enumerate(every):
+        one, many = (np.load(f"{folder}/{number}_{name}.npy") for name in ("one", "many"))
+        row = {"case": case, "tokens": int(np.prod(one.shape[:-1]))}
+        row |= {"fp64": differences[2 * number], "fp32": differences[2 * number + 1]}
         row["elsewhere"] = int((one != many).any(-1).sum())
-        model = golden_worker.options(row["case"]).model
+        model = golden_worker.options(case).model
         sparse = [n for n in range(model.layers) if model.has_experts(n)]
         row["unwritten"] = int((one[:, sparse] == 0).any(-1).sum())
         rows.append(row)
@@ -248,7 +114,7 @@ def test_choices_are_the_same_in_every_layout_and_can_be_pinned(ranks, tmp_path)
     """In fp64 each layout writes the bytes that one rank writes. In fp32, where a rounding could
     change a choice, layouts that take one rank's choices end where that rank does.
     """
-    for row in routed_comparison(ranks, range(500, 510), tmp_path):
+    for row in routed_comparison(ranks, lines_of("routing")[ranks], tmp_path):
         assert_within(row["fp64"], 1e-12, row["case"])
         assert_within(row["fp32"], 1e-6, row["case"])
         assert row["elsewhere"] == 0, row["case"]

@@ -6,6 +6,8 @@ weights, sequence parallelism, schedule, micro-batch, tied head, positions, prec
 full on 2 ranks; on 4 and 8 ranks every pair of values occurs, and with --full-golden the full
 product, in ten steps. Loss and gradient norm of every step agree to 1e-5 relative in fp32 and to
 1e-10 in fp64, where no rounding hides an error; replicas are equal to the bit at the end.
+
+Cases of one feature are lines of tests/data/golden/FEATURE.txt, which the test of the feature runs.
 """
 
 import itertools
@@ -21,8 +23,8 @@ from pathlib import Path
 import golden_worker
 import pytest
 import torch
-from compare import assert_within, relative_difference
-from ranks import results_of
+from compare import assert_close, assert_within, relative_difference
+from ranks import ROOT, results_of
 
 from config import schema, validation
 
@@ -39,6 +41,7 @@ POSITIONS = {
     },
 }
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+TOLERANCES = ("tolerance", "weight_tolerance")  # what a line of a feature may say beside options
 WORLDS = (1, 2, 4, 8)
 AT_A_TIME = 2  # starts of ranks
 # The first step has the initial weights, the second those of an update, which were gathered, the
@@ -120,7 +123,7 @@ def single_rank(key: str) -> dict:
 
 def without_layout(case: dict) -> dict:
     """The options of a case that its run on one rank has too."""
-    layout = schema.Layout.__dataclass_fields__
+    layout = {*schema.Layout.__dataclass_fields__, *TOLERANCES}
     return {k: v for k, v in case.items() if k not in layout or k == "pad_vocab_multiple"}
 
 
@@ -175,7 +178,8 @@ def weight_difference(weights: dict[str, float], others: dict[str, float]) -> fl
 def run_cases(ranks: int, every: list[dict], folder: Path) -> list[dict]:
     """The result of each case, from one start of that many ranks."""
     timeout = AT_A_TIME * (90 + 30 * len(every))
-    results = results_of("tests/golden_worker.py", ranks, every, folder, timeout)
+    jobs = [{k: v for k, v in case.items() if k not in TOLERANCES} for case in every]
+    results = results_of("tests/golden_worker.py", ranks, jobs, folder, timeout)
     assert len(results) == len(every) > 0
     return results
 
@@ -191,6 +195,67 @@ def run_worlds(worlds: dict[int, list[dict]], folder: Path) -> Iterator[dict[int
         yield starts
         for start in starts.values():
             start.cancel()
+
+
+def lines_of(feature: str, folder: Path = Path()) -> dict[int, list[dict]]:
+    """Return the cases of tests/data/golden/FEATURE.txt, by number of ranks.
+
+    A line is a number of ranks and options; the line `all` has options of every case. `shape` is a
+    name in POSITIONS, {folder} a path; `tolerance` and `weight_tolerance` are limits of
+    `assert_equal_runs`.
+    """
+    text = (ROOT / "tests" / "data" / "golden" / f"{feature}.txt").read_text()
+    shared: dict = {}
+    worlds: dict[int, list[dict]] = {}
+    for line in text.replace("{folder}", str(folder)).splitlines():
+        ranks, *words = line.split()
+        if ranks == "#":
+            continue
+        options = dict(map(option_of, words))
+        if ranks == "all":
+            shared = options
+            continue
+        shape = POSITIONS[options.pop("shape")] if "shape" in options else {}
+        worlds.setdefault(int(ranks), []).append(shared | shape | options)
+    return worlds
+
+
+def option_of(word: str) -> tuple[str, object]:
+    """Return the name and the value of NAME=VALUE; the value is JSON or a text."""
+    name, _, value = word.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def assert_equal_runs(case: dict, result: dict, expected: dict) -> None:
+    """Fail unless a case's run is that of one rank; a skipped step has the norm NaN and fails."""
+    tolerance = case.get("tolerance", TOLERANCE.get(case.get("precision", "fp32")))
+    assert len(result["losses"]) == case.get("steps", golden_worker.STEPS)
+    for numbers in ("losses", "norms"):
+        assert_close(result[numbers], expected[numbers], tolerance, case)
+    if expected["evaluated"]:
+        assert_close(result["evaluated"], expected["evaluated"], tolerance, case)
+    off = weight_difference(result["weights"], expected["weights"])
+    assert_within(off, case.get("weight_tolerance", tolerance), case)
+
+
+def check_lines(feature: str, folder: Path, inputs: Path = Path()) -> list[dict]:
+    """Check all cases of a feature; the results of the cases, in the order of the numbers of ranks.
+
+    inputs: what {folder} stands for.
+    """
+    worlds = lines_of(feature, inputs)
+    found = []
+    with run_worlds(worlds, folder) as starts:
+        for ranks, every in worlds.items():
+            expected = [reference(case) for case in every]  # while the ranks are at work
+            results = starts[ranks].result()
+            for case, result, wanted in zip(every, results, expected, strict=True):
+                assert_equal_runs(case, result, wanted)
+            found += results
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -235,20 +300,3 @@ def test_the_runs_differ_where_they_should():
         assert relative_difference(other["losses"], expected["losses"]) > 1e-9, change
         common = {name: value for name, value in expected["weights"].items() if "head." not in name}
         assert weight_difference(other["weights"], common) > 1e-9, change
-
-
-@pytest.mark.parametrize("where", ["losses", "norms", "weights"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_is_a_difference(where, bad):
-    """At any place, not only at the first: `max` drops a NaN behind another number."""
-    good = {"losses": [1.0, 2.0, 3.0], "norms": [1.0, 2.0, 3.0], "weights": {"a": 1.0, "b": 2.0}}
-    assert distance(good, good) == 0.0
-    for place in range(2):
-        values = good[where]
-        spoiled = (
-            {name: bad if i == place else v for i, (name, v) in enumerate(values.items())}
-            if where == "weights"
-            else [bad if i == place else v for i, v in enumerate(values)]
-        )
-        assert distance(good | {where: spoiled}, good) == math.inf
-        assert distance(good, good | {where: spoiled}) == math.inf

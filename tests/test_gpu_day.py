@@ -18,7 +18,7 @@ import torch
 from gpu_day import Part
 from ranks import none_left, start
 
-from config import model_stats, validation
+from config import validation
 from config.command_line import parse
 from planner import calibration, hardware, step_time
 from planner.job import Job
@@ -206,15 +206,6 @@ def test_a_side_that_fails_costs_no_other_its_figure(tmp_path, monkeypatch, fail
     assert f"* {failing} failed: ValueError: {failing} is broken\n" in lines
 
 
-def test_sides_that_do_not_fit_together_are_measured_alone(tmp_path, monkeypatch):
-    Sides(monkeypatch, crowded=True)
-    found, lines = compared(tmp_path)
-    assert len(found["seconds"]) == 3
-    assert found["failed"] == {}
-    assert "ratio" in found
-    assert "failed: OutOfMemoryError: both do not fit" in lines
-
-
 def test_a_failed_test_is_printed_before_the_run_ends(tmp_path):
     test = tmp_path / "test_planted.py"
     test.write_text("import os\ndef test_x(): assert 1 == 2\ndef test_y(): os._exit(3)\n")
@@ -222,54 +213,6 @@ def test_a_failed_test_is_printed_before_the_run_ends(tmp_path):
     outcome = start([sys.executable, "-m", "pytest", "-vv", *plugin, str(test)])
     assert outcome.status == 3
     assert re.search("^E +assert 1 == 2", outcome.out, re.MULTILINE)
-
-
-def found_of_parts(seconds: float, peak: float) -> list[dict]:
-    """Return the figures of the first model by parts, in the form of gpu-day.json."""
-    tests = {"passed": 3, "failed": [], "skipped": 1, "finished": True}
-    sides = (gpu_models.COMPILED, gpu_models.AS_IT_IS)
-    model = {"micro_batch": 4, "seconds": {side: [seconds] * 3 for side in sides}, "ratio": 1.151}
-    model["peaks"] = {gpu_models.AS_IT_IS: peak}
-    data = {
-        "facts": {"device": "NVIDIA H100 80GB HBM3"},
-        "cuda": tests,
-        "nccl": tests | {"finished": False},
-        "models": {gpu.MODELS["cuda"][0][0]: model},
-    }
-    return [{"name": name, "data": found} for name, found in data.items()]
-
-
-def test_asked_and_seen(tmp_path, monkeypatch):
-    """Each figure against its limit, from what the parts found; nothing is seen of none."""
-    config = gpu_models.configuration(gpu.MODELS["cuda"][0][0], 4, "cuda")
-    machine = hardware.load("h100")
-    flops = model_stats.model_flops(config.model, config.training.global_batch_size)
-    rehearsed = '{"stages": [{"step_peak": 1e10}]}'
-    monkeypatch.setattr(gpu_asked, "program", lambda *words: Path(words[-1]).write_text(rehearsed))
-    about = config.model, config.layout, config.training
-    planned = step_time.predict(*about, dataclasses.replace(machine, gemm_fraction=0.5)).seconds
-    (tmp_path / "machine.toml").write_text('like = "h100"\ngemm_fraction = 0.5\n')
-
-    def reached(found: list[dict]) -> list[bool | None]:
-        (tmp_path / "gpu-day.json").write_text(json.dumps({"parts": found}))
-        section = gpu.Section(str(tmp_path / "section.json"))
-        gpu_asked.asked("cuda", section, tmp_path)
-        return [row[3] for row in section.data["rows"]]
-
-    half = flops / machine.peak / 0.501
-    within = planned * 1.079 >= half >= planned * 0.921
-    assert reached(found_of_parts(half, 1.019e10)) == [
-        True, False, None, True, True, True, None, within
-    ]  # fmt: skip
-    assert reached(found_of_parts(planned * 1.079, 0.979e10))[-3:] == [False, None, True]
-    assert reached(found_of_parts(planned * 1.081, 0.981e10))[-3:] == [True, None, False]
-    assert reached(found_of_parts(flops / machine.peak / 0.499, 1e10))[3] is False
-    alone = found_of_parts(half, 1e10)
-    alone[3]["data"][gpu.MODELS["cuda"][0][0]]["seconds"].pop(gpu_models.COMPILED)
-    assert reached(alone)[3:] == [None, True, True, None, within], "one side alone is judged"
-    (tmp_path / "machine.toml").unlink()
-    assert reached(found_of_parts(planned, 1e10))[-1] is None
-    assert set(reached([])) == {None}
 
 
 @pytest.mark.parametrize("seed", range(3))

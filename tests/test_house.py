@@ -346,15 +346,6 @@ def comments(path: Path) -> list[str]:
     return found
 
 
-def test_room_to_read_does_not_change_the_nodes(tmp_path):
-    packed, spread = tmp_path / "packed.py", tmp_path / "spread.py"
-    packed.write_text("a, b = f(1), [c for c in d if c]\n")
-    spread.write_text('"""Docstring."""\n\na, b = (\n    f(1),\n    [c for c in d if c],\n)\n')
-    assert size.measure(packed).nodes == size.measure(spread).nodes
-    assert size.measure(packed).per_line > size.measure(spread).per_line
-    assert size.measure(packed).per_statement == size.measure(spread).per_statement
-
-
 # ------------------------------------------------------------------------------------------------
 # State that nobody passed
 # ------------------------------------------------------------------------------------------------
@@ -380,28 +371,3 @@ def test_no_hidden_state(module):
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             found += [f"{node.lineno}: {a.name}" for a in node.names if "env" in a.name]
     assert found == []
-
-
-# ------------------------------------------------------------------------------------------------
-# These tests see what they look for
-# ------------------------------------------------------------------------------------------------
-
-
-def test_imports_are_found_wherever_they_stand(tmp_path):
-    path = tmp_path / "sample_module.py"
-    path.write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planner import hardware\n"
-        "def f():\n    from optim.buckets import _hidden\n    import config.schema as s\n"
-        "    return hardware._load, s._options, s.__name__\n"
-    )
-    assert imported_modules(path) == {"planner.hardware", "optim.buckets", "config.schema"}
-    expected = {"optim.buckets._hidden", "planner.hardware._load", "config.schema._options"}
-    assert private_names(path) == expected
-
-
-def test_functions_are_found_wherever_they_stand():
-    source = (
-        "class A:\n    def f(self):\n        def g():\n            pass\nif 1:\n    def h(): 0\n"
-    )
-    found = dict(functions(ast.parse(source), "m"))
-    assert found == {"m.A.f": 3, "m.A.f.g": 2, "m.h": 1}

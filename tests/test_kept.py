@@ -16,10 +16,3 @@ def test_no_case_is_begun_when_the_time_is_over(tmp_path):
     keep, begun = Kept(tmp_path / "rows.jsonl", minutes=0), []
     keep.run(lambda case: begun.append(case) or [], range(3))
     assert begun == keep.rows() == []
-
-
-def test_without_a_file_nothing_is_kept():
-    keep, done = Kept(None), []
-    keep.run(lambda case: done.append(case) or [{"case": case}], range(3))
-    assert done == [0, 1, 2]
-    assert keep.rows() == []

@@ -11,7 +11,7 @@ from compare import assert_close
 from golden_worker import options
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_golden import FEW_STEPS, POSITIONS, distance, reference, run_cases
+from test_golden import check_lines
 from torch.nn.attention.flex_attention import flex_attention
 
 import data
@@ -313,29 +313,6 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
 # ---- Every layout --------------------------------------------------------------------------------
 
 
-def golden_cases(folder) -> list[dict]:
-    """Each mask and objective, and each axis, in few runs of four ranks."""
-    learned, alibi, rotary = POSITIONS["learned"], POSITIONS["alibi"], POSITIONS["rotary"]
-    resets = ALL | {"reset_positions": True, "precision": "fp64"}
-    prefix = {"objective": "prefix", "precision": "fp64"}
-    apart = prefix | {"eod_token": EOD, "vocab_size": 13, "reset_attention": True}
-    answers = {"data": [f"{folder}/chats"], "answers_only": True, "split": "1", "cache": "none"}
-    answers |= ALL | {"vocab_size": 61, "precision": "fp64"}
-    both = {"tp": 2, "pp": 2}
-    inner = {"layers": 4, "tp": 2, "pp": 2, "schedule": "interleaved"}
-    every = [
-        resets | learned | both | {"sequence_parallel": True, "micro_batch_size": 2},
-        resets | rotary | {"zero": 3, "recompute": "selective"},
-        resets | rotary | inner | {"reset_attention": False, "sequence_parallel": True},
-        prefix | rotary | {"pp": 2, "zero": 1, "schedule": "zb-v", "layers": 4},
-        apart | alibi | {"tp": 2, "zero": 2, "recompute": "full"},
-        apart | learned | inner | {"reset_positions": True, "recompute": "full"},
-        apart | alibi | {"pp": 4, "layers": 4, "precision": "fp32", "tied": False},
-        answers | learned | {"pp": 2, "zero": 2, "micro_batch_size": 2},
-    ]
-    return [case | {"steps": FEW_STEPS} for case in every]
-
-
 def write_chats(folder) -> None:
     """A pair of random documents, and which of its tokens are answers."""
     random = np.random.default_rng(1)
@@ -350,12 +327,7 @@ def write_chats(folder) -> None:
 
 def test_masks_and_objectives_do_not_depend_on_the_layout(tmp_path):
     write_chats(tmp_path)
-    cases = golden_cases(tmp_path)
-    for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
-        off = distance(result, reference(case))
-        assert off <= (1e-10 if case["precision"] == "fp64" else 1e-5), (case, off)
-    losses = [reference(case)["losses"][0] for case in cases]
-    assert all(1.0 < loss < 6.0 for loss in losses)
+    check_lines("masks", tmp_path, tmp_path)
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------

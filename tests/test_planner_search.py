@@ -14,7 +14,7 @@ from config import command_line, validation
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
-from planner import hardware, layouts, memory, memory_terms, op_costs, risk, time_terms
+from planner import hardware, layouts, memory, memory_terms, risk
 from planner.closed_form import least_of
 from planner.enumeration import SCHEDULES
 from planner.job import Job
@@ -135,27 +135,6 @@ def test_cp_is_found_where_it_is_fastest_and_only_for_long_samples():
     assert roomy
     short, *_ = layouts.rank(MODEL, TRAINING, A100, GPUS)
     assert {one.layout.cp for one in short} == {1}
-
-
-def test_attention_with_cp_is_heads_by_all_to_all_then_a_gather():
-    """With as many key/value heads as ranks no keys are gathered; with one nothing else is."""
-    training, seconds = Training(global_batch_size=8, precision="bf16"), {}
-    for kv_heads in (1, 2, 8):
-        model = replace(LONG, kv_heads=kv_heads)
-        layout = Layout(cp=8, dp=1)
-        assert layout.over_heads(model) == kv_heads
-        job = Job(model, layout, training, A100)
-        alone = time_terms.attention(job._replace(layout=Layout(dp=8)))
-        forward, backward = time_terms.attention(job)
-        row = 2 * job.tokens
-        width = model.qkv_width + model.attention_width
-        turned = op_costs.all_to_all(A100, kv_heads, 1, row * width)
-        sent = row * 2 * kv_heads * model.head_size / A100.nvlink.speed + A100.nvlink.latency
-        sent *= 8 // kv_heads - 1
-        assert forward == pytest.approx(alone.forward / 8 + sent + turned)
-        assert backward == pytest.approx(alone.backward / 8 + sent + turned)
-        seconds[kv_heads] = forward
-        assert (turned > 0) == (kv_heads > 1)
 
 
 def test_keys_and_values_that_are_gathered_are_held():

@@ -1,13 +1,9 @@
 """benchmarks/run_cases.py: what it has found is mended, and it sees what is wrong."""
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.drawn_runs import Case, drawn, to_words
+from benchmarks.drawn_runs import Case
 from benchmarks.run_cases import Runner, complaints
-from config import command_line, validation
-from config.messages import UserError
 
 SMALL = {"layers": 4, "hidden": 16, "heads": 4, "seq-length": 8, "vocab-size": 61, "steps": 4}
 SMALL |= {"global-batch-size": 4, "precision": "fp64", "save-every": 2}
@@ -66,24 +62,3 @@ def test_how_a_run_may_end(status, text, wanted, found):
     complained = list(complaints(status, text, wanted))
     assert len(complained) == bool(found)
     assert not found or complained[0].startswith(found)
-
-
-def test_most_of_what_is_drawn_can_run():
-    """The same for the same name; options of every table occur."""
-    cases = [drawn(f"0/{number}", Path("/corpora")) for number in range(24)]
-    assert cases[:3] == [drawn(f"0/{number}", Path("/corpora")) for number in range(3)]
-    refused = 0
-    for case in cases:
-        for ranks, layout in case.layouts:
-            try:
-                validation.check(command_line.parse(to_words(case.common | layout)), ranks)
-            except UserError:
-                refused += 1
-    assert 0 <= refused < 12
-    given = {
-        name
-        for case in cases
-        for options in (case.common, *dict(case.layouts).values())
-        for name in options
-    }
-    assert {"tp", "pp", "cp", "vocab-pp", "zero", "objective", "virtual-stages"} <= given

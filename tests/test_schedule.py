@@ -144,12 +144,6 @@ def test_no_named_schedule_is_slower_than_1f1b(ranks, count, name, virtual):
     assert end <= makespan(plain, unit_seconds(plain)) + 1e-9
 
 
-def test_what_a_split_backward_holds_is_held_until_its_weights_are_done():
-    plain = orders.build("1f1b", 3, 8)
-    assert handmade.split(plain, 8, delay=0).peak == plain.peak
-    assert handmade.split(plain, 8, delay=2).peak == tuple(p + 2 for p in plain.peak)
-
-
 @settings(deadline=None)
 @given(RANKS, MICRO_BATCHES)
 def test_evaluation_only_goes_forward(ranks, micro_batches):
@@ -166,16 +160,6 @@ def test_the_module_shows_what_is_drawn():
     drawn = [" ".join(line.split()) for line in picture.splitlines()]
     shown = [" ".join(line.split()) for line in schedule.__doc__.splitlines()]
     assert all(line in shown for line in drawn)
-
-
-def test_rows_of_several_stages_name_them():
-    picture = draw(simulate(handmade.interleaved(2, 2, 2)))
-    assert picture.splitlines()[1].startswith("rank 1  .... F0.1 F1.1 F0.3")
-
-
-def test_a_long_schedule_is_cut():
-    picture = draw(simulate(orders.build("1f1b", 4, 50)), columns=10)
-    assert all(line.endswith(" ...") for line in picture.splitlines())
 
 
 def test_a_trace_has_microseconds():

@@ -11,14 +11,7 @@ from compare import assert_within
 from golden_worker import options
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import (
-    FEW_STEPS,
-    TOLERANCE,
-    distance,
-    effect_of_rounding,
-    reference,
-    run_cases,
-)
+from test_golden import TOLERANCE, check_lines, effect_of_rounding, lines_of
 
 from config import validation
 from config.schema import Layout, ModelShape
@@ -75,26 +68,12 @@ def test_what_is_chosen_runs_fits_and_is_no_slower_than_1f1b(request_):
 
 # ---- On four ranks -------------------------------------------------------------------------------
 
-FULL = {"recompute": "full", "pp": 4}
-CASES = [
-    {"pp": 4, "schedule": "auto", "vocab_size": 4093, "micro_batch_size": 2},
-    {"pp": 2, "tp": 2, "schedule": "auto", "tied": False, "zero": 2},
-    FULL | {"schedule": "auto", "partition": "2,2,2,2"},
-    {"pp": 2, "schedule": "zb-v", "recompute": "selective", "recompute_blocks": "0,2,1,0"},
-    FULL | {"schedule": "1f1b", "vocab_pp": True, "recompute_blocks": "2,1,0,0"},
-]
-
-
-def asked(case: dict) -> dict:
-    common = {"layers": 8, "global_batch_size": 8, "precision": "fp32", "steps": FEW_STEPS}
-    return common | case
-
 
 def test_the_cases_are_what_they_are_meant_to_be():
     """Orders of both kinds are among them: made for the stages' own costs, and named ones."""
     names = set()
-    for case in CASES[:3]:
-        config, _ = decide(validation.check(options(asked(case)), 4), "cpu")
+    for case in lines_of("choices")[4][:3]:
+        config, _ = decide(validation.check(options(case), 4), "cpu")
         names.add(config.layout.schedule)
     assert any(name in orders.SEARCHED for name in names)
     assert any(name in orders.ORDERS for name in names)
@@ -102,14 +81,10 @@ def test_the_cases_are_what_they_are_meant_to_be():
 
 def test_rounding_is_well_within_the_tolerance_with_many_words():
     """Most gradients of a large vocabulary are small, so that Adam could make rounding large."""
-    assert_within(effect_of_rounding(asked(CASES[0])), TOLERANCE["fp32"] / 3, CASES[0])
+    case = lines_of("choices")[4][0]
+    assert_within(effect_of_rounding(case), TOLERANCE["fp32"] / 3, case)
 
 
 @pytest.mark.slow
 def test_what_is_chosen_equals_the_single_rank_run(tmp_path):
-    cases = [asked(case) for case in CASES]
-    for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
-        assert_within(distance(result, reference(case)), TOLERANCE[case["precision"]], case)
-
-
-# ---- Mistakes ------------------------------------------------------------------------------------
+    check_lines("choices", tmp_path)

@@ -16,8 +16,7 @@ from ranks import ROOT
 from source_accuracy import Guess
 
 from config.messages import UserError
-from planner import hardware, memory_terms, step_time
-from planner.job import Job
+from planner import hardware
 from schedules.partition import stage_specs
 
 PUBLIC = ROOT / "benchmarks" / "data" / "public"
@@ -147,25 +146,6 @@ def test_rows_with_fp8_and_cp_are_compared_and_never_fitted_on(titan):
     values = {c.name: c.value for c in hardware.constants()}
     plain = [row for row in titan if row.layout.cp == 1 and not row.facts.get("fp8")]
     assert source_accuracy.fit(titan, values, 1) == source_accuracy.fit(plain, values, 1)
-
-
-def test_what_torchtitans_policy_keeps_and_does_again(titan):
-    """Llama 3 8B: of a token the block's input, q, v, attention's result, w1 and w2 are kept; of
-    the products k, the output's and w3 are done again, 79.7 of 218.1 million weights.
-    """
-    row = titan[1]  # compiled
-    machine = row.on(hardware.load(row.machine))
-    job = Job(row.model, row.layout, row.training, machine)
-    widths = 4096 + 4096 + 1024 + 4096 + 14336 + 4096
-    assert memory_terms.kept_bytes(job) == 2 * widths * 2 * 8192
-    none = job._replace(layout=replace(row.layout, recompute="none"))
-    more = step_time.block_pass(job).backward - step_time.block_pass(none).backward
-    again = 1024 * 4096 + 4096**2 + 14336 * 4096
-    products = 2 * 16384 * again / (machine.peak * machine.gemm_fraction)
-    assert products < more < 2 * products  # norms, rotary positions and SiLU beside them
-    tensor = job._replace(layout=replace(row.layout, tp=8, dp=1, sequence_parallel=True))
-    widths = (widths + 4096) / 8 + 4096  # each rank's own sum of w2, and both sums reduced
-    assert memory_terms.kept_bytes(tensor) == 2 * widths * 2 * 8192
 
 
 def test_figures_of_a_table_by_hand(titan):

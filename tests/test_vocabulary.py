@@ -10,21 +10,13 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_close, assert_within
+from compare import assert_close
 from handmade_schedules import check_starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import fork_ranks
 from test_checkpoint import check_chain
-from test_golden import (
-    FEW_STEPS,
-    POSITIONS,
-    TOLERANCE,
-    covering,
-    distance,
-    reference,
-    run_cases,
-)
+from test_golden import check_lines
 
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
@@ -244,57 +236,10 @@ def test_the_planner_says_when_it_pays():
 # On four ranks and six
 # ------------------------------------------------------------------------------------------------
 
-LAYERS = 3
-VALUES = {
-    "mesh": ({"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2}),
-    "schedule": ("1f1b", "gpipe"),
-    "zero": (0, 1, 2),
-    "recompute": ("none", "selective", "full"),
-    "sequence_parallel": (False, True),
-    "overlap_param_gather": (False, True),
-    "tied": (False, True),
-    "positions": tuple(POSITIONS),
-    "micro_batch_size": (1, 2),  # with 2, a pipeline of 4 ranks has 2 micro-batches
-    "precision": ("fp32", "fp64"),
-}
-
-
-def every_case() -> list[dict]:
-    """All combinations that config allows, as VALUES names them."""
-    found = []
-    for values in itertools.product(*VALUES.values()):
-        case = dict(zip(VALUES, values, strict=True))
-        if case["sequence_parallel"] > ("tp" in case["mesh"]):
-            continue
-        if case["overlap_param_gather"] and case["zero"] == 0:
-            continue
-        found.append(case | {"mesh": json.dumps(case["mesh"])})
-    return found
-
-
-def asked(case: dict) -> dict:
-    """A combination as options of the command line."""
-    found = case | json.loads(case["mesh"]) | POSITIONS[case["positions"]]
-    del found["mesh"]
-    few = {"layers": LAYERS, "global_batch_size": 4, "steps": FEW_STEPS}
-    return found | few | {"vocab_pp": True}
-
 
 @pytest.mark.slow
 def test_it_equals_the_single_rank_run(tmp_path):
-    cases = [asked(case) for case in covering(every_case(), seed=3)]
-    for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
-        assert_within(distance(result, reference(case)), TOLERANCE[case["precision"]], case)
-
-
-@pytest.mark.slow
-def test_six_stages_equal_the_single_rank_run(tmp_path):
-    """From five stages on, 1F1B runs two micro-batches further ahead."""
-    common = {"layers": 6, "global_batch_size": 12, "vocab_pp": True, "precision": "fp64"}
-    common |= {"steps": FEW_STEPS}
-    cases = [common | {"pp": 6, "tied": tied, "recompute": "full"} for tied in (False, True)]
-    for case, result in zip(cases, run_cases(6, cases, tmp_path), strict=True):
-        assert_within(distance(result, reference(case)), TOLERANCE["fp64"], case)
+    check_lines("vocabulary", tmp_path)
 
 
 @pytest.mark.slow
