@@ -4,7 +4,6 @@
         --global-batch-size 2048 --budget 120m
     python tune.py --config run.toml --gpu cpu --calibration runs/allreduce/calibration.toml \\
         --gpus 8 --launch "mpirun -n {ranks}" --budget 12 --try zero=0,1
-    python tune.py ... --sweep micro-batch            one axis, every value
 
 Flags that describe model, layout and training are those of train.py; a layout option that a flag
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
@@ -20,8 +19,7 @@ from config import messages  # first: it ends a Python that is too old
 
 with messages.installed():
     from config.messages import Parser, UserError, exit_with
-    from planner import hardware
-    from tuner.search_space import SWEEPS
+    from planner import hardware, risk
     from tuner.session import Session, StoppedBySignal, raise_on_signals
 
 
@@ -64,23 +62,19 @@ def parser() -> argparse.ArgumentParser:
         help="machine: a family such as a100, or one of " + ", ".join(hardware.names()),
     )
     add("--calibration", metavar="FILE", help="measured rates, as benchmarks/allreduce.py writes")
-    add("--tokens", type=float, help="tokens to train on, to report how many days that takes")
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
-        help="values of tp, pp, an axis of the layout, or of what is swept")  # fmt: skip
+        help="values of tp, pp, or another axis of the layout")  # fmt: skip
     add("--budget", metavar="N|Nm", help="stop after N trials or N minutes (default: when decided)")
     add("--timed", type=int, default=3, help="timed steps of a trial, after 2 warm-up steps")
     add("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one trial")
     text = "measure a layout only if it may be faster by this many per cent (default 1)"
     add("--gain", type=float, help=text)
     add("--risk", type=float, metavar="P",
+        default=risk.DEFAULT,
         help="largest risk of running out of memory that is run (default 0.05)")  # fmt: skip
-    add("--reference-every", type=int, metavar="N",
-        help="measure the first layout again every N trials, 0: never (default 8)")  # fmt: skip
     add("--no-rehearse", action="store_true",
         help="run layouts of GPUs without rehearsing them first (rehearse.py)")  # fmt: skip
-    add = found.add_mutually_exclusive_group().add_argument
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
-    add("--sweep", choices=SWEEPS, metavar="|".join(SWEEPS), help="one option, every value")
     return found
 
 

@@ -1,8 +1,7 @@
-"""Compares the GPU day's goals with its figures; runs the emulator, and runs for a calibration.
+"""Compares the GPU day's goals with its figures, and runs for a calibration.
 
     python benchmarks/gpu_asked.py runs --section FILE --out DIR     DIR: of scripts/gpu_day.sh
     python benchmarks/gpu_asked.py asked --section FILE --out DIR
-    python benchmarks/gpu_asked.py emulator --section FILE
 
 `runs` starts RUNS, each a train.py of one rank, and has plan.py calibrate write DIR/machine.toml by
 them. No run has a shape of gpu.MODELS: on those the new constants are judged, by `asked`, which
@@ -62,18 +61,6 @@ def program(*words: str, folder: str | Path = ROOT) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}:\n{done.stdout}\n{done.stderr}"[-4000:])
     return done.stdout
-
-
-def emulator(device: str, section: Section, out: Path) -> None:
-    """rehearse.py --on the device here, of a world of eight with the links of its machine."""
-    machine = this_machine(device)
-    if machine is None:
-        section.add("hardware/ has no machine for the device that is here")
-        return
-    words = f"{MODELS[device][0][0]} --precision bf16 --global-batch-size 32 --tp 2 --pp 2"
-    words += f" --gpus 8 --on {device} --gpu {machine.name}"
-    told = program("rehearse.py", *words.split())
-    section.add(f"`rehearse.py {words}`:", "", "```", told, "```")
 
 
 def runs(device: str, section: Section, out: Path) -> None:
@@ -196,7 +183,7 @@ def planned(
 
 def main() -> None:
     """One part, into its section's file."""
-    parts = {"runs": runs, "asked": asked, "emulator": emulator}
+    parts = {"runs": runs, "asked": asked}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=parts)
     parser.add_argument("--section", required=True, help="file for the findings")

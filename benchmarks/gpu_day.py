@@ -103,7 +103,6 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
         Part("calibration", "Calibration", 40, (gpu, "calibration", *device, *rates, None), 4),
         Part("runs", "Runs for the planner", 120, (*asked, "runs", *to_out, None), 4),
         Part("asked", "Asked and seen", 60, (*asked, "asked", *to_out, None), 4),
-        Part("emulator", "Emulator and plan", 70, (*asked, "emulator", None), 4),
         Part("nccl4", "NCCL tests of four ranks on one GPU", 190, four_ranks, 4),
     ]
     if rehearse:

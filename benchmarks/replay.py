@@ -20,7 +20,7 @@ from config.messages import UserError
 from config.schema import Config
 from planner import hardware
 from planner.step_time import predict
-from tuner.search import Point, Search, features
+from tuner.search import Search, features
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def replay(
     `most` runs take place.
     """
     real = [_per_sample(case, case.seconds) for case in cases]
-    search = Search([_point(case, predicted[case.id]) for case in cases], min_gain, noise=noise)
+    expected = [_per_sample(case, predicted[case.id]) for case in cases]
+    positions = [features(Config(case.model, case.layout, case.training)) for case in cases]
+    search = Search(expected, positions, min_gain, noise)
     order: list[str] = []
     regrets: list[float] = []
     best = min(seconds for seconds in real if seconds)
@@ -113,11 +115,6 @@ def replay(
         random=(len(cases) + 1) / 2,
         random_regret=random_regret([r for r in real if r], len(order)),
     )
-
-
-def _point(case: Case, seconds: float) -> Point:
-    config = Config(case.model, case.layout, case.training)
-    return Point(case.id, _per_sample(case, seconds), features(config))
 
 
 def _per_sample(case: Case, seconds: float | None) -> float | None:

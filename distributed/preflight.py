@@ -1,15 +1,14 @@
 """Fast checks of every node before step 1: faults that would otherwise end the run hours later.
 
 Every rank must answer, have the same source files, options and library versions, allocate memory
-and multiply matrices; every group of the layout must all-reduce. Clocks that differ and slow
-devices give a warning. The answers go through torch's store with a time limit (store.py), so that a
-node which does not answer, for any reason, is named in the error and can be left out.
+and multiply matrices; every group of the layout must all-reduce. Slow devices give a warning. The
+answers go through torch's store with a time limit (store.py), so that a node which does not answer,
+for any reason, is named in the error and can be left out.
 """
 
 import hashlib
 import json
 import platform
-import shutil
 import statistics
 import threading
 import time
@@ -27,11 +26,11 @@ from distributed import placement
 from distributed.context import Context
 from distributed.mesh import ROLES, Mesh
 from distributed.placement import Say
+from distributed.run_lock import free_bytes
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_ANSWER = 60.0  # then a rank is considered lost; slow imports have been done before
-SECONDS_OF_CLOCKS = 2.0  # if clocks differ by more, the logs of the nodes are hard to compare
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the square matrices
 GEMM_REPEATS = 5
 # A rank that is this many times slower than the median is reported. On CPUs other processes share
@@ -91,21 +90,19 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     began = time.perf_counter()
     context = peers.context
     check_versions(peers.gather("start", versions(config)), peers)
-    peers.gather("clocks, begin", True)  # makes all ranks read their clocks within milliseconds
-    apart = check_clocks(peers.gather("clocks", time.time()), peers, say)
     own = context.places[context.rank]
     sharing = sum(other.gpu == own.gpu for other in context.places)
     device = peers.gather("device", try_device(context.device, sharing))
     speeds = check_devices(device, context.device.type, peers, say)
     check_groups(config, peers)
     say(
-        f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, clocks are "
-        f"{apart:.3f} s apart, GEMMs run at {speeds}, all groups reduce "
+        f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, "
+        f"GEMMs run at {speeds}, all groups reduce "
         f"({time.perf_counter() - began:.1f} s)"
     )
 
 
-# ---- Versions and clocks -------------------------------------------------------------------------
+# ---- Versions ------------------------------------------------------------------------------------
 
 
 def versions(config: Config) -> dict[str, str]:
@@ -139,20 +136,6 @@ def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
                 f"on the other ranks; make them equal, or: {peers.without(other)}",
                 peers.nodes(other),
             )
-
-
-def check_clocks(clocks: list[float], peers: Peers, say: Say) -> float:
-    """Return the seconds between the first and the last clock; print a warning if they are far off.
-
-    clocks: time.time() of every rank, read at about the same moment.
-    """
-    middle = statistics.median(clocks)
-    far = [rank for rank, clock in enumerate(clocks) if abs(clock - middle) > SECONDS_OF_CLOCKS]
-    if far:
-        ahead = clocks[far[0]] - middle
-        apart = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-        say(f"preflight: the clock of {peers.named(far)} is {apart}")
-    return max(clocks) - min(clocks)
 
 
 # ---- Devices -------------------------------------------------------------------------------------
@@ -281,7 +264,7 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
     """
     run = config.run
     peers = Peers(context)
-    own = {"memory": available_memory(), "disk": free_disk(run.out), "needed": needed}
+    own = {"memory": available_memory(), "disk": free_bytes(run.out), "needed": needed}
     answers = peers.gather("room", own)
     needed = answers[0]["needed"]
     if run.saves and run.async_save:
@@ -311,12 +294,6 @@ def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> N
                 f"preflight: node {node} copies {copy / 1e9:.3f} GB to host memory for a save, and "
                 f"{memory / 1e9:.3f} GB are free: ask Slurm for more (--mem), or --no-async-save"
             )
-
-
-def free_disk(folder: str) -> int:
-    """Return the free bytes of the file system where the folder is or will be."""
-    path = Path(folder).resolve()
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
 def available_memory() -> int:

@@ -1,4 +1,4 @@
-"""The lock that lets only one run at a time write into a folder --out.
+"""The folder --out of a run: its lock, which lets only one run at a time write there, and its room.
 
 Rank 0 of a run locks the file OUT/.lock and writes its process, node and Slurm job into that file.
 The kernel, or the server of a network file system, releases the lock when the process ends or its
@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import sys
 import time
@@ -37,6 +38,12 @@ def in_use(out: str) -> bool:
     except OSError as error:
         return error.errno in HELD
     return False
+
+
+def free_bytes(out: str) -> int:
+    """Return the free bytes on the disk where the folder `out` is or will be."""
+    path = Path(out).resolve()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
 class RunLock:

@@ -4,6 +4,4 @@ device_guard compiles and loads what lets torch run on fake tensors of device cu
 the GPU, meter counts its bytes, kernels and stops of the host. recording stands for the other ranks
 and writes down what a rank does with them. rehearsal chooses the ranks of a world and runs
 them, matching compares their operations and finds deadlocks among them, answers says it in words.
-emulation measures one rank of each stage on a real device, with stand-ins for the other ranks and
-the seconds of what crosses ranks, and sets the step beside the planner's.
 """

@@ -49,7 +49,8 @@ class _Function(NamedTuple):
 class Meter(TorchDispatchMode):
     """Counts while it is entered, inside of a FakeTensorMode.
 
-    peaks: by phase. kernels: launched, by phase; since `start`. Stops of the host go to the trace.
+    peaks: by phase. kernels: how many were launched. Both count since `start`. Stops of the host go
+    to the trace.
     """
 
     def __init__(self, trace: Trace):
@@ -58,7 +59,7 @@ class Meter(TorchDispatchMode):
         self.recorder = trace.recorder
         self.now = 0
         self.peaks = defaultdict[str, Peak](Peak)
-        self.kernels = Counter[str]()
+        self.kernels = 0
         self.pinned = weakref.WeakSet[Any]()  # storages
         self._live: dict[int, tuple[Any, int, str]] = {}  # reference, bytes, kind
         self._held = Counter[str]()  # bytes by kind
@@ -69,7 +70,7 @@ class Meter(TorchDispatchMode):
     def start(self) -> None:
         """Forget peaks and kernels: count from now."""
         self.peaks.clear()
-        self.kernels.clear()
+        self.kernels = 0
 
     def phase(self) -> str:
         """The phase to which what happens now counts."""
@@ -124,7 +125,7 @@ class Meter(TorchDispatchMode):
                     self._allocate(storage, function)
         node = torch._C._current_autograd_node()
         if on_device and facts.launches:
-            self.kernels[self.phase()] += 1
+            self.kernels += 1
             self._load(tuple(kernel))
             if node is None and torch.is_grad_enabled():
                 self._lines[torch.autograd._get_sequence_nr() - 1] = calling_line(3)

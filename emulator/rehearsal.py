@@ -1,6 +1,6 @@
 """Runs the trainer of the ranks of a world on fake devices: build, two steps, save and the checks.
 
-    (run,) = rehearse([Case(config, world=384, nodes=48, gpu="A100")])
+    run = rehearse(Case(config, world=384, nodes=48, gpu="A100"))
     run.world                       # what matching.py judges
     run.records                     # memory, kernels and stops of the ranks that were run
 
@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import math
 import multiprocessing
+import operator
 import shutil
 import tempfile
 import time
@@ -76,7 +77,8 @@ def chosen(config: Config) -> list[int]:
     places = _places(config)
     ranks = {rank for rank, place in enumerate(places) if place in wanted}
     if config.model.experts > 1:  # two ranks of one group, whose exchanges are compared
-        ranks |= {stage[(config.layout.ep or 1) - 1] for stage in stages_of(config)}
+        stage_size = len(places) // config.layout.pp
+        ranks |= set(range((config.layout.ep or 1) - 1, len(places), stage_size))
     return sorted(ranks | {group[0] for group in _alike(config, places)})
 
 
@@ -86,21 +88,19 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
     are first, between or last, and of these the lowest.
     """
     places = _places(config)
-    own = set(ran)
     kinds = [_kinds(config, place) for place in places]
+    own = set(ran)
     found = list(range(len(places)))
     for group in _alike(config, places):
         candidates = [rank for rank in group if rank in own]
-        of_kinds = {}
+        nearest: dict[tuple[int, ...], int] = {}  # by what a rank is on each axis
         for rank in group:
-            if rank in own:
-                continue
-            if kinds[rank] not in of_kinds:
-                of_kinds[kinds[rank]] = max(
-                    candidates,
-                    key=lambda other: _common(kinds[rank], kinds[other]),
-                )
-            found[rank] = of_kinds[kinds[rank]]
+            kind = kinds[rank]
+            if kind not in nearest:
+                common = [sum(map(operator.eq, kind, kinds[other])) for other in candidates]
+                nearest[kind] = candidates[common.index(max(common))]
+            if rank not in own:
+                found[rank] = nearest[kind]
     return found
 
 
@@ -137,11 +137,6 @@ def _kinds(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The number of axes on which two ranks are of the same kind."""
-    return sum(a == b for a, b in zip(one, other))
-
-
 STEPS = 2
 STEADY = ("forward", "backward", "optimizer")  # phases of a step
 
@@ -149,8 +144,8 @@ STEADY = ("forward", "backward", "optimizer")  # phases of a step
 @dataclass
 class RankRecord:
     """A record of one rank. peaks: the most bytes in each phase; for the phases of a step, in the
-    second step. kernels: the number launched in that step, by phase. stops: how often the host
-    waited in that step, by kind, reason and line. saved: bytes of its part of a checkpoint.
+    second step. stops: how often the host waited in that step, by kind, reason and line. saved:
+    bytes of its part of a checkpoint.
     """
 
     rank: int
@@ -158,7 +153,6 @@ class RankRecord:
     events: list[Event] = field(default_factory=list)
     rows: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     peaks: dict[str, Peak] = field(default_factory=dict)
-    kernels: dict[str, int] = field(default_factory=dict)
     stops: dict[tuple[str, str, str], int] = field(default_factory=dict)
     saved: int = 0
     seconds: float = 0.0
@@ -202,56 +196,46 @@ class Case(NamedTuple):
     routing: str = "even"
 
 
-def rehearse(
-    cases: Sequence[Case],
-    show: Callable[[int], None] = lambda done: None,
-) -> list[Rehearsal]:
-    """Run the ranks of `ranks_of` each case, each once, on this machine's cores.
+def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Rehearsal:
+    """Run the ranks of `ranks_of` the case, each once, on this machine's cores.
 
     show: is told how many ranks have ended, whenever one has. Raises what the trainer raises, such
     as UserError.
     """
-    short = [shortened(case.config) for case in cases]
-    ranks = [ranks_of(case) for case in cases]
-    jobs = [
-        (few, rank, case.world, case.nodes, case.gpu, case.routing)
-        for few, case, own in zip(short, cases, ranks)
-        for rank in own
-    ]
+    config = case.config
+    short = shortened(config)
+    ranks = ranks_of(case)
     # Each in a forked process, also if there is one: autograd's threads do not survive a fork.
     forked = multiprocessing.get_context("fork")
-    workers = min(len(jobs), len(allowed_cores()))
+    workers = min(len(ranks), len(allowed_cores()))
     torch.set_num_threads(1)
-    with fake_devices(recording_context(1, 0, 1), cases[0].gpu):
+    with fake_devices(recording_context(1, 0, 1), case.gpu):
         torch.zeros(1, device="cuda").add_(1)  # imports what fake tensors need, once for all
     with ProcessPoolExecutor(workers, forked) as pool:
-        futures = [pool.submit(run_rank, *job) for job in jobs]
+        futures = []
+        for rank in ranks:
+            job = (short, rank, case.world, case.nodes, case.gpu, case.routing)
+            futures.append(pool.submit(run_rank, *job))
         for done, future in enumerate(as_completed(futures), start=1):
             future.result()  # raises what the rank raised
             show(done)
-        records = iter([future.result() for future in futures])
-        return [
-            _assembled(case, few, [next(records) for _ in own])
-            for case, few, own in zip(cases, short, ranks)
-        ]
+        records = [future.result() for future in futures]
+    events = {record.rank: record.events for record in records}
+    traces = [events[rank] for rank in taken_as(config, list(events))]
+    most = max(level.batch for level in config.levels)
+    return Rehearsal(
+        config,
+        World(records[0].rows, traces, frozenset(events)),
+        records,
+        micro_batches=short.micro_batches(short.training.global_batch_size),
+        of_run=config.micro_batches(most),
+        seconds=sum(record.seconds for record in records),
+    )
 
 
 def ranks_of(case: Case) -> Sequence[int]:
     """The ranks of a case that are run."""
     return range(case.world) if case.all_ranks else chosen(case.config)
-
-
-def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
-    """The world whose distinct ranks these are."""
-    config = case.config
-    of_rank = {record.rank: record.events for record in records}
-    stands_in = taken_as(config, list(of_rank))
-    world = World(records[0].rows, [of_rank[rank] for rank in stands_in], frozenset(of_rank))
-    most = max(level.batch for level in config.levels)
-    count = few.micro_batches(few.training.global_batch_size)
-    of_run = config.micro_batches(most)
-    seconds = sum(record.seconds for record in records)
-    return Rehearsal(config, world, records, count, of_run, seconds)
 
 
 def shortened(config: Config) -> Config:
@@ -277,15 +261,6 @@ def _with_micro_batches(config: Config, count: int) -> Config:
     size = count * config.layout.micro_batch_size * config.layout.dp
     training = dataclasses.replace(config.training, global_batch_size=size)
     return dataclasses.replace(config, training=training)
-
-
-def stages_of(config: Config) -> list[list[int]]:
-    """The ranks of every stage, in order."""
-    axes = config.layout.axes
-    stages: list[list[int]] = [[] for _ in range(axes["pp"])]
-    for rank in range(math.prod(axes.values())):
-        stages[coordinates(rank, axes)["pp"]].append(rank)
-    return stages
 
 
 # ---- One rank ------------------------------------------------------------------------------------
@@ -321,7 +296,6 @@ def run_rank(
             mesh.recorder.at("statistics")
             own = step_stats.measure(context.device, 0.0)
             step_stats.exchange(own, mesh.world, context.device)
-        record.kernels = dict(meter.kernels)
         _after_steps(config, state, samples, context, record)
         record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
     record.events = context.trace.events

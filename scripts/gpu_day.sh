@@ -9,8 +9,8 @@
 #     bash scripts/gpu_day.sh --out DIR --call 2     is it right? CUDA tests, NCCL tests of two ranks
 #     bash scripts/gpu_day.sh --out DIR --parts nccl,models --tests 'cp or zb-v'     call 3: what was red
 #     bash scripts/gpu_day.sh --out DIR --call 4     ceilings, a calibration, runs of other shapes for the
-#                                                    planner, what was asked beside what was seen, emulator
-#                                                    against plan, NCCL tests of four ranks
+#                                                    planner, what was asked beside what was seen, NCCL
+#                                                    tests of four ranks
 #     bash scripts/gpu_day.sh --out DIR --rehearse   everything on a CPU, with small shapes
 #
 # --seconds 540 limits all parts together. The limits of single parts hold where several are asked for.

@@ -15,12 +15,12 @@ import contextlib
 import math
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from config.messages import NO_ROOM
+from distributed.run_lock import free_bytes
 from telemetry.row_file import read_object, read_rows
 
 LEAST_ROOM = 1 << 20  # free bytes that a run needs even if its checkpoints are smaller
@@ -214,9 +214,3 @@ def bytes_needed(out: str) -> int:
     stated = read_object(_read(Path(out, "run.json"))).get("checkpoint_bytes")
     needed = stated if isinstance(stated, int) else newest_checkpoint(out)[1]
     return max(LEAST_ROOM, needed)
-
-
-def free_bytes(out: str) -> int:
-    """Return the free bytes on the disk where the folder `out` is or will be."""
-    path = Path(out).resolve()
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free

@@ -358,9 +358,7 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --try tp=1 --try tp=2 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
 --try hidden=32,64 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
 --try sequence-parallel=yes | --try sequence-parallel=yes: --sequence-parallel takes true or false
---sweep width | --sweep: invalid choice: 'width'
---sweep zero --all | --all: not allowed with argument --sweep
---sweep heads --try heads=four | --try heads=four: --heads takes a whole number, not 'four'
+--try zero=four | --try zero=four: --zero takes a whole number, not 'four'
 --budget=-1 | --budget is a number of trials or minutes above 0, as 12 or 90m, not '-1'
 --budget soon | --budget is a number of trials or minutes above 0, as 12 or 90m, not 'soon'
 --budget nanm | --budget is a number of trials or minutes above 0, as 12 or 90m, not 'nanm'
@@ -370,15 +368,11 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --time-limit 10m | --time-limit: invalid float value: '10m'
 --timed 0 | --timed must be above 0, below 1e+18, not 0
 --gain nan | --gain must be at least 0 and below 1e+18, not nan
---reference-every -1 | --reference-every must be at least 0 and below 1e+18, not -1
---tokens -5 | --tokens must be above 0, below 1e+18, not -5.0
 --out a-file | --out a-file: cannot write in
 --out a-file/tune | --out a-file/tune: cannot write in
 --out trials | trials/trials.jsonl, line 1, is no trial
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --gain 5 --all | --gain is of a search: leave it out, or --all
---reference-every 3 --sweep zero | --reference-every is of a search: leave it out, or --sweep
---risk 0.2 --sweep zero | --risk is of a search: leave it out, or --sweep
 --calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
 --gpus 7 --out new | no layout can run on 7 ranks: see the reasons above
 --gpu h1000 | no machine is called 'h1000'

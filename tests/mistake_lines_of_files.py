@@ -113,20 +113,6 @@ other-run | other-run is not the --out of a run of train.py: KeyError('model')
 no-config-run | no-config-run/run.json is not a JSON object
 dir dir | unrecognized arguments: dir
 """,
-    "hang_report": """
--m watchdog.hang_report
-| the following arguments are required: OUT
-nowhere | no report of a hang in nowhere: nowhere/hang/report.txt: No such file or directory
-dir | no report of a hang in dir: dir/hang/report.txt: No such file or directory
-a-file | no report of a hang in a-file: a-file/hang/report.txt: Not a directory
-cut-hang | cut-hang/hang/report.txt is cut short or damaged: it does not end with a line of =
-binary-hang | binary-hang/hang/report.txt is damaged
-PYTHONUTF8=1 binary-hang | binary-hang/hang/report.txt is damaged
-dir dir | unrecognized arguments: dir
---nothing dir | unrecognized arguments: --nothing
-empty-hang | empty-hang/hang/report.txt is cut short or damaged: it does not end with a line of =
-folder-hang | no report of a hang in folder-hang: folder-hang/hang/report.txt: Is a directory
-""",
     "benchmarks": """
 @/benchmarks/
 allreduce.py | one rank has nothing to exchange: start this with mpirun or srun

@@ -24,11 +24,11 @@ from emulator import rehearsal
 
 if __name__ == "__main__":
     words = json.loads(Path(sys.argv[1]).read_text())
-    machine, cases = hardware.load("a100-80"), []
-    for world, line in words.values():
+    machine, found = hardware.load("a100-80"), {}
+    for name, (world, line) in words.items():
         config = check_any_length(parse(line.split()), world)
         layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
         config, _ = decide(replace(config, layout=layout), "cuda")
-        cases.append(rehearsal.Case(config, world, -(-world // machine.node), machine.device))
-    found = dict(zip(words, rehearsal.rehearse(cases)))
+        case = rehearsal.Case(config, world, -(-world // machine.node), machine.device)
+        found[name] = rehearsal.rehearse(case)
     Path(sys.argv[2]).write_bytes(pickle.dumps(found))

@@ -2,20 +2,16 @@
 
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from handmade_records import Ranks, hang
-from ranks import start
 
 from watchdog import flight_recorder, hang_report
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.hang_report import WaitGraph
-
-PRINT_AGAIN = [sys.executable, "-m", "watchdog.hang_report"]
 
 # ---- Records -------------------------------------------------------------------------------------
 
@@ -282,7 +278,7 @@ def test_a_cycle_and_different_operations_are_reported():
     assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
 
 
-# ---- The report printed again --------------------------------------------------------------------
+# ---- Files of several reports --------------------------------------------------------------------
 
 
 def write_report(out: Path) -> str:
@@ -293,13 +289,6 @@ def write_report(out: Path) -> str:
     report = hang_report.format_report(case, ranks.to_dict(), str(out))
     hang_report.write_files(str(out / "hang"), case.to_dict(), ranks.to_dict(), report)
     return report
-
-
-def test_a_report_is_printed_again(tmp_path):
-    report = write_report(tmp_path)
-    for folder in (tmp_path, tmp_path / "hang"):
-        outcome = start([*PRINT_AGAIN, str(folder)])
-        assert (outcome.status, outcome.out, outcome.err) == (0, report + "\n", "")
 
 
 def test_a_later_report_keeps_the_earlier_one(tmp_path):

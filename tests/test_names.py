@@ -66,7 +66,7 @@ def test_a_machine_with_the_rates_of_another_program_names_the_one_to_take():
     assert "train.py is planned with h100" in hardware.load("h100-megatron").note
 
 
-def test_every_program_prints_what_a_family_was_taken_as(tmp_path, capsys, monkeypatch):
+def test_every_program_prints_what_a_family_was_taken_as(tmp_path, capsys):
     note = "note: v100: taken as v100-32; others: v100-16"
     plan.ask(["layouts", *GPT, "--gpu", "v100", "--gpus", "1", "--global-batch-size", "8"])
     assert note in capsys.readouterr().err
@@ -89,9 +89,8 @@ def test_every_program_prints_what_a_family_was_taken_as(tmp_path, capsys, monke
     ]
     Session(*tune.parser().parse_known_args(words))
     assert note in capsys.readouterr().err
-    monkeypatch.setattr(rehearse, "_emulate", lambda *_: 0)
-    words = [*GPT, "--gpu", "v100", "--on", "cpu"]
-    assert rehearse.main(words) == 0
+    with pytest.raises(SystemExit):  # which no rehearsal takes
+        rehearse.main([*GPT, "--gpu", "v100", "--optimizer", "adamw8bit"])
     assert note in capsys.readouterr().err
 
 
@@ -158,8 +157,12 @@ def test_every_program_takes_a_batch_in_tokens(tmp_path, monkeypatch):
     session = Session(*tune.parser().parse_known_args(words))
     assert session.config.training.global_batch_size == 8
     seen = []
-    monkeypatch.setattr(rehearse, "_emulate", lambda _, config, *__: seen.append(config) or 0)
-    assert rehearse.main([*batch, "--on", "cpu"]) == 0
+    checked = rehearse.check_any_length
+    monkeypatch.setattr(
+        rehearse, "check_any_length", lambda config, _: seen.append(config) or checked(config, 1)
+    )
+    with pytest.raises(SystemExit):  # which no rehearsal takes
+        rehearse.main([*batch, "--optimizer", "adamw8bit"])
     assert seen[0].training.global_batch_size == 8
 
 

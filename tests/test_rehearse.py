@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import pty
 import re
 import subprocess
 import sys
@@ -63,8 +62,6 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
     for record in run.records:
         assert {"build", "forward", "backward", "optimizer", "check"} <= set(record.peaks)
         assert record.peak >= record.step_peak > 0
-        assert record.kernels["backward"] > 0
-        assert record.kernels["forward"] > 0
     assert sum(r.saved for r in run.records) > 0, "what is saved is counted"
 
 
@@ -258,33 +255,16 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
     assert "(step 2" in stage["tensor"] or "check" in stage["tensor"]
 
 
-def test_progress_is_on_standard_error_and_what_developers_need_is_asked_for():
-    """In a pipe a line per quarter at most; on a terminal one line that is rewritten."""
-    words = ["--gpus", "2", "--all-ranks", *SHAPE.split(), *FEW, "--hidden", "32"]
-    done = run(*words)
+def test_progress_is_on_standard_error():
+    """A line per quarter at most."""
+    done = run("--gpus", "2", "--all-ranks", *SHAPE.split(), *FEW, "--hidden", "32")
     assert done.returncode == 0, done.stderr
     shown = [line.partition(",")[0] for line in done.stderr.splitlines()]
     assert shown == [f"ranks rehearsed: {count} of 2" for count in range(3)]
-    assert "What stops the host?" not in done.stdout
-    assert "Kernels launched" not in done.stdout
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "rehearse.py", *words, "--verbose"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
-    os.close(theirs)
-    assert "What stops the host?" in done.stdout
-    assert "Kernels launched" in done.stdout
-    seen = os.read(ours, 65536).decode()
-    os.close(ours)
-    assert "\n" not in seen
-    assert [part.partition(",")[0] for part in seen.split(rehearse.CLEAR)] == [
-        "",
-        *[f"ranks rehearsed: {count} of 2" for count in range(3)],
-        "",
-    ]
 
 
 def test_a_pipe_has_few_lines_of_progress(capsys):
-    show = rehearse.Progress("ranks rehearsed", 400)
+    show = rehearse.Progress(400)
     for done in range(1, 401):
         show(done)
     lines = capsys.readouterr().err.splitlines()

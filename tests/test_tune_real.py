@@ -15,26 +15,18 @@ LAUNCH = f"{sys.executable} {ROOT}/tests/planting_launcher.py {{ranks}}"
 
 @pytest.mark.slow
 def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
-    words = "--layers 2 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 4 --hidden 64"
-    words += " --positions rotary --device cpu --timed 3 --time-limit 90 --tp 2 --sweep hidden"
-    # With hidden 5120 weights and gradients have 2.5 GB on each rank: see planting_launcher.
-    words += " --try hidden=32,48,64,80,96,128,5120"
+    words = "--layers 2 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 16"
+    words += " --hidden 64 --positions rotary --device cpu --timed 3 --time-limit 90 --tp 2 --all"
+    words += " --no-sequence-parallel --recompute none --try micro-batch-size=1,2,4,8,16"
     command = [sys.executable, "tune.py", *words.split(), "--gpu", "cpu", "--gpus", "2"]
     done = ranks.start([*command, "--launch", LAUNCH, "--out", str(tmp_path)], 400)
     assert done.status == 0, done.err + done.out
     stored = [json.loads(s) for s in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    found = {t["config"]["model"]["hidden"]: t for t in stored}
-    assert {h: t["status"] for h, t in found.items()} == {
-        32: "ok",
-        48: "hang",
-        64: "ok",
-        80: "crash",
-        96: "ok",
-        128: "ok",
-        5120: "oom",
-    }
-    assert "memory" in found[5120]["reason"]
-    assert "RuntimeError: planted" in found[80]["reason"]
+    found = {t["config"]["layout"]["micro_batch_size"]: t for t in stored}
+    statuses = {size: trial["status"] for size, trial in found.items()}
+    assert statuses == {1: "ok", 2: "hang", 4: "crash", 8: "oom", 16: "ok"}
+    assert "memory" in found[8]["reason"]
+    assert "RuntimeError: planted" in found[4]["reason"]
     for trial in (t for t in stored if t["status"] == "ok"):
         assert len(trial["seconds"]) == 3
         assert len(trial["peak_memory"]) == 1

@@ -19,12 +19,10 @@ from config.model_stats import parameters
 from planner import picture
 from planner.hardware import Machine
 from planner.layouts import Rejected
-from tuner import trials
 from tuner.search_space import Candidate
 from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
-DRIFT_LIMIT = 0.05  # a larger change of the reference layout's seconds is pointed out
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
 # Columns of results.csv; those that have an option's name hold that option.
 # fmt: off
@@ -85,7 +83,6 @@ class SearchResult:
     machine: Machine
     ending: str  # why the search ended
     command: Callable[[Candidate], list[str]]  # what to type to train on that layout
-    tokens: float | None
     title: str
 
     @cached_property
@@ -140,18 +137,6 @@ def summary(result: SearchResult) -> list[str]:
             f"{len(rehearsed)} layouts were rehearsed on fake GPUs before their first trial, "
             f"{took:.0f} s in all; {bad} of them rejected."
         )
-    repeated = trials.repeated_medians(result.trials)
-    if repeated:
-        longest = max(repeated, key=len)
-        worst = max((seconds / longest[0] - 1 for seconds in longest), key=abs)
-        verdict = ": the machine's speed changes." if abs(worst) > DRIFT_LIMIT else "."
-        lines.append(
-            f"Layouts that ran more than once: {len(repeated)}; the one with most trials, "
-            f"{len(longest)}, changed by {worst:+.0%} at most from its first{verdict}"
-        )
-    if ranked and result.tokens:
-        days = result.tokens / ranked[0].rate("tokens_per_second") / 86400
-        lines.append(f"{result.tokens:.3g} tokens take {days:,.1f} days at the best layout's rate.")
     return lines
 
 

@@ -2,12 +2,12 @@
 
     Session(options, ["--model", "gpt2-124m", ...]).run()      # options: the flags of tune.py
 
-A search among layouts stops when it is decided (search.py) or when the budget is spent; a sweep
-measures every value. Trials that are stored already are not run
-again.
+A search stops when it is decided (search.py) or when the budget is spent. Trials that are stored
+already are not run again.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -16,18 +16,17 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from config import command_line
 from config.messages import UserError, check_folder
-from config.schema import Config
-from planner import hardware, risk
+from planner import hardware
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, trials
 from tuner.result_tables import SearchResult
-from tuner.search import MAX_CHANCE, Search, point
+from tuner.search import MAX_CHANCE, Search, features
 from tuner.search_space import Candidate
 from tuner.trials import Outcome, Rehearser, Runner, Trial, TrialStore
 
@@ -35,8 +34,7 @@ TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # of the numbers on the command line
 PREDICTED = 200  # layouts that a search chooses from: those that are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
-# The options that only a search reads, with their defaults; --all reads all but the gain.
-OF_SEARCH = {"gain": 1.0, "reference_every": 8, "risk": risk.DEFAULT}
+DEFAULT_GAIN = 1.0  # per cent
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -111,50 +109,14 @@ class Budget:
             return f"{max(0.0, self.seconds_left() / 60):.0f} minutes left"
         if self.trials < math.inf:
             rest = max(0, self.trials - done)
-            minutes = f", {rest * self.elapsed() / done / 60:.0f} minutes" if done else ""
-            return f"at most {rest} trials left{minutes}"
+            minutes = rest * self.elapsed() / max(1, done) / 60
+            return f"at most {rest} trials left, {minutes:.0f} minutes"
         return f"{self.elapsed() / 60:.0f} minutes so far"
-
-
-class Progress:
-    """Prints the outcome of each trial, beside the fastest one of this session."""
-
-    def __init__(self, budget: Budget):
-        self.budget = budget
-        self.finished: list[Trial] = []
-        self.best: Trial | None = None
-
-    def trial_finished(self, trial: Trial) -> None:
-        """Print a trial's outcome in one line."""
-        self.finished.append(trial)
-        text = f"{trial.status}: {trial.reason}"
-        if trial.status == "ok":
-            is_best = self.best is None or trial.median < self.best.median
-            if is_best:
-                self.best = trial
-            ran = sum(bool(each.command) for each in self.finished)
-            text = (
-                f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
-                f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB"
-            )
-            text += " best so far" * is_best + f"; {self.budget.left(ran)}"
-        say(f"trial {len(self.finished):3} {trial.label:36} {text}")
 
 
 def say(line: str) -> None:
     """Print a line at once, also into a pipe."""
     print(line, flush=True)
-
-
-def _settle(options: argparse.Namespace) -> None:
-    """Fill in the defaults of OF_SEARCH; UserError for one that what is asked does not read."""
-    asked = [each for each in ("all", "sweep") if getattr(options, each)]
-    for name, usual in OF_SEARCH.items():
-        if getattr(options, name) is None:
-            setattr(options, name, usual)
-        elif asked == ["sweep"] or (asked and name == "gain"):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is of a search: leave it out, or --{asked[0]}")
 
 
 class Session:
@@ -165,13 +127,17 @@ class Session:
         for name in ("launch", "gpus"):
             if getattr(options, name) is None:
                 raise UserError(f"give --{name}: see python tune.py --help")
-        _settle(options)
-        for name in ("gpus", "timed", "time_limit", "tokens", "gain", "reference_every"):
+        if options.all and options.gain is not None:
+            raise UserError("--gain is of a search: leave it out, or --all")
+        if options.gain is None:
+            options.gain = DEFAULT_GAIN
+        for name in ("gpus", "timed", "time_limit"):
             value = getattr(options, name)
-            least = name in ("gain", "reference_every")
-            if value is not None and not (0 < value < MOST or (least and value == 0)):
-                limits = f"at least 0 and below {MOST:g}" if least else f"above 0, below {MOST:g}"
-                raise UserError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+            if not 0 < value < MOST:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag} must be above 0, below {MOST:g}, not {value}")
+        if not 0 <= options.gain < MOST:
+            raise UserError(f"--gain must be at least 0 and below {MOST:g}, not {options.gain}")
         if not 0 < options.risk <= 1:
             raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
         self.options = options
@@ -180,11 +146,10 @@ class Session:
         for note in [*filter(None, [self.machine.note]), *request.notes]:
             print(f"note: {note}", file=sys.stderr)
         self.config = request.config
-        self.tried = search_space.tried_values(options.tried, options.sweep)
         # The values of each layout axis that is held; --try replaces what was given otherwise.
         axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in axes}
-        self.held |= {k: v for k, v in self.tried.items() if hasattr(self.config.layout, k)}
+        self.held |= search_space.tried_values(options.tried)
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
@@ -202,9 +167,8 @@ class Session:
             raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
-        self.subject = "the fastest layout"
         self.ending = "every layout has been measured"
-        self.progress = Progress(self.budget)
+        self.finished: list[Trial] = []  # trials of this session
 
     def _request(self, arguments: list[str]) -> command_line.Request:
         """The run that train.py's flags ask for, with its own folder if none is given, and with the
@@ -244,21 +208,16 @@ class Session:
             machine=self.machine,
             ending=self.ending,
             command=self.command,
-            tokens=self.options.tokens,
-            title=f"{self.subject} on {self.options.gpus} ranks",
+            title=f"the fastest layout on {self.options.gpus} ranks",
         )
 
     def command(self, candidate: Candidate) -> list[str]:
         """Return the command that trains on that layout, into a folder beside the trials'."""
         config = candidate.config
-        steps = DEFAULT_STEPS
         run = dataclasses.replace(config.run, out=str(self.out / "train"))
         training = config.training
         if training.steps is None and training.train_samples is None:
-            if self.options.tokens:
-                tokens = training.global_batch_size * config.model.seq_length
-                steps = math.ceil(self.options.tokens / tokens)
-            training = dataclasses.replace(training, steps=steps)
+            training = dataclasses.replace(training, steps=DEFAULT_STEPS)
         config = dataclasses.replace(config, training=training, run=run)
         *start, _ = self.runner.launch_command(candidate.ranks)
         names = ["python" if word == sys.executable else word for word in start]
@@ -267,69 +226,42 @@ class Session:
     # ---- What is measured ------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        options = self.options
-        space = self.config, self.machine, options.gpus, self.held
-        if options.sweep:
-            values = self.tried.get(options.sweep.replace("-", "_"), [])
-            self.subject = f"sweep of {options.sweep}"
-            runs, self.rejected = search_space.sweep(options.sweep, *space, values)
-            self._measure_all(runs, "sweep")
-        else:
-            self._search(self.config)
-            if not self.wanted:
-                ranks = f"{options.gpus} ranks"
-                raise UserError(f"no layout can run on {ranks}: see the reasons above")
-
-    def _search(self, config: Config) -> None:
-        """Measure the layouts of one model until the fastest is known, or the budget is spent."""
+        """Measure layouts until the fastest is known, or the budget is spent."""
+        config = self.config
         ranks = self.options.gpus
         say(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
         about = config, self.machine, ranks, self.held, self.options.risk
         most = math.inf if self.options.all else PREDICTED
-        found, rejected, slower = search_space.candidates(*about, most)
-        self.rejected += rejected
-        for entry in rejected:
+        found, self.rejected, slower = search_space.candidates(*about, most)
+        for entry in self.rejected:
             say("rejected " + result_tables.rejection_line(entry))
-        say(f"{len(found)} layouts can run, {len(rejected)} cannot")
+        say(f"{len(found)} layouts can run, {len(self.rejected)} cannot")
         if slower:
             say(f"{slower} more are likely slower than most of these: not predicted")
         if not found:
-            return
+            raise UserError(f"no layout can run on {ranks} ranks: see the reasons above")
+        self.wanted = {candidate.key: candidate for candidate in found}
         if self.options.all:
-            self._measure_all(found, "all")
+            for candidate in found:
+                if not self.store.of(candidate.key):
+                    self._trial(candidate, "all")
             return
-        points = [point(c.label, c.config, c.prediction) for c in found]
-        search = Search(points, self.options.gain / 100)
-        self.wanted |= {c.key: c for c in found}
-        for index, candidate in enumerate(found):
+        predicted = [candidate.prediction.seconds for candidate in found]
+        positions = [features(candidate.config) for candidate in found]
+        search = Search(predicted, positions, self.options.gain / 100)
+        for number, candidate in enumerate(found):
             for trial in self.store.of(candidate.key):
-                self._add(search, found, index, trial)
-        for index, tag in self._order(search):
-            try:
-                self._add(search, found, index, self._trial(found[index], tag))
-            except BudgetSpent:
-                if not tag:
-                    raise
+                self._add(search, found, number, trial)
+        while (index := search.next()) is not None:
+            self._add(search, found, index, self._trial(found[index]))
+        with contextlib.suppress(BudgetSpent):
+            for contender in search.contenders():
+                trial = self._trial(found[contender], "confirm")
+                self._add(search, found, contender, trial)
         self.ending = (
             f"no other layout is likely to be {self.options.gain:g} % faster "
             f"(chance of each at most {MAX_CHANCE:.0%})"
         )
-
-    def _order(self, search: Search) -> Iterator[tuple[int, str]]:
-        """The layouts to measure, each with the tag of its trial.
-
-        Every few trials the first layout that ran is measured once more, to see whether the machine
-        has changed; at the end those of which noise alone may decide which one is the fastest.
-        """
-        every = self.options.reference_every
-        count = 0
-        while (index := search.next()) is not None:
-            yield index, ""
-            count += 1
-            if every and count % every == 0 and search.measured:
-                yield next(iter(search.measured)), "reference"
-        for index in search.contenders():
-            yield index, "confirm"
 
     def _add(self, search: Search, found: list[Candidate], index: int, trial: Trial) -> None:
         """Add one trial to a search; out of memory also rules out layouts that need more of it."""
@@ -342,18 +274,6 @@ class Session:
                     self.rejected.append(Rejected({"layout": found[other].label}, reason))
         ran = [t for i in search.measured for t in self.store.of(found[i].key)]
         search.noise = trials.noise(ran)
-
-    def _measure_all(self, runs: list[Candidate], tag: str) -> None:
-        """Measure all without a trial, in order; with --all, the first that ran repeatedly."""
-        self.wanted |= {c.key: c for c in runs}
-        every = self.options.reference_every if tag == "all" else 0
-        for number, candidate in enumerate(runs, start=1):
-            if self.store.of(candidate.key):
-                continue
-            self._trial(candidate, tag)
-            ran = [c for c in runs if any(trial.command for trial in self.store.of(c.key))]
-            if ran and every and number % every == 0:
-                self._trial(ran[0], "reference")
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run one trial, store it, show it. A layout without one is rehearsed before, and not run
@@ -375,8 +295,24 @@ class Session:
                 raise BudgetSpent
             trial = dataclasses.replace(trial, rehearsal=rehearsed.seconds)
         self.store.add(trial)
-        self.progress.trial_finished(trial)
+        self._print_outcome(trial)
         return trial
+
+    def _print_outcome(self, trial: Trial) -> None:
+        """Print a trial of this session in one line."""
+        ran = [each for each in self.finished if each.status == "ok"]
+        self.finished.append(trial)
+        text = f"{trial.status}: {trial.reason}"
+        if trial.status == "ok":
+            text = (
+                f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
+                f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB"
+            )
+            if all(trial.median < each.median for each in ran):
+                text += " best so far"
+            started = sum(bool(each.command) for each in self.finished)
+            text += f"; {self.budget.left(started)}"
+        say(f"trial {len(self.finished):3} {trial.label:36} {text}")
 
     def _runner(self) -> Runner:
         """How a trial is run that ends with the budget at the latest; BudgetSpent."""

@@ -74,7 +74,7 @@ class Trial:
     started: str = ""
     wall: float = 0.0  # seconds of the whole trial, start-up included
     rehearsal: float = 0.0  # seconds of the rehearsal before it; 0: there was none
-    tag: str = ""  # which part of a search asked for it: reference, sweep, ...
+    tag: str = ""  # why it ran, if not for the search: confirm, all
 
     @property
     def median(self) -> float:
@@ -393,27 +393,22 @@ class TrialStore:
 # ---- How much repeated trials of one layout vary -------------------------------------------------
 
 
-def repeated_medians(trials: list[Trial]) -> list[list[float]]:
-    """The medians of the trials that ran, of each layout that ran more than once, oldest first."""
-    groups: dict[str, list[float]] = {}
-    for trial in trials:
-        if trial.status == "ok":
-            groups.setdefault(trial.key, []).append(trial.median)
-    return [medians for medians in groups.values() if len(medians) > 1]
-
-
 def noise(trials: list[Trial]) -> float:
     """Standard deviation of the logarithm of one trial's median, from 0.01 to 0.3.
 
     Pooled over the layouts that were measured more than once, and over a prior estimate from the
     steps within each trial, which counts as much as three repeats.
     """
-    repeated = [list(map(math.log, medians)) for medians in repeated_medians(trials)]
-    degrees = sum(len(g) - 1 for g in repeated)
-    squares = sum((len(g) - 1) * statistics.variance(g) for g in repeated)
+    medians: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial.status == "ok":
+            medians.setdefault(trial.key, []).append(math.log(trial.median))
+    repeated = [group for group in medians.values() if len(group) > 1]
+    degrees = sum(len(group) - 1 for group in repeated)
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in repeated)
     # Three normal values have a range of 1.7 deviations on average, and their median has a
     # deviation of 0.67 of one: 0.67 / 1.7 = 0.4.
-    spreads = [0.4 * t.spread for t in trials if t.status == "ok"]
+    spreads = [0.4 * trial.spread for trial in trials if trial.status == "ok"]
     prior = statistics.median(spreads or [LEAST_NOISE])
     weight = 3
     variance = (weight * prior**2 + squares) / (weight + degrees)

@@ -1,7 +1,5 @@
 """The report of a hang or a death: its text and its files.
 
-    python -m watchdog.hang_report OUT         prints the report in OUT/hang again
-
 The monitor writes, with `format_report` and `write_files`:
 
     OUT/hang/report.txt         the report as it was printed
@@ -35,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.messages import NodeError, Parser, UserError, number_ranges, sentences
+from config.messages import NodeError, number_ranges
 from watchdog.flight_recorder import describe_place
 
 Ranks = dict[int, dict[str, Any]]  # by rank: the result of monitor.Rank.to_dict
@@ -403,29 +401,3 @@ def write_refusal(folder: str, error: NodeError) -> None:
     case = {"kind": error.kind, "time": when, "culprits": error.ranks, "nodes": error.nodes}
     report = f"\n{_RULE}\n{when}: {error}\n{_RULE}"
     write_files(folder, case | {"error": str(error)}, {}, report)
-
-
-def read_report(out: str) -> str:
-    """Return the newest report in a run's folder; raise UserError if it is missing or damaged."""
-    path = Path(out, "report.txt" if Path(out).name == "hang" else "hang/report.txt")
-    try:
-        report = path.read_text()
-    except OSError as error:
-        raise UserError(f"no report of a hang in {out}: {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if report.count(f"{_RULE}\n") < 2 or not report.endswith(f"{_RULE}\n"):
-        raise UserError(f"{path} is cut short or damaged: it does not end with a line of =")
-    return report
-
-
-def main() -> None:
-    """Print the newest report in a run's folder; raise UserError if there is none."""
-    parser = Parser("hang_report", description="Print the report of a hang or a death again.")
-    parser.add_argument("out", metavar="OUT", help="the run's --out folder")
-    print(read_report(parser.parse_args().out), end="")
-
-
-if __name__ == "__main__":
-    with sentences():
-        main()
