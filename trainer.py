@@ -205,8 +205,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
     """Build a run, do its steps, and write its last checkpoint; return whether all are done."""
     with ExitStack() as cleanup:
         context.take(config.run.out)
-        on_gpu = context.device.type == "cuda"
-        layout = config.layout.automatic(config.model.seq_length, on_gpu)
+        layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
         config, precision_line = precision.decide(replace(config, layout=layout), context)
         notes: list[str] = []
         if config.layout.schedule == "auto":
@@ -214,6 +213,10 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
 
             config, notes = decide_schedule(config, context)
         start_checks.introduce(config, context, precision_line)
+        if config.run.on_spike and config.run.resume:
+            from telemetry.spikes import passing_over
+
+            config = passing_over(config)
         splits = data.build(config)
         precision.check(config, context)
         stats_at_start = step_stats.measure(context.device, seconds=0.0)
@@ -229,13 +232,9 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         start_checks.check_compiler(kernels, context.device.type, context.nodes[context.rank])
         bytes_per_save = room_for_saves(config, optimizer)
         log = Log(config, context, state.stage_specs, kernels, memory_before, bytes_per_save)
-        # Called after an error too, because close() prints the number of unwritten rows.
-        cleanup.callback(log.close)
+        cleanup.callback(log.close)  # after an error too: close() prints the unwritten rows' number
         for note in [*notes, *splits.notes]:
             log.note(note)
-        pp = config.layout.pp
-        if config.run.blocking and pp > 1 and on_gpu:
-            log.note(f"--blocking: with pp({pp}) it does not wait for every CUDA kernel")
         replica_checker = None
         if config.run.check_replicas_every:
             replica_checker = partial(replica_check.check, state.stages, optimizer, mesh)
@@ -315,6 +314,10 @@ class Trainer:
 
             audit = Audit(state, self.checkpoints, log, self.done, self.last_step)
             self.after_step.append(audit.after)
+        if self.config.run.on_spike:
+            from telemetry.spikes import SpikeMonitor
+
+            self.losses = SpikeMonitor(state, self.splits.train, self.checkpoints, log, self.done)
         self.after_step.append(StepTimes(exchange, log).after)
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples

@@ -49,9 +49,9 @@ class StepResult:
     """The outcome of one optimizer step, bitwise equal on every rank of the world.
 
     grad_norm: the norm before clipping; loss: the mean over the targets. skipped: no weight was
-    updated, because gradients overflowed or no label counted. loss_scale: the scale of this step's
-    losses. expert_loads: for each block with experts the rows of its busiest expert, over the
-    mean of its experts; None for a model without experts.
+    updated, because gradients overflowed, no label counted, or `Optimizer.accepts` returned False.
+    loss_scale: the scale of this step's losses. expert_loads: for each block with experts the rows
+    of its busiest expert, over the mean of its experts; None for a model without experts.
     """
 
     grad_norm: float
@@ -104,6 +104,11 @@ class Optimizer:
         # Called in place of the step's count with each parameter whose gradient is complete; None:
         # the gradients are those of a step.
         self.gradient_taker: Callable[[nn.Parameter], None] | None = None
+        # Called before each update, to decide whether to update; every rank must return the same.
+        # Arguments: the loss, the gradient norm, the sums of squares of this rank's summed
+        # gradients, one for each of `counted_shards`, and the factor from the summed gradients to
+        # those of the mean loss.
+        self.accepts: Callable[..., bool] = lambda *_: True
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
@@ -256,14 +261,15 @@ class Optimizer:
         loss_sum: this rank's share of the sum of losses, 0 if another rank counts it; the result
         holds the mean over the targets. targets: this rank's share of the number of targets, if
         masks make it known only after the forward passes; None: the number given to `begin_step`.
-        If the gradient norm is not finite, or if the batch has no target, no rank updates its
-        weights; without targets, norm and loss are 0. Raise UserError if fp16 overflows in
-        --max-overflows steps in a row at a scale that cannot fall any more.
+        If the gradient norm is not finite, if the batch has no target, or if `accepts` returns
+        False, no rank updates its weights; without targets, norm and loss are 0. Raise UserError if
+        fp16 overflows in --max-overflows steps in a row at a scale that cannot fall any more.
         """
         recorder = self.mesh.recorder
         recorder.at("reduce")
         self._finish_reducing()
-        parts = [self._own_square_sum(), loss_sum.double()]
+        squares = self._square_sums()
+        parts = [squares.sum(), loss_sum.double()]
         if targets is not None:
             parts.append(torch.full_like(parts[1], targets))
         sums = torch.stack(parts)
@@ -276,13 +282,16 @@ class Optimizer:
         norm = math.sqrt(square) / scale * share if square >= 0 else math.nan
         overflowed = not math.isfinite(norm)
         recorder.at("optimizer")
-        if counted and not overflowed:
+        mean = loss / max(1, counted)
+        accepted = not counted or self.accepts(mean, norm, squares, share / scale)
+        skipped = overflowed or not counted or not accepted
+        if not skipped:
             self._update(lr, norm, share)
         self._clear_gradients()
-        self.scale.update(overflowed)
-        skipped = overflowed or not counted
+        if accepted:
+            self.scale.update(overflowed)
         loads = None if self.balance is None else self.balance.finish_step(skipped)
-        return StepResult(norm, loss / max(1, counted), skipped, scale, loads)
+        return StepResult(norm, mean, skipped, scale, loads)
 
     def discard(self) -> None:
         """Clear the gradients of passes without an update; called after the warm-up passes.
@@ -299,16 +308,16 @@ class Optimizer:
         if buffers:
             torch._foreach_zero_(buffers)
 
-    def _own_square_sum(self) -> Tensor:
-        """Return the sum of squares of the gradients that count on this rank, a float64 scalar.
+    def _square_sums(self) -> Tensor:
+        """Return the sum of squares of each gradient that counts on this rank, float64: (shards,).
 
         Each element of a gradient counts on one rank of the world.
         """
         gradients = [each for group in self.groups for each in group.counted_gradients()]
         if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
         exact = torch.promote_types(gradients[0].dtype, torch.float32)
-        return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square().sum()
+        return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square()
 
     def _update(self, lr: float, norm: float, share: float) -> None:
         """Update all masters by their clipped gradients, and start to gather the weights.

@@ -78,6 +78,10 @@ class Checkpoints:
         return self._made.requested_action if self._made else RequestedAction.GO_ON
 
     @property
+    def newest(self) -> Progress | None:
+        return self._made.newest if self._made else None
+
+    @property
     def saving(self) -> bool:
         return self._made is not None and self._made.saving
 

@@ -98,7 +98,8 @@ class Checkpointer:
         self.buffers = HostBuffers(optimizer.device)
         self._last_step, self._last_time = 0, time.monotonic()  # when the last save began
         self._seconds: float | None = None  # duration of the last save, or an estimate of the first
-        self._newest: int | None = None  # rank 0: newest saved step that led to the current state
+        # On rank 0, the progress at the newest save that led to the current state; None: no save.
+        self.newest: Progress | None = None
         # On rank 0: whether the last save failed, and whether it did for lack of room.
         self._failed = self._lacks_room = False
         self._room_line_printed = self._stopping = False
@@ -152,6 +153,11 @@ class Checkpointer:
         answers = torch.tensor([answer], device=self.optimizer.device)
         self.mesh.world.at_once.all_reduce(answers, MAX).wait()
         return int(self.mesh.world.values(answers)[0])
+
+    @property
+    def _newest_step(self) -> int:
+        """The step of `newest`; -1: there is none."""
+        return -1 if self.newest is None else self.newest.iteration
 
     @property
     def saving(self) -> bool:
@@ -278,7 +284,7 @@ class Checkpointer:
     def _is_visible(self, progress: Progress) -> bool:
         """Return whether this state's checkpoint, in this run's folder, is complete. Collective."""
         complete = os.path.isdir(self.writer.folder_of(progress))
-        return self._broadcast(complete and self._newest == progress.iteration)
+        return self._broadcast(complete and self._newest_step == progress.iteration)
 
     def resume(self) -> Progress:
         """Load what --resume asks for, begin to allocate the host buffers, and return the progress.
@@ -302,8 +308,8 @@ class Checkpointer:
                 why += f"; {', '.join(loader.damaged)} cannot be loaded"
             folder = os.path.realpath(os.path.dirname(os.path.abspath(loader.chosen)))
             if folder == os.path.realpath(self.parent) and not self.run.load_weights_only:
-                self._newest = progress.iteration
-            self.writer.other_course = (-1 if self._newest is None else self._newest, why)
+                self.newest = progress
+            self.writer.other_course = (self._newest_step, why)
         return progress
 
     def close(self) -> None:
@@ -387,7 +393,7 @@ class Checkpointer:
         if save.error is not None:
             raise save.error
         self._seconds = save.seconds
-        self._newest = save.progress.iteration
+        self.newest = save.progress
         self._failed = False
         self.print_line(
             f"saved {self.writer.folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
@@ -406,9 +412,9 @@ class Checkpointer:
 
     def _describe_newest(self) -> str:
         """Return the end of a message that names the run's newest checkpoint; on rank 0."""
-        if self._newest is None:
+        if self.newest is None:
             return "there is none yet"
-        return f"the newest is {folders.folder_name(self._newest)}"
+        return f"the newest is {folders.folder_name(self.newest.iteration)}"
 
     def _attributes(self, progress: Progress) -> Attributes:
         """Return the attributes of index.h5, by group. Called on rank 0 only."""

@@ -54,7 +54,7 @@ class SaveError(UserError):
 
 
 class NodeError(UserError):
-    """An error of the named nodes; a run may start if they are left out.
+    """An error after which a run may start again, without the named nodes if there are any.
 
     kind, ranks: of the case that is written for the supervisor.
     """

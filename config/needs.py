@@ -60,6 +60,17 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (("keep_every",), "--keep-last: now all are kept", lambda c: c.run.keep_last),
     (("load_weights_only",), "--resume, to say which weights", lambda c: c.run.resume),
     (OF_EXPERTS, "--experts N, with N above 1", lambda c: c.model.experts > 1),
+    (("on_spike",), "--spike-sigma above 0: now no step is a spike", lambda c: c.run.spike_sigma),
+    (
+        ("on_spike",),
+        "--save-every or --save-every-minutes: nothing is saved",
+        lambda c: c.run.on_spike != "rollback" or c.run.saves,
+    ),
+    (
+        ("spike_limit",),
+        "--on-spike skip or rollback",
+        lambda c: c.run.on_spike in ("skip", "rollback"),
+    ),
     (("begin_at_samples",), "--resume: a new run begins with 0", lambda c: c.run.resume),
     (("hang_timeout",), "the watchdog; now it is off", lambda c: c.run.watchdog),
     (("slow_rank_percent",), "--check-speed-every above 0", lambda c: c.run.check_speed_every),

@@ -233,6 +233,13 @@ class Run:
         "record in spikes.jsonl a loss or gradient norm so many sigma above recent steps; 0: never",
         minimum=0.0,
     )
+    on_spike: str = option(
+        None,
+        "record: write more about a spike; skip: also update no weight by it; rollback: go back to "
+        "the newest checkpoint, and pass over the batches since then",
+        choices=("record", "skip", "rollback"),
+    )
+    spike_limit: int = option(4, "spikes after which a run skips or goes back", minimum=0)
     max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
     memory_snapshot: bool = option(
         False,

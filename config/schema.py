@@ -311,6 +311,8 @@ class Config:
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)
     run: Run = field(default_factory=Run)
+    # Ranges [A, B) of samples that --on-spike leaves out since an earlier start of the run.
+    passed_over: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def batches(self) -> BatchSchedule:
@@ -329,10 +331,10 @@ class Config:
     @cached_property
     def skipped(self) -> list[tuple[int, int]]:
         """Ranges [A, B) of samples that no step trains on; UserError if they are malformed."""
-        return batches.parse_ranges(self.data.skip_samples or ())
+        return batches.parse_ranges(self.data.skip_samples or ()) + [*self.passed_over]
 
     def passes_over(self, first: int, count: int) -> bool:
-        """Return whether --skip-samples has any of the `count` samples from `first` on."""
+        """Return whether `skipped` has any of the `count` samples from `first` on."""
         return any(a < first + count and first < b for a, b in self.skipped)
 
     def with_precision(self, automatic: str) -> "Config":

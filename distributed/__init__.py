@@ -15,6 +15,7 @@ token_exchange   tokens on their way to experts on other ranks
 store            small values between ranks without a collective
 run_lock         one run at a time in an --out folder
 start_checks     what is said and checked before a model is built
+compiler         whether a node has what torch.compile needs
 preflight        fast checks of every node before the first step
 garbage          Python's garbage collector, at the same steps on all ranks
 stop_conditions  signals, files and limits that end or save a run early

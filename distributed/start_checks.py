@@ -9,11 +9,6 @@ The checks of nodes are in preflight.py. A run on one node does not load that fi
 --preflight is given.
 """
 
-import importlib.util
-import os
-import shutil
-
-from config.messages import UserError
 from config.schema import Config
 from distributed import placement
 from distributed.context import Context
@@ -48,6 +43,9 @@ def introduce(config: Config, context: Context, decided: str) -> None:
         say(decided)
     for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):
         say(f"note: {sentence}")
+    pp = config.layout.pp
+    if config.run.blocking and pp > 1 and context.device.type == "cuda":
+        say(f"note: --blocking: with pp({pp}) it does not wait for every CUDA kernel")
     if checks_nodes(config, context):
         from distributed import preflight
 
@@ -74,17 +72,9 @@ def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
     """
     if "flex_attention" not in kernels["attention"] and "compiled" not in kernels:
         return
-    on_gpu = device == "cuda"
-    what = "--compile" if "compiled" in kernels else kernels["attention"]
-    variable, usual = ("CC", "gcc") if on_gpu else ("CXX", "g++")
-    name = os.environ.get(variable, usual)
-    if shutil.which(name) is None:
-        raise UserError(
-            f"{what} needs a compiler, and {node} has no {name}: install g++ there, load the "
-            f"cluster's module of gcc, or give another one in {variable}"
-        )
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
+    from distributed import compiler  # here, since most runs compile nothing
+
+    compiler.check(kernels, device, node)
 
 
 def kernel_names(config: Config, optimizer: str, attention: str, source: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from config.schema import ModelShape, Training
 from distributed.mesh import Mesh
 from experts import Choice, Router, occurrences
-from optim.buckets import Key, ParamGroup
+from optim.buckets import Key, ParamGroup, ParamShard
 from parallel import ParamFactory
 
 
@@ -172,8 +172,8 @@ class ConstantGroup(ParamGroup):
         """Return no gradients."""
         return []
 
-    def counted_gradients(self) -> list[Tensor]:
-        """Return no gradients."""
+    def counted_shards(self) -> list[ParamShard]:
+        """Return no shards: their tensors have no gradients."""
         return []
 
     def reduce_further(self) -> None:

@@ -157,15 +157,19 @@ class ParamGroup(ABC):
                 sums = joined.split([t.numel() for t in tensors])
                 torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
 
-    def counted_gradients(self) -> list[Tensor]:
-        """Return the owned gradients that this rank adds to the norm; no other rank adds them."""
+    def counted_shards(self) -> list[ParamShard]:
+        """Return the shards whose gradients this rank adds to the norm; no other rank adds them."""
         if not self.sharded and self.replicas.rank > 0:
             return []  # every replica has the same gradients
-        gradients, counted = self.own_gradients(), []
-        for shard in self.shards:
-            if shard.spec.counts_on(self.mesh):
-                stop = shard.offset + shard.stop - shard.start
-                counted.append(gradients[shard.master][shard.offset : stop])
+        return [shard for shard in self.shards if shard.spec.counts_on(self.mesh)]
+
+    def counted_gradients(self) -> list[Tensor]:
+        """Return the gradients of `counted_shards`, flat."""
+        gradients = self.own_gradients()
+        counted = []
+        for shard in self.counted_shards():
+            stop = shard.offset + shard.stop - shard.start
+            counted.append(gradients[shard.master][shard.offset : stop])
         return counted
 
 

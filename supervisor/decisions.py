@@ -6,6 +6,7 @@
     a lost rank                                            leave its node out if a node is spare
     an exception                                           start again; the second time as above
     the same step fails on other nodes, or three times     stop: it is not the hardware
+    a spike, with --on-spike rollback                      start again
     too many restarts in an hour                           stop
     saved, since nodes answer again that were left out     restart on all nodes, as given
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import printable
-from supervisor.evidence import LOST, REFUSED, Evidence
+from supervisor.evidence import LOST, REFUSED, SPIKE, Evidence
 from telemetry.row_file import RowFile, read_rows
 
 SAME_STEP = 3  # failures in the same step after which the supervisor stops
@@ -110,6 +111,8 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
         return _without(named, recent, found, choice)
     if found.disk_is_full:
         return Decision(Action.WAIT, "the disk is full")
+    if found.kind == SPIKE:
+        return Decision(Action.RESTART, "the batches up to a spike are passed over")
     return _after_failure(found, recent, choice)
 
 

@@ -27,6 +27,7 @@ LEAST_ROOM = 1 << 20  # free bytes that a run needs even if its checkpoints are 
 TAIL_BYTES = 1 << 16  # bytes that are read from the end of metrics.jsonl
 LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has reported an error
 REFUSED = ("preflight", "audit")  # kinds of cases whose nodes have failed a check
+SPIKE = "spike"  # kind of the case of a run that goes back to a checkpoint: --on-spike rollback
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Evidence:
     """How a start of the ranks ended."""
 
     status: int  # exit status of the launcher
-    kind: str = ""  # kind of case: dead, hang, missing, failed, preflight, audit; or empty
+    kind: str = ""  # kind of case: dead, hang, missing, failed, preflight, audit, spike; or empty
     nodes: tuple[str, ...] = ()  # nodes that the case names
     ranks: tuple[int, ...] = ()
     error: str = ""  # the last line of an exception, or another error message
@@ -57,7 +58,7 @@ class Evidence:
     @property
     def is_mistake(self) -> bool:
         """Whether a UserError or diverged training ended the run; both have status 2."""
-        return self.status == 2 and self.kind not in (*LOST, *REFUSED)
+        return self.status == 2 and self.kind not in (*LOST, *REFUSED, SPIKE)
 
     def describe(self) -> str:
         """Return the evidence as a part of a sentence."""

@@ -6,6 +6,8 @@ row_file        rows that wait in memory while the disk is full
 pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
 loss_monitor    loss spikes and losses that are not finite
+spikes          acts on a spike before the weights change: --on-spike
+loss_reports    the row and the line of a spike, the error of a diverged run
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard and Weights & Biases
 audit           replicas repeat a micro-batch and compare every product

@@ -7,7 +7,7 @@ rank 0 writes. The files of a run, in the folder --out:
     log.txt         all that this class prints
     metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
-    spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
+    spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py, spikes.py)
     audits.jsonl    the audits of --audit-every (audit.py)
     trackers.json   identifier of the run in W&B, which a resumed run continues
 """
@@ -310,9 +310,10 @@ class Log:
         }
         out = self.config.run.out
         new = os.path.join(out, "run.json.new")
-        earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
-        # A run from step 0 must not add its checkpoints to the checkpoints of an earlier run.
-        earlier += [] if self.config.run.resume else ["checkpoints", "audits.jsonl", TRACKED_RUNS]
+        earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
+        # A run from step 0 must not add to the checkpoints and files of an earlier run.
+        continued = ["checkpoints", "audits.jsonl", "spikes.jsonl", TRACKED_RUNS]
+        earlier += [] if self.config.run.resume else continued
         try:
             os.makedirs(out, exist_ok=True)
             with open(new, "w") as file:

@@ -6,20 +6,21 @@
 
 A value is a spike if it is more than --spike-sigma standard deviations (sigma) above the mean of
 this process's last steps. So the first steps after a restart are not checked for spikes, except
-that a loss which is not finite is always recorded. For the gradient norm, mean and sigma are taken
-of its logarithm, because the norm is positive and varies by factors. The norm is checked because
-clipping makes the update of a step with a huge gradient vanish, so that the loss may not rise.
+that a loss which is not finite is always recorded; --on-spike (spikes.py) checks them too. For the
+gradient norm, mean and sigma are taken of its logarithm, because the norm is positive and varies by
+factors. The norm is checked because clipping makes the update of a step with a huge gradient
+vanish, so that the loss may not rise. A step has one row: the norm is checked if the loss is none.
 """
 
 import math
 import os
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from checkpointing.checkpoints import Checkpoints
 from checkpointing.state import Progress
-from config.messages import UserError
 from config.schema import Config
 from data import Samples
 from telemetry.log import Log
@@ -54,20 +55,40 @@ class LossMonitor:
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
         """Take the result of a step on `batch` samples; done: the progress after the step."""
-        loss = result.loss
+        if self.log.is_writer:
+            spike = self.judge(result.loss, result.grad_norm)
+            if spike is not None:
+                self.record(done, batch, result.loss, spike)
+        self.count(done, result)
+
+    def judge(self, loss: float, norm: float) -> dict[str, Any] | None:
+        """Return the part of a row that says why a step is a spike; None if it is no spike."""
         sigmas = self.config.run.spike_sigma
-        finite = math.isfinite(loss)
-        if self.log.is_writer and sigmas and (not finite or len(self._recent) >= MIN_STEPS):
-            self._record_spike(done, batch, loss, sigmas)
-        norm = result.grad_norm
-        if finite and math.isfinite(norm) and norm > 0:
-            self._step_of_norm(done, batch, loss, norm)
-        if finite:
-            self._recent.append(loss)
-            self.good = done
-            self.bad = []
-        else:
+        if not sigmas:
+            return None
+        mean, sigma, limit = _usual(self._recent, sigmas, share=MIN_SIGMA)
+        if not math.isfinite(loss) or loss > limit:
+            return {"of": "loss", "mean": mean, "sigma": sigma}
+        mean, sigma, limit = _usual(self._recent_log_norms, sigmas, least=MIN_SIGMA_OF_LOG_NORM)
+        if 0 < norm < math.inf and math.log(norm) > limit:
+            return {"of": "grad_norm", "grad_norm": norm, "mean": mean, "sigma": sigma}
+        return None
+
+    def count(self, done: Progress, result: StepResult) -> None:
+        """Count a step as good or bad; later steps are judged by it if it has updated weights."""
+        if not math.isfinite(result.loss):
             self.bad.append(result)
+            return
+        if not result.skipped:
+            self.add(result.loss, result.grad_norm)
+        self.good = done
+        self.bad = []
+
+    def add(self, loss: float, norm: float) -> None:
+        """Add the loss, which is finite, and the norm of a step to those of the last steps."""
+        self._recent.append(loss)
+        if 0 < norm < math.inf:
+            self._recent_log_norms.append(math.log(norm))
 
     @property
     def diverged(self) -> bool:
@@ -79,76 +100,31 @@ class LossMonitor:
         """Whether weights and optimizer state are unchanged since `good`: all updates skipped."""
         return all(result.skipped for result in self.bad)
 
-    def failure(self, now: Progress, saved: bool) -> UserError:
-        """Return the error of a run that has diverged.
+    def record(self, done: Progress, batch: int, loss: float, spike: dict[str, Any]) -> None:
+        """Write a step that is a spike to spikes.jsonl and the log. On the rank that writes.
 
-        now: the progress. saved: whether the state after `good` is in a checkpoint.
+        spike: the result of `judge`, and further fields of the row.
         """
-        good = self.good
-        run = self.config.run
-        samples = f"--skip-samples {good.consumed_samples}:{now.consumed_samples}"
-        advice = f"no state after step {good.iteration} is saved; the samples since: {samples}"
-        if saved:
-            advice = f"the state after step {good.iteration} is in {run.out}/checkpoints; --resume "
-            advice += f"auto {samples} continues from it without the samples since"
-        return UserError(
-            f"the loss was not finite for {len(self.bad)} steps in a row, up to step "
-            f"{now.iteration} (max-nan-steps is {run.max_nan_steps}): {advice}"
-        )
+        from telemetry import loss_reports  # here, since most runs have no spike
 
-    def _record_spike(self, done: Progress, batch: int, loss: float, sigmas: float) -> None:
-        """Write the batch to spikes.jsonl if its loss is a spike; sigmas: --spike-sigma."""
-        mean = sigma = None
-        if len(self._recent) >= 2:
-            mean = statistics.fmean(self._recent)
-            sigma = max(statistics.stdev(self._recent, mean), MIN_SIGMA * abs(mean))
-            if loss <= mean + sigmas * sigma:  # false for NaN, which is recorded
-                return
-        usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
-        row = {"of": "loss", "mean": mean, "sigma": sigma}
-        self._write(
-            done,
-            batch,
-            loss,
-            row,
-            f"loss spike at iteration {done.iteration}: {loss:.4f}{usual}",
-        )
+        samples = range(done.consumed_samples - batch, done.consumed_samples)
+        row = loss_reports.row(done.iteration, loss, spike, self.samples, samples)
+        self.spikes.write(row)
+        self.log.note(f" {loss_reports.line(row, loss)} are in {self.spikes.path}")
 
-    def _step_of_norm(self, done: Progress, batch: int, loss: float, norm: float) -> None:
-        """Take a step's gradient norm; write the batch to spikes.jsonl if the norm is a spike."""
-        log_norm = math.log(norm)
-        sigmas = self.config.run.spike_sigma
-        recent = self._recent_log_norms
-        if self.log.is_writer and sigmas and len(recent) >= MIN_STEPS:
-            mean = statistics.fmean(recent)
-            sigma = max(statistics.stdev(recent, mean), MIN_SIGMA_OF_LOG_NORM)
-            if log_norm > mean + sigmas * sigma:
-                row = {"of": "grad_norm", "grad_norm": norm, "mean": mean, "sigma": sigma}
-                text = f"spike of the gradient norm at iteration {done.iteration}: {norm:.4g}"
-                usual = f" against {math.exp(mean):.4g} before, times or over {math.exp(sigma):.3g}"
-                self._write(done, batch, loss, row, text + usual)
-        recent.append(log_norm)
 
-    def _write(
-        self,
-        done: Progress,
-        batch: int,
-        loss: float,
-        row: dict[str, Any],
-        text: str,
-    ) -> None:
-        """Write `row` and the batch's samples to spikes.jsonl, and `text` as a line of the log."""
-        begin = done.consumed_samples - batch
-        samples = [
-            {"sample": k, "text": [span._asdict() for span in self.samples.spans(k)]}
-            for k in range(begin, begin + batch)
-        ]
-        shown = loss if math.isfinite(loss) else None
-        head = {"iteration": done.iteration, "loss": shown}
-        self.spikes.write(head | row | {"first_sample": begin, "samples": samples})
-        self.log.note(
-            f" {text}; samples {begin} to {done.consumed_samples - 1} are in {self.spikes.path}"
-        )
+def _usual(
+    recent: Sequence[float], sigmas: float, share: float = 0.0, least: float = 0.0
+) -> tuple[float | None, float | None, float]:
+    """Return mean and sigma of the last steps, None before MIN_STEPS, and the limit of a spike.
+
+    share, least: the least sigma, as a share of the mean and as a number.
+    """
+    if len(recent) < MIN_STEPS:
+        return None, None, math.inf
+    mean = statistics.fmean(recent)
+    sigma = max(statistics.stdev(recent, mean), share * abs(mean), least)
+    return mean, sigma, mean + sigmas * sigma
 
 
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpoints) -> None:
@@ -163,4 +139,6 @@ def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpoints) -> Non
     saved = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0
     saved = saved and checkpoints.save_now(losses.good)
     checkpoints.close()
-    raise losses.failure(now, saved)
+    from telemetry import loss_reports
+
+    raise loss_reports.failure(losses.config.run, losses.good, now, len(losses.bad), saved)

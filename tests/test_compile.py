@@ -25,7 +25,7 @@ from config import validation
 from config.command_line import parse
 from config.messages import UserError
 from config.schema import ModelShape
-from distributed import start_checks
+from distributed import compiler, start_checks
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
@@ -138,8 +138,8 @@ def test_attention_that_is_compiled_on_gpus_says_what_is_missing_at_the_start(ma
     kernel = attention_kernel(ModelShape(**shape, positions=positions), factory, 1, masked)
     monkeypatch.delenv("CC", raising=False)
     tools = {"gcc": "/usr/bin/gcc"}
-    monkeypatch.setattr(start_checks.shutil, "which", tools.get)
-    monkeypatch.setattr(start_checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler.shutil, "which", tools.get)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
     of = "masks" if masked else "ALiBi"
     sentence = f"torch flex_attention, of {of} needs triton on GPUs, and n2 has none: pip install"
     with pytest.raises(UserError, match=sentence):

@@ -29,7 +29,7 @@ from supervisor.decisions import (
     Journal,
     decide,
 )
-from supervisor.evidence import LEAST_ROOM, LOST, REFUSED, Evidence, Files, read_evidence
+from supervisor.evidence import LEAST_ROOM, LOST, REFUSED, SPIKE, Evidence, Files, read_evidence
 
 ROOM = {"free": 10**9, "needed": LEAST_ROOM}
 DEAD = Evidence(9, "dead", ("n1",), (0,), iteration=40, newest=30, **ROOM)
@@ -83,6 +83,8 @@ def decided(found: Evidence, earlier=(), spare: int | None = 1, limit: int = 6) 
         (PREFLIGHT, [], 1, RESTART, ("n1",), "n1 left out"),
         (replace(PREFLIGHT, kind="audit"), [], 1, RESTART, ("n1",), "n1 left out"),
         (replace(PREFLIGHT, kind="audit"), [], None, STOP, (), "n1 cannot be used, and this"),
+        (replace(MISTAKE, kind="spike", finite=False), [], 0, RESTART, (), "are passed over"),
+        (replace(MISTAKE, kind="spike", **FULL), [], 0, WAIT, (), "the disk is full"),
         (PREFLIGHT, [], 0, QUEUE, ("n1",), "n1 cannot be used"),
         (PREFLIGHT, [], None, STOP, (), "n1 cannot be used, and this launcher's nodes"),
         (replace(DEAD, kind="", nodes=(), silent=("n2", "n3")), [], 1, QUEUE, ("n2", "n3"), ""),
@@ -110,7 +112,7 @@ NODES = st.lists(st.sampled_from(["n1", "n2", "n3", "n4"]), unique=True, max_siz
 ENDS = st.builds(
     Evidence,
     st.sampled_from([1, 2, 9, 137]),
-    kind=st.sampled_from(["", "failed", *REFUSED, *LOST]),
+    kind=st.sampled_from(["", "failed", SPIKE, *REFUSED, *LOST]),
     nodes=NODES,
     silent=st.one_of(st.just(()), NODES),
     iteration=st.integers(1, 4),
