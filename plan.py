@@ -38,7 +38,6 @@ with messages.installed("planning needs no other, `pip install numpy`"):
         layout_questions,
         layout_table,
         model_questions,
-        plan_only,
         questions,
         run_files,
     )
@@ -130,8 +129,13 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
     if not machine.bf16:
         how = f"{config.training.precision}, {machine.kernel} kernels"
         notes.append(f"{machine.device} has neither bf16 nor flash attention: planned with {how}")
-    machine, more = plan_only.applied(options, config.model, machine)
-    for note in (*request.notes, *notes, *more):
+    if config.model.experts > 1 and options.question in ("largest", "smallest", "shapes", "rampup"):
+        goes = "goes with layouts, days and stages"
+        raise UserError(f"a model with experts {goes}, not {options.question}")
+    if options.fp8:
+        machine = hardware.with_fp8(machine)
+        notes.append("planned only: train.py cannot train with fp8")
+    for note in (*request.notes, *notes):
         print(f"note: {note}", file=sys.stderr)
     question = Question(options, config, request.given, machine)
     return question, rest

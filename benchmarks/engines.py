@@ -20,6 +20,7 @@ from planner import hardware, memory, memory_terms, op_costs, step_time, time_te
 from planner.hardware import Constant, Machine, Software
 from planner.job import Column, Job
 from planner.op_costs import Pass
+from schedules.simulation import Seconds
 
 FITTED = Path(__file__).parent / "data" / "engines_fitted.toml"
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
@@ -52,7 +53,7 @@ def on(
     found |= {name: values[name] for name in ("misaligned_fraction", "stride_penalty")}
     for name, fact in facts.items():
         found[name] = values.get(fact, fact) if isinstance(fact, str) else fact
-    if found.get("attention") in op_costs.KERNELS:
+    if found.get("attention") in hardware.KERNELS:
         machine = replace(machine, kernel=found.pop("attention"))
     return replace(machine, software=(kind or Engine)(**found))
 
@@ -62,7 +63,7 @@ class Engine(Software):
     """A training program of published rows."""
 
     # flash: the machine's kernel; fused: GEMMs and one kernel for the softmax; math: a kernel for
-    # each of scale, mask, softmax, dropout. A name of op_costs.KERNELS goes to the machine.
+    # each of scale, mask, softmax, dropout. A name of hardware.KERNELS goes to the machine.
     attention: str = "flash"
     fused_norms: bool = True  # a norm is one kernel, and not five
     fused_elementwise: bool = True  # rotary positions are one kernel, and a gated activation
@@ -138,14 +139,14 @@ class Engine(Software):
 
     # ---- Pipeline and traffic --------------------------------------------------------------------
 
-    def schedule_seconds(self, job: Job, passes: tuple, sent: float) -> float:
+    def schedule_seconds(self, job: Job, actions: Seconds, sent: float) -> float:
         """Megatron-LM's interleaved schedule has a bubble 1/v as long and v times the messages,
         arXiv 2104.04473 section 2.2; hidden ones are seen until the first has come.
         """
         chunks, count = self.virtual_stages, job.micro_batches
         if chunks == 1:
-            return unwrap(step_time.schedule_seconds)(job, passes, sent)
-        slot = max(map(sum, passes))
+            return unwrap(step_time.schedule_seconds)(job, actions, sent)
+        slot = max(map(sum, step_time.stage_passes(job)))
         shown = 1 if self.overlap_messages else count
         return (count + (job.layout.pp - 1) / chunks) * slot + shown * chunks * sent
 

@@ -29,6 +29,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import plan
@@ -38,8 +40,8 @@ from config.messages import UserError
 from config.schema import Config, Layout
 from config.validation import check_any_length
 from planner import layouts, memory
-from planner.closed_form import least_of
-from planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, divisors
+from planner.closed_form import Bounds, Ranks
+from planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, Asked, Table, divisors
 from planner.job import Job
 from planner.questions import Question
 from planner.step_time import predict, with_networks
@@ -267,6 +269,18 @@ def _ways(question: Question, placed: Layout) -> Iterator[Layout]:
         own = {"recompute": kind, "recompute_layers": number, "schedule": name}
         own |= dict(zip(choices, values, strict=True))
         yield replace(placed, **own, virtual_stages=stages)
+
+
+def least_of(job: Job) -> float:
+    """Seconds of a step that no order of one layout's passes is faster than."""
+    model, layout, training, machine = job
+    asked = Asked(model, training, machine, int(job.gpus), asdict(layout))
+    columns = layout.micro_batch_size, bool(job.sequence_parallel), layout.recompute, layout.zero
+    table = Table(asked, [layout], *(np.array([value]) for value in (0, *columns)))
+    most = model.layers if layout.recompute_layers is None else layout.recompute_layers
+    recomputed = 0 if layout.recompute == "none" or layout.recompute_blocks else most
+    least, _ = Bounds(table, Ranks.of(table)).with_recomputed(np.array([[recomputed]]))
+    return float(least[0])
 
 
 def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Predicts what fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
 
 hardware        machines: rates, links, coefficients, from hardware/*.toml
-job, plan_only  what every formula takes; experts and fp8, which are only planned
+job             what every formula takes
 op_costs        seconds of GEMMs, attention, memory traffic, collectives
 time_terms      every term of a step's seconds; step_time: with the simulated schedule, a step's
 memory_terms    every term of a GPU's bytes; memory: of each stage

@@ -235,14 +235,10 @@ def write(found: Fit, path: str) -> None:
     for part, entries in tables.items():
         lines += ([f"\n[{part}]"] if part and entries else []) + entries
     lines.append("\n[fitted_range]")
-    jobs = [run.job for run in found.runs]
-    seen = {
-        "hidden": [job.model.hidden for job in jobs],
-        "gpus": [job.gpus for job in jobs],
-        "micro_batch_size": [job.layout.micro_batch_size for job in jobs],
-        "seq_length": [job.model.seq_length for job in jobs],
-    }
-    lines += [f"{name} = [{min(values)}, {max(values)}]" for name, values in seen.items()]
+    values = [run.job.fitted_values for run in found.runs]
+    for name in values[0]:
+        seen = [each[name] for each in values]
+        lines.append(f"{name} = [{min(seen)}, {max(seen)}]")
     lines.append("\n[sources]")
     names = ", ".join(run.path for run in found.runs)
     lines += [

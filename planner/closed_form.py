@@ -2,8 +2,8 @@
 is built.
 
     ranks = Ranks.of(table)
-    fits = fitting(table, ranks, room=80e9)     # how many blocks each row recomputes for that
-    seconds = least_seconds(table, ranks, fits.recomputed)
+    fitting = Needs.of(table, ranks).within(80e9)   # how many blocks each row recomputes for that
+    least, likely = Bounds(table, ranks).with_recomputed(fitting.recomputed)
 
 A schedule's closed form gives the time in which no rank waits for more than it must, and the bytes
 of as many micro-batches in flight as its order surely has. So no row is faster, or smaller, than
@@ -22,7 +22,6 @@ from planner.memory_terms import Parts
 from planner.op_costs import Pass
 from planner.step_time import Most, Passes
 from schedules.partition import StageSpec, stage_specs
-from schedules.vocabulary import more_ahead
 
 # Waiting over the pipeline's least seconds: for each share by which a stage of an interleaved rank
 # has more blocks than others, and of zb-v, whose order is for passes that all take as long. Seen of
@@ -70,6 +69,10 @@ class Ranks(NamedTuple):
         """Return what all stages of a rank hold together."""
         return Parts(self.blocks, self.embedding, self.head, self.tied)
 
+    def of_rows(self, rows: np.ndarray) -> "Ranks":
+        """Return the ranks of some rows."""
+        return Ranks(*(column[rows] for column in self))
+
 
 def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
     """A row of `Ranks` for the first and the last of the ranks that hold alike stages."""
@@ -92,18 +95,22 @@ def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
 # ---- Seconds -------------------------------------------------------------------------------------
 
 
-def least_seconds(
-    table: Table, ranks: Ranks, recomputed: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a step that no order of a row's passes is faster than; and what it likely takes,
-    where the order's own waiting is known. recomputed: blocks of each stage, a column.
-    """
-    job, passes = table.job, step_time.passes_of(table.job)
-    pipeline = _pipeline(job, ranks, passes, recomputed)
-    after = step_time.after_pipeline(job, _most(job, ranks, passes, recomputed))
-    least = job.machine.slowdown * (pipeline + sum(after.values()))
-    waiting = job.machine.slowdown * pipeline * _waiting(job, ranks)
-    return least[:, 0], (least + waiting)[:, 0]
+class Bounds:
+    """Seconds of a step, for any number of recomputed blocks."""
+
+    def __init__(self, table: Table, ranks: Ranks):
+        self.job, self.ranks, self.passes = table.job, ranks, step_time.passes_of(table.job)
+
+    def with_recomputed(self, recomputed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds that no order of a row's passes is faster than; and what it likely takes, where
+        the order's own waiting is known. recomputed: blocks of each stage, a column.
+        """
+        job, ranks, passes = self.job, self.ranks, self.passes
+        pipeline = _pipeline(job, ranks, passes, recomputed)
+        after = step_time.after_pipeline(job, _most(job, ranks, passes, recomputed))
+        least = job.machine.slowdown * (pipeline + sum(after.values()))
+        waiting = job.machine.slowdown * pipeline * _waiting(job, ranks)
+        return least[:, 0], (least + waiting)[:, 0]
 
 
 def _waiting(job: Job, ranks: Ranks) -> np.ndarray:
@@ -115,15 +122,6 @@ def _waiting(job: Job, ranks: Ranks) -> np.ndarray:
     most = (UNEVEN * uneven).max(axis=1, keepdims=True)
     interleaved = np.where(np.equal(name, "interleaved"), most, 0.0)
     return np.where(np.equal(name, "zb-v"), FOLDED, interleaved)
-
-
-def least_of(job: Job) -> float:
-    """Seconds of a step that no order of one layout's passes is faster than."""
-    table, layout = Table.of(job), job.layout
-    most = job.model.layers if layout.recompute_layers is None else layout.recompute_layers
-    recomputed = 0 if layout.recompute == "none" or layout.recompute_blocks else most
-    least, _ = least_seconds(table, Ranks.of(table), np.array([[recomputed]]))
-    return float(least[0])
 
 
 def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> np.ndarray:
@@ -191,37 +189,53 @@ def _most(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> Mos
 
 
 class Fitting(NamedTuple):
-    """Which rows may fit, with how many `recomputed` blocks of each stage at least (a column), and
-    the bytes that a row needs at least with all of them recomputed.
-    """
+    """Which rows may fit, with how many `recomputed` blocks of each stage at least (a column)."""
 
     fits: np.ndarray
     recomputed: np.ndarray
-    least: np.ndarray
 
 
-def fitting(table: Table, ranks: Ranks, room: float) -> Fitting:
-    """The fewest blocks that each row may recompute to need at most `room` bytes."""
-    job, fixed = table.job, table.asked.fixed
-    stages = job.layout.stages_per_rank
-    redone, whole = memory_terms.kept_of_block(job)
-    flying = micro_batches_in_flight(job, ranks)
-    unsaved = _beside_activations(job, ranks, flying) + flying * stages * ranks.least * whole
-    none = np.equal(job.layout.recompute, "none")
-    saved = np.where(none, 0.0, flying * stages * (whole - redone))  # by one block of each stage
-    smallest = (unsaved - saved * ranks.least).max(axis=1)
-    most = ranks.most.max(axis=1, keepdims=True)
-    if fixed.get("recompute_blocks") is not None:  # some number of each stage
-        return Fitting(smallest <= room + ROUNDING, np.zeros_like(most), smallest)
-    over = np.maximum(0.0, unsaved - room)
-    enough = np.ceil(over / np.where(saved > 0, saved, np.inf)).max(axis=1, keepdims=True)
-    fewest = np.clip(enough, 1, most).astype(int)
-    if "recompute_layers" in fixed:
-        given = fixed["recompute_layers"]
-        fewest = np.full_like(most, job.model.layers if given is None else given)
-    fewest = np.where(none, 0, np.minimum(fewest, most))
-    needed = (unsaved - saved * np.minimum(fewest, ranks.least)).max(axis=1)
-    return Fitting(needed <= room + ROUNDING, fewest, smallest)
+class Needs(NamedTuple):
+    """Bytes that the ranks of rows need at least: `unsaved` without recomputation, of which one
+    recomputed block of each stage has `saved`. smallest: of each row with all blocks recomputed.
+    """
+
+    table: Table
+    ranks: Ranks
+    unsaved: np.ndarray
+    saved: np.ndarray
+    smallest: np.ndarray
+
+    @classmethod
+    def of(cls, table: Table, ranks: Ranks) -> "Needs":
+        """Return what the rows of a table need."""
+        job = table.job
+        stages = job.layout.stages_per_rank
+        redone, whole = memory_terms.kept_of_block(job)
+        flying = memory_terms.in_flight(job, ranks.rank)
+        unsaved = _beside_activations(job, ranks, flying) + flying * stages * ranks.least * whole
+        none = np.equal(job.layout.recompute, "none")
+        saved = np.where(none, 0.0, flying * stages * (whole - redone))
+        smallest = (unsaved - saved * ranks.least).max(axis=1)
+        return cls(table, ranks, unsaved, saved, smallest)
+
+    def within(self, room: float) -> Fitting:
+        """The fewest blocks that each row may recompute to need at most `room` bytes."""
+        layout, ranks, fixed = self.table.job.layout, self.ranks, self.table.asked.fixed
+        most = ranks.most.max(axis=1, keepdims=True)
+        if fixed.get("recompute_blocks") is not None:  # some number of each stage
+            return Fitting(self.smallest <= room + ROUNDING, np.zeros_like(most))
+        over = np.maximum(0.0, self.unsaved - room)
+        by_block = np.where(self.saved > 0, self.saved, np.inf)
+        fewest = np.ceil(over / by_block).max(axis=1, keepdims=True)
+        fewest = np.clip(fewest, 1, most).astype(int)
+        if "recompute_layers" in fixed:
+            given = fixed["recompute_layers"]
+            fewest = np.full_like(most, self.table.asked.model.layers if given is None else given)
+        none = np.equal(layout.recompute, "none")
+        fewest = np.where(none, 0, np.minimum(fewest, most))
+        needed = (self.unsaved - self.saved * np.minimum(fewest, ranks.least)).max(axis=1)
+        return Fitting(needed <= room + ROUNDING, fewest)
 
 
 def _beside_activations(job: Job, ranks: Ranks, flying: np.ndarray) -> np.ndarray:
@@ -234,21 +248,3 @@ def _beside_activations(job: Job, ranks: Ranks, flying: np.ndarray) -> np.ndarra
     working = memory_terms.working_of(job, ranks.parts, ranks.blocks * whole, heads)
     sent = np.where(vocab_pp, memory_terms.sent_to_ranks(job), 0.0)
     return states + working + sent + memory_terms.buffers_of(job) + job.machine.context
-
-
-def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:
-    """Return the number of micro-batches whose activations in all its stages a rank surely keeps
-    at once.
-    """
-    layout, count, rank = job.layout, job.micro_batches, ranks.rank
-    name = layout.schedule
-    # An interleaved rank runs so many forwards ahead, a group of micro-batches through each stage.
-    group, virtual = -(-count // np.maximum(1, count // layout.pp)), layout.stages_per_rank
-    ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
-    interleaved = np.minimum(count * virtual, ahead) / virtual
-    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
-    flying = np.minimum(layout.pp - rank + further, count)
-    flying = np.where(np.equal(name, "gpipe"), count, flying)
-    # Every rank of zb-v holds as many as the first one of 1F1B (schedules/list_scheduling.py).
-    flying = np.where(layout.splits_backward, np.minimum(layout.pp, count), flying)
-    return np.where(np.equal(name, "interleaved"), interleaved, flying)

@@ -19,7 +19,7 @@ def days(question: Question) -> Answer:
     tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
     if not tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
-    ranked, rejected, _ = question.rank(most=1)
+    ranked, rejected, *_ = question.rank(most=1)
     if not ranked:
         only = [rejected[0].reason] if len(rejected) == 1 else []
         why = "; ".join([*only, *where_it_fits(question, rejected)])

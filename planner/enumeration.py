@@ -12,7 +12,7 @@ rejected, with train.py's own sentence. Recomputed blocks are counted later, by 
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 # The recomputations that are worth it, the fastest first: a flash kernel recomputes the scores
 # anyway, so that `selective` saves nothing.
 RECOMPUTATIONS = ("none", "full")
+VARIED = ("micro_batch_size", "sequence_parallel", "recompute", "zero")  # columns of a Table
+PLAIN = {"schedule": "1f1b", "vocab_pp": None, "cp": 1}  # the kind that measured runs have
 LONG = 4096  # tokens of a sample from which on cp is varied
 
 
@@ -44,7 +46,7 @@ class Asked(NamedTuple):
     training: Training
     machine: Machine
     gpus: int
-    fixed: dict[str, Any]
+    fixed: dict[str, Any] = {}  # noqa: RUF012
 
     @property
     def counts_blocks(self) -> bool:
@@ -89,15 +91,6 @@ class Table:
     recompute: np.ndarray
     zero: np.ndarray
 
-    @classmethod
-    def of(cls, job: Job) -> "Table":
-        """One layout as a table of one row."""
-        model, layout, training, machine = job
-        asked = Asked(model, training, machine, int(job.gpus), asdict(layout))
-        columns = layout.micro_batch_size, bool(job.sequence_parallel), layout.recompute
-        rows = [np.array([each]) for each in (0, *columns, layout.zero)]
-        return cls(asked, [layout], *rows)
-
     def __len__(self) -> int:
         return len(self.way)
 
@@ -122,13 +115,32 @@ class Table:
         return way.tp, way.pp, int(self.micro_batch_size[row])
 
     @cached_property
+    def places(self) -> np.ndarray:
+        """The `place` of every row, as an array of three columns."""
+        layouts = self.job.layout
+        return np.hstack([layouts.tp, layouts.pp, layouts.micro_batch_size])
+
+    def of_rows(self, rows: np.ndarray) -> "Table":
+        """The table of some rows."""
+        varied = {name: getattr(self, name)[rows] for name in ("way", *VARIED)}
+        return replace(self, **varied)
+
+    def plain_rows(self) -> np.ndarray:
+        """The rows of the kind that measured runs have, as far as nothing else was given."""
+        kept = np.full(len(self), True)
+        for name, value in PLAIN.items():
+            if name not in self.asked.fixed:
+                kept &= self.column(name)[:, 0] == value
+        return np.flatnonzero(kept)
+
+    @cached_property
     def job(self) -> Job:
         """All rows. A column has the shape (rows, 1), so that it broadcasts with some stages."""
         of_rows = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
         of_rows["vocab_pp"] = self.column("vocab_pp").astype(bool)
         of_rows["virtual_stages"] = np.array([way.virtual_stages or 2 for way in self.ways])
         of_rows["virtual_stages"] = of_rows["virtual_stages"][self.way][:, None]
-        for name in ("micro_batch_size", "sequence_parallel", "recompute", "zero"):
+        for name in VARIED:
             of_rows[name] = getattr(self, name)[:, None]
         first = self.ways[0]
         alike: dict[str, Any] = {

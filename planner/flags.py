@@ -113,7 +113,12 @@ FLAGS = (
         ("layouts", "days"),
         below=1e5,
     ),
-    Flag("fp8", "planned only: linear layers of blocks in fp8", bool),
+    Flag(
+        "fp8",
+        "planned only: linear layers of blocks in fp8",
+        bool,
+        questions=("layouts", "days", "stages", "timeline", "compare", "model"),
+    ),
 )
 
 

@@ -178,12 +178,21 @@ class Job(NamedTuple):
         return samples // (micro * dp)
 
     @property
+    def fitted_values(self) -> dict[str, Any]:
+        """The values that `fitted_range` of a machine limits."""
+        return {
+            "hidden": self.model.hidden,
+            "seq_length": self.model.seq_length,
+            "gpus": self.gpus,
+            "micro_batch_size": self.layout.micro_batch_size,
+        }
+
+    @property
     def warnings(self) -> list[str]:
         """Return what is outside the range that the machine's constants were fitted on, in
         sentences.
         """
-        values = {"hidden": self.model.hidden, "seq_length": self.model.seq_length}
-        values |= {"gpus": self.gpus, "micro_batch_size": self.layout.micro_batch_size}
+        values = self.fitted_values
         found = []
         for name, (low, high) in self.machine.fitted_range.items():
             if not low <= values[name] <= high:

@@ -44,10 +44,7 @@ def timeline(question: Question) -> Answer:
     count = min(job.micro_batches, 4 * job.layout.pp)
     layout, choice = decide_layout(job.model, job.layout, job.micro_batches)
     job, order = job._replace(layout=layout), of_layout(job.model, layout, count)
-    weights = step_time.stage_weights(job) if order.split else None
-    seconds = step_time.action_seconds(step_time.stage_passes(job), weights)
-    seconds |= step_time.vocabulary_seconds(job) if order.vocabulary else {}
-    slots = simulation.simulate(order, seconds)
+    slots = simulation.simulate(order, step_time.action_seconds(job))
     events = [
         simulation.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
         for stage, row in enumerate(slots)

@@ -38,7 +38,7 @@ def ranked_layouts(question: Question) -> Answer:
     """All layouts ranked, all rejected ones with their reason."""
     options = question.options
     every = options.json or options.rehearse or options.picture
-    found = question.rank(math.inf if every else options.top)
+    found = question.rank(math.inf if every else options.top, plain=True)
     ranked = [one for one in found.ranked if one.prediction.risk <= options.risk]
     risky = [one for one in found.ranked if one.prediction.risk > options.risk]
     data = {
@@ -56,8 +56,8 @@ def ranked_layouts(question: Question) -> Answer:
     lines += notes(ranked[:1])
     if not found.ranked:
         lines += where_it_fits(question, found.rejected)
-    if ranked and _is_trained(question):
-        more, commands = _commands(question, ranked[0])
+    if ranked and not question.machine.software.fp8:  # which train.py does not have
+        more, commands = _commands(question, ranked[0], found.plain)
         data |= more
         lines += commands
     if options.picture:
@@ -84,17 +84,14 @@ def _listed(question: Question, found: layouts.Answer, ranked: list[layouts.Rank
     return lines
 
 
-def _is_trained(question: Question) -> bool:
-    """Whether train.py trains this model, and it is not only planned."""
-    return not question.machine.software.fp8
-
-
-def _commands(question: Question, first: layouts.Ranked) -> tuple[dict[str, Any], list[str]]:
-    """Return the commands for the first layout, and for a simple one if it is nearly as fast."""
+def _commands(
+    question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the commands for the first layout, and for a plain one if it is nearly as fast."""
     launcher, words = _launcher(question), _command(question, first.layout)
     data: dict[str, Any] = {"launcher": launcher, "command": words, "recommended": None}
     lines = []
-    if simple := _recommended(question, first):
+    if simple := _recommended(question, first, plain):
         data["recommended"] = _as_data(simple, question)
         command = shlex.join([*launcher, *_command(question, simple.layout)])
         lines += [_given_up(simple, first), f"recommended: {command}"]
@@ -120,12 +117,13 @@ def _point(prediction: Prediction) -> picture.Point:
     return fullest / BILLION, prediction.tokens_per_second
 
 
-def _recommended(question: Question, first: layouts.Ranked) -> layouts.Ranked | None:
+def _recommended(
+    question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
+) -> layouts.Ranked | None:
     """The fastest layout of the kind that measured runs have, if the first is of another kind and
     too little faster for the plan to tell them apart.
     """
-    found = question.rank(most=1, plain=True).ranked
-    safe = [one for one in found if one.prediction.risk <= question.options.risk]
+    safe = [one for one in plain if one.prediction.risk <= question.options.risk]
     if not safe or safe[0].prediction.seconds > first.prediction.seconds * TOLD_APART:
         return None
     return safe[0] if safe[0].layout != first.layout else None
@@ -146,7 +144,7 @@ def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[
     run, machine = question.config, question.machine
     if not any(one.reason.startswith("out of memory") for one in rejected):
         return []
-    allowed = min(risk.safe_bytes(machine, question.options.risk), machine.memory)
+    allowed = risk.safe_bytes(machine, question.options.risk)
     about = run.model, run.training, replace(machine, memory=allowed)
     if found := model_sizes.leanest(*about, question.gpus):
         return [f"not as it was given, but {' '.join(flags(found))} fits"]

@@ -1,6 +1,6 @@
 """Which layouts there are, which fit, and which is fastest: the planner's answer as data.
 
-    answer = rank(model, training, machine, gpus=384)
+    answer = rank(Asked(model, training, machine, 384))
     answer.ranked[0].layout, answer.rejected
 
 Every layout is either ranked or rejected with a sentence. Nothing here prints.
@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from config.batch_schedule import BatchSchedule
-from config.schema import Layout, ModelShape, Training, batch_schedule
+from config.schema import Layout, batch_schedule
 from config.validation import check_shape
 from planner import risk
 from planner.enumeration import MICRO_BATCHES, Asked, Rejected, every_layout
-from planner.hardware import Machine
-from planner.job import Job
 from planner.ranking import Ranking
 from planner.step_time import Prediction, predict
 from schedules.choice import decide_layout
@@ -36,107 +34,85 @@ class Ranked:
 
 class Answer(NamedTuple):
     """The layouts that run, the fastest first; those that cannot; and how many places (tp, pp and
-    micro-batch) have slower layouts than those asked for.
+    micro-batch) have slower layouts than those asked for. plain: the fastest of the kind that
+    measured runs have, those that are risky among them.
     """
 
     ranked: list[Ranked]
     rejected: list[Rejected]
     slower: int
+    plain: list[Ranked]
 
 
 def rank(
-    model: ModelShape,
-    training: Training,
-    machine: Machine,
-    gpus: int,
-    fixed: dict[str, Any] | None = None,
+    asked: Asked,
     refusal: Callable[[Layout], str] = lambda layout: "",
     accepted: float = risk.DEFAULT,
     most: float = math.inf,
+    plain: bool = False,
+    every: bool = False,
 ) -> Answer:
-    """The layouts on that many GPUs, fastest step first, and all that cannot run, with reasons.
+    """The layouts on some GPUs, fastest step first, and all that cannot run, with reasons.
 
     Of those that are alike in tp, pp and micro-batch the fastest is ranked, and if its risk of
-    running out of memory is more than `accepted`, the fastest below that too. `fixed` holds Layout
-    fields that are given, or lists of values to try for tp, pp and micro-batch; the rest is tried.
-    refusal: why else a layout cannot run, or "". most: how many safe layouts are ranked. Raises
-    UserError if the model itself, or the ramp-up of the batch, is impossible.
+    running out of memory is more than `accepted`, the fastest below that too. refusal: why else a
+    layout cannot run, or "". most: how many safe layouts are ranked. plain: whether the answer has
+    the fastest plain ones too. every: rank all layouts whose risk is at most `accepted`, or of more
+    than `most` those that are likely the fastest; `slower` counts the others. Raises UserError if
+    the model itself, or the ramp-up of the batch, is impossible.
     """
-    fixed = fixed or {}
-    if fixed.get("schedule") == "auto":
-        plain = fixed | {"schedule": "1f1b", "vocab_pp": False}
-        asked = lambda layout: refusal(replace(layout, schedule="auto"))  # noqa: E731
-        of_1f1b = rank(model, training, machine, gpus, plain, asked, accepted, most)
-        return _searched(of_1f1b, model, training, machine)
-    question = Asked(model, training, machine, gpus, fixed)
-    return _ranked(question, refusal, accepted, most, every=False)
-
-
-def rank_all(
-    model: ModelShape,
-    training: Training,
-    machine: Machine,
-    gpus: int,
-    fixed: dict[str, Any],
-    refusal: Callable[[Layout], str],
-    accepted: float,
-    most: float = math.inf,
-) -> Answer:
-    """Rank all layouts whose risk is at most `accepted`; of more than `most` those that are likely
-    the fastest. The answer's `slower` counts the others. `--schedule auto` is not searched. The
-    arguments are those of `rank`.
-    """
-    question = Asked(model, training, machine, gpus, fixed)
-    return _ranked(question, refusal, accepted, most, every=True)
-
-
-def _ranked(
-    asked: Asked,
-    refusal: Callable[[Layout], str],
-    accepted: float,
-    most: float,
-    every: bool,
-) -> Answer:
-    """Do what `rank_all` does, or without `every` what `rank` does."""
     check_shape(asked.model)
-    schedule = batch_schedule(asked.training, asked.model.seq_length)
+    if asked.fixed.get("schedule") == "auto":
+        fixed = asked.fixed | {"schedule": "1f1b", "vocab_pp": False}
+        as_auto = lambda layout: refusal(replace(layout, schedule="auto"))  # noqa: E731
+        found = rank(asked._replace(fixed=fixed), as_auto, accepted, most, plain)
+        return found._replace(
+            ranked=_searched(found.ranked, asked),
+            plain=_searched(found.plain, asked),
+        )
     table, rejected = every_layout(asked)
     if table is None:
-        return Answer([], rejected, 0)
+        return Answer([], rejected, 0, [])
     ranking = Ranking(table, accepted, refusal)
     if every:
         ranking.run_all(most)
-        slower = ranking.slower
     else:
         ranking.run(most)
-        slower = len(ranking.waiting)
-    lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
-    ranked = []
-    for line in lines:
-        job = Job(asked.model, line.layout, asked.training, asked.machine)
+    simple = []
+    if plain and len(rows := table.plain_rows()):
+        of_plain = Ranking(table.of_rows(rows), accepted, refusal)
+        of_plain.run(most=1)
+        simple = _in_order(of_plain)
+    return Answer(_in_order(ranking), rejected + ranking.rejected(), ranking.slower, simple)
+
+
+def _in_order(ranking: Ranking) -> list[Ranked]:
+    """The ranked layouts, the fastest first."""
+    asked = ranking.table.asked
+    schedule = batch_schedule(asked.training, asked.model.seq_length)
+    found = []
+    for line in sorted(ranking.ranked, key=lambda line: line.prediction.seconds):
         verdict = rampup_verdict(line.layout, schedule)
-        ranked.append(Ranked(job.layout_with_ep, line.prediction, verdict))
-    return Answer(ranked, rejected + ranking.rejected(), slower)
+        found.append(Ranked(asked.job(line.layout).layout_with_ep, line.prediction, verdict))
+    return found
 
 
-def _searched(answer: Answer, model: ModelShape, training: Training, machine: Machine) -> Answer:
+def _searched(ranked: list[Ranked], of: Asked) -> list[Ranked]:
     """The fastest layouts, priced with the schedule that --schedule auto finds for each.
 
     The others keep the price of 1F1B, of which auto is never slower in simulation.
     """
-    ranked, rejected, slower = answer
     found = []
-    for one in ranked[:SEARCHED]:
-        job = Job(model, one.layout, training, machine)
+    for number, one in enumerate(ranked):
         asked = replace(one.layout, schedule="auto")
-        layout, _ = decide_layout(model, asked, job.micro_batches)
-        prediction = predict(model, layout, training, machine)
-        faster = prediction.fits and prediction.seconds < one.prediction.seconds
-        found.append(
-            replace(one, layout=asked, prediction=prediction if faster else one.prediction)
-        )
-    rest = [replace(one, layout=replace(one.layout, schedule="auto")) for one in ranked[SEARCHED:]]
-    return Answer(sorted(found + rest, key=lambda r: r.prediction.seconds), rejected, slower)
+        prediction = one.prediction
+        if number < SEARCHED:
+            layout, _ = decide_layout(of.model, asked, of.job(one.layout).micro_batches)
+            searched = predict(*of.job(layout))
+            if searched.fits and searched.seconds < prediction.seconds:
+                prediction = searched
+        found.append(replace(one, layout=asked, prediction=prediction))
+    return sorted(found, key=lambda one: one.prediction.seconds)
 
 
 # ---- Batch-size ramp-up --------------------------------------------------------------------------

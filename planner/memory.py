@@ -92,6 +92,9 @@ def most_in_flight(
     activations, and outputs of the head. kept, ends: of one micro-batch, by stage.
     """
     layout = job.layout
+    if layout.schedule in memory_terms.EXACT and not layout.vocab_pp:
+        flying = memory_terms.in_flight(job, np.arange(layout.pp))
+        return (flying * kept).tolist(), (flying * ends).tolist()
     schedule = long_layout(job.model, layout, job.micro_batches)
     if layout.vocab_pp:
         most = schedule.most_held(kept.tolist())

@@ -16,6 +16,7 @@ from config.model_stats import head_norm_parameters, norm_parameters, normed_wid
 from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
 from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
+from schedules.vocabulary import more_ahead
 
 # Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
 # and two scales for 256 weights, one moment, or two factors of a matrix. Muon and 8-bit AdamW leave
@@ -25,6 +26,9 @@ SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor":
 # weight in FP32 and half precision; two permutations, with --ep four.
 PLACES = 8 + 4 + 2 + 2 * 8
 PLACES_ELSEWHERE = PLACES + 2 * 8
+
+
+EXACT = ("1f1b", "gpipe", "zb-h1")  # schedules of which `in_flight` is exact
 
 
 class Parts(NamedTuple):
@@ -249,6 +253,24 @@ def attention_copies(job: Job) -> Column:
     product takes it.
     """
     return np.where(job.layout.micro_batch_size > 1, 1.0, 0.0)
+
+
+def in_flight(job: Job, rank: Column) -> Column:
+    """Micro-batches whose activations in all its stages a rank surely keeps at once; for a schedule
+    of EXACT without --vocab-pp exactly so many.
+    """
+    layout, count = job.layout, job.micro_batches
+    name = layout.schedule
+    # An interleaved rank runs so many forwards ahead, a group of micro-batches through each stage.
+    group, virtual = -(-count // np.maximum(1, count // layout.pp)), layout.stages_per_rank
+    ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
+    interleaved = np.minimum(count * virtual, ahead) / virtual
+    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
+    flying = np.minimum(layout.pp - rank + further, count)
+    flying = np.where(np.equal(name, "gpipe"), count, flying)
+    # Every rank of zb-v holds as many as the first one of 1F1B (schedules/list_scheduling.py).
+    flying = np.where(layout.splits_backward, np.minimum(layout.pp, count), flying)
+    return np.where(np.equal(name, "interleaved"), interleaved, flying)
 
 
 def sent_to_ranks(job: Job) -> Column:

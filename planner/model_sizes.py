@@ -99,13 +99,10 @@ def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) 
 
 def _trains(job: Job) -> bool:
     """Whether it fits, with the batch rounded up to a multiple of dp."""
-    model, layout, training, machine = job
-    dp, states = layout.dp or 1, parameters(model) * (2 + machine.software.gradient_bytes)
-    if states / (layout.tp * layout.pp) > machine.memory:  # of what is not sharded by dp
-        return False
-    samples = -(-training.global_batch_size // dp) * dp
-    job = job._replace(training=replace(training, global_batch_size=samples))
-    return memory.fullest(job).total <= machine.memory
+    dp = job.layout.dp or 1
+    samples = -(-job.training.global_batch_size // dp) * dp
+    training = replace(job.training, global_batch_size=samples)
+    return memory.fullest(job._replace(training=training)).total <= job.machine.memory
 
 
 def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[int, Layout]:

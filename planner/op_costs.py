@@ -15,11 +15,11 @@ Every size may be one number, or a numpy array of them, such as a column of `pla
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from planner.hardware import Link, Machine
+from planner.hardware import KERNELS, Link, Machine
 
 Column = Any  # a number, or an array with one for each layout
 
@@ -106,27 +106,6 @@ def moved(machine: Machine, count: Any) -> Any:
 # ---- Attention: q k^T, softmax, times v ----------------------------------------------------------
 
 
-class Kernel(NamedTuple):
-    """A flash-attention kernel: its rates in long sequences over FlashAttention-2's, forward and
-    backward, and the length at which half of them is reached.
-    """
-
-    forward: float
-    backward: float
-    half: float
-
-
-# Assumed after the figures of arXiv 2205.14135, 2307.08691, 2407.08608 and cuDNN's notes: causal
-# masks, head size 128; not fitted. flash3 and cudnn are relative to flash2 on an H100.
-KERNELS = {
-    "flash": Kernel(1.0, 1.0, 0.0),
-    "flash1": Kernel(0.65, 0.55, 300.0),
-    "flash2": Kernel(1.1, 0.95, 300.0),
-    "triton": Kernel(0.85, 0.5, 300.0),
-    "efficient": Kernel(0.5, 0.4, 300.0),
-    "flash3": Kernel(1.6, 1.4, 600.0),
-    "cudnn": Kernel(1.5, 1.3, 600.0),
-}
 HEAD = 128  # the head size of those rates; half of it reaches SMALL_HEAD of them
 SMALL_HEAD = 0.85
 

@@ -18,6 +18,7 @@ from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
 from planner import hardware, layouts
+from planner.enumeration import PLAIN, Asked
 from planner.job import Job
 from planner.step_time import with_networks
 
@@ -26,8 +27,6 @@ BATCH = 2048  # global batch if none is given: that of every published run of a 
 EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
 EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
-# The kind of layout that measured runs have.
-PLAIN: dict[str, Any] = {"schedule": "1f1b", "vocab_pp": None, "cp": 1}
 SEARCHED = ("layouts", "days")  # questions for which all schedules are searched
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
@@ -56,21 +55,22 @@ class Question:
 
     def rank(self, most: float = math.inf, plain: bool = False) -> layouts.Answer:
         """The fastest layouts on these GPUs that agree with what was given, so many of them, and
-        those that cannot run: train.py's own check has the last word. plain: only layouts of the
-        kind that measured runs have, unless another was given.
+        those that cannot run: train.py's own check has the last word. plain: whether the fastest
+        of the kind that measured runs have is looked for too.
         """
         run, names = self.config, {field.name for field in fields(schema.Layout)}
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
-        if plain:
-            fixed = PLAIN | fixed
         if self.options.question not in SEARCHED:  # a ramp-up ranks often
             fixed = PLAIN | {"recompute_layers": None} | fixed
         refusal = lambda layout: _refusal(replace(run, layout=layout), self.gpus)  # noqa: E731
-        about = run.model, run.training, self.machine, self.gpus
-        found = layouts.rank(*about, fixed, refusal, self.options.risk, most)
+        asked = Asked(run.model, run.training, self.machine, self.gpus, fixed)
+        found = layouts.rank(asked, refusal, self.options.risk, most, plain)
         if self.options.question not in SEARCHED:
             return found
-        return found._replace(ranked=[self._at_networks(one) for one in found.ranked])
+        ranked, simple = (
+            [self._at_networks(one) for one in lines] for lines in (found.ranked, found.plain)
+        )
+        return found._replace(ranked=ranked, plain=simple)
 
     def _at_networks(self, one: layouts.Ranked) -> layouts.Ranked:
         """A layout with an interval for a network whose rate was not measured on this cluster."""

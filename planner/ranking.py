@@ -4,15 +4,13 @@
     ranking.run(most=20)
     ranking.ranked          # one layout of each tp, pp and micro-batch, the fastest first
 
-To find the fastest, each row enters a queue with the seconds that it takes at least. The row at its
-head is predicted, which simulates its schedule, and enters again with what it takes. A row that
-comes to the head with its prediction is faster than all that are left, predicted or not. At every
-other place only the row is predicted that is likely the fastest there.
+To find the fastest, rows are predicted, which simulates their schedules, in the order of the
+seconds that they take at least, until no other one can be faster. At every other place only the row
+is predicted that is likely the fastest there.
 """
 
-import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +18,7 @@ import numpy as np
 
 from config.schema import Layout
 from planner import closed_form, memory, risk
-from planner.closed_form import Fitting
+from planner.closed_form import Bounds
 from planner.enumeration import Rejected, Table, rejected_layout
 from planner.job import Job
 from planner.step_time import Prediction, predict
@@ -35,19 +33,6 @@ class Line(NamedTuple):
 
     layout: Layout
     prediction: Prediction
-
-
-class Entry(NamedTuple):
-    """A row in the queue, by its seconds: at least those, or those of `line`, if it has one.
-
-    risky: it may need more than is safe, and recomputes less for that.
-    """
-
-    seconds: float
-    row: int
-    risky: bool
-    recomputed: int
-    line: Line | None = None
 
 
 class Ranking:
@@ -66,95 +51,116 @@ class Ranking:
         """
         self.table, self.refusal = table, refusal
         machine = table.asked.machine
-        self.accepted, safe = accepted, machine.memory
-        if accepted < 1:
-            safe = min(risk.safe_bytes(machine, accepted), safe)
-        self.room = {False: safe, True: machine.memory}  # by whether a row is risky
+        self.accepted = accepted
+        # By whether a row is risky.
+        self.room = {False: risk.safe_bytes(machine, accepted), True: machine.memory}
+        ranks = closed_form.Ranks.of(table)
+        needs = closed_form.Needs.of(table, ranks)
+        self.smallest = needs.smallest  # bytes that each row needs with all blocks recomputed
+        self.fitting = {risky: needs.within(room) for risky, room in self.room.items()}
+        self.rows = np.flatnonzero(self.fitting[True].fits)
+        self.seconds = Bounds(table.of_rows(self.rows), ranks.of_rows(self.rows))
         self.ranked: list[Line] = []
-        self.done: set[tuple[Place, bool]] = set()
+        self.taken = set[Place]()  # places of ranked rows without risk
         self.refused: dict[Place, str] = {}
-        self.waiting: set[Place] = set()  # places with rows that may fit, but were not tried
+        self.waiting = set[Place]()  # places with rows that may fit, but were not tried
         self.all_rows = False  # whether `run_all` was asked for
-        self.slower = 0  # rows that may fit, but that it did not try
+        self.slower = 0  # rows, or with `run` places, that may fit, but that it did not try
 
     def run(self, most: float = math.inf) -> None:
         """Rank the fastest row of all that is not risky, the risky ones that are faster than that,
         and one row of each other place, so many places at most.
         """
-        ranks = closed_form.Ranks.of(self.table)
-        self.fitting = closed_form.fitting(self.table, ranks, self.room[False])
-        least, likely = closed_form.least_seconds(self.table, ranks, self.fitting.recomputed)
-        queue = _entries(self.fitting, least, risky=False)
+        fastest = math.inf
+        for place, line in self._faster_than(fastest, risky=False):
+            fastest = line.prediction.seconds
+            self.ranked, self.taken = [line], {place}
         if self.room[True] > self.room[False]:
-            fitting = closed_form.fitting(self.table, ranks, self.room[True])
-            risky, _ = closed_form.least_seconds(self.table, ranks, fitting.recomputed)
-            queue += _entries(fitting, risky, risky=True)
-        self._find_fastest(queue)
-        self._find_others(sorted(_entries(self.fitting, likely, risky=False)), most)
+            risky = dict(self._faster_than(fastest, risky=True))
+            self.ranked += risky.values()
+        _, likely = self._seconds(risky=False)
+        places = [self.table.place(row) for _, row in likely]
+        for (_, row), place in zip(likely, places, strict=True):
+            if len(self.taken) >= most:
+                self.waiting = {*places} - self.taken
+                self.slower = len(self.waiting)
+                return
+            if place not in self.taken:
+                self._take(row)
 
     def run_all(self, most: float) -> None:
         """Rank every row that is not risky, or, of more than so many, those that are likely the
         fastest: of each place at least one that is not FAR behind.
         """
         self.all_rows = True
-        ranks = closed_form.Ranks.of(self.table)
-        self.fitting = closed_form.fitting(self.table, ranks, self.room[False])
-        _, likely = closed_form.least_seconds(self.table, ranks, self.fitting.recomputed)
-        taken = set[Place]()
-        entries = sorted(_entries(self.fitting, likely, risky=False))
-        for tried, entry in enumerate(entries):
-            place = self.table.place(entry.row)
-            is_far = entry.seconds > FAR * entries[0].seconds
-            if tried >= most and (is_far or place in taken):
+        _, likely = self._seconds(risky=False)
+        for tried, (seconds, row) in enumerate(likely):
+            place = self.table.place(row)
+            is_far = seconds > FAR * likely[0][0]
+            if tried >= most and (is_far or place in self.taken):
                 self.slower += 1
                 self.waiting.add(place)
-            elif (predicted := self._predicted(entry)) and self._takes(predicted):
-                taken.add(place)
+            else:
+                self._take(row)
 
-    def _find_fastest(self, queue: list[Entry]) -> None:
-        """Rank the first row that is not risky, in the order of predictions."""
-        heapq.heapify(queue)
-        while queue:
-            entry = heapq.heappop(queue)
-            if (self.table.place(entry.row), entry.risky) in self.done:
-                continue
-            if entry.line is None:
-                if predicted := self._predicted(entry):
-                    heapq.heappush(queue, predicted)
-            elif self._takes(entry) and not entry.risky:
+    def _take(self, row: int) -> None:
+        """Rank a row, if it fits and is not refused."""
+        if line := self._line(row, risky=False):
+            self.ranked.append(line)
+            self.taken.add(self.table.place(row))
+
+    def _seconds(self, risky: bool) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+        """The rows that may fit, each after the seconds that it takes at least, and likely; the
+        fastest first.
+        """
+        fitting = self.fitting[risky]
+        fits = fitting.fits[self.rows]
+        rows = self.rows[fits].tolist()
+        bounds = self.seconds.with_recomputed(fitting.recomputed[self.rows])
+        least, likely = (sorted(zip(seconds[fits].tolist(), rows)) for seconds in bounds)
+        return least, likely
+
+    def _faster_than(self, seconds: float, risky: bool) -> Iterator[tuple[Place, Line]]:
+        """Rows with their places, each faster than those before: of all, or of risky ones than
+        those of the same place.
+        """
+        fastest: dict[Place, float] = {}
+        least, _ = self._seconds(risky)
+        for bound, row in least:
+            place = self.table.place(row)
+            if bound >= seconds:
                 return
+            if bound >= fastest.get(place, math.inf):
+                continue
+            line = self._line(row, risky)
+            if line is None or line.prediction.seconds >= fastest.get(place, seconds):
+                continue
+            fastest[place] = line.prediction.seconds
+            if not risky:
+                seconds = line.prediction.seconds
+            yield place, line
 
-    def _find_others(self, entries: list[Entry], most: float) -> None:
-        """Rank the first of these rows at each place, until there are so many places."""
-        places = [self.table.place(entry.row) for entry in entries]
-        taken = {place for place, risky in self.done if not risky}
-        for entry, place in zip(entries, places, strict=True):
-            if len(taken) >= most:
-                break
-            if place not in taken and (predicted := self._predicted(entry)):
-                taken |= {place} if self._takes(predicted) else set()
-        else:
-            return
-        self.waiting = {*places} - taken
-
-    def _predicted(self, entry: Entry) -> Entry | None:
-        """A row with its prediction; None if it does not fit, or is safe where it is risky."""
-        layout = self._fewest_recomputed(entry)
-        if layout is None:
+    def _line(self, row: int, risky: bool) -> Line | None:
+        """A row with its prediction; None if it does not fit, is refused, or has no risk although
+        a risky one is asked for.
+        """
+        layout = self._fewest_recomputed(row, risky)
+        if layout is None or (risky and self._needed(layout) <= self.room[False]):
             return None
-        job = self.table.asked.job(layout)
-        prediction = predict(*job)
-        if entry.risky and job.machine.memory - prediction.margin <= self.room[False]:
+        prediction = predict(*self.table.asked.job(layout))
+        if reason := self.refusal(layout):
+            self.refused.setdefault(self.table.place(row), reason)
             return None
-        return entry._replace(seconds=prediction.seconds, line=Line(layout, prediction))
+        return Line(layout, prediction)
 
-    def _fewest_recomputed(self, entry: Entry) -> Layout | None:
+    def _fewest_recomputed(self, row: int, risky: bool) -> Layout | None:
         """The row's layout with the fewest blocks recomputed that fits; None if none does."""
-        table, room = self.table, self.room[entry.risky]
-        layout = table.layout(entry.row)
+        table, room = self.table, self.room[risky]
+        layout = table.layout(row)
         free = layout.recompute != "none" and table.asked.counts_blocks
         most = max(blocks_per_stage(table.asked.model, layout)) if free else 0
-        for blocks in range(entry.recomputed, most):
+        fewest = int(self.fitting[risky].recomputed[row, 0])
+        for blocks in range(fewest, most):
             fewer = replace(layout, recompute_layers=blocks)
             if self._needed(fewer) <= room:
                 return fewer
@@ -163,26 +169,17 @@ class Ranking:
     def _needed(self, layout: Layout) -> float:
         return memory.fullest(self.table.asked.job(layout)).total
 
-    def _takes(self, entry: Entry) -> bool:
-        """Rank a row that was predicted, unless it is refused."""
-        assert entry.line is not None
-        place = self.table.place(entry.row)
-        if reason := self.refusal(entry.line.layout):
-            self.refused.setdefault(place, reason)
-            return False
-        self.done.add((place, entry.risky))
-        self.ranked.append(entry.line)
-        return True
-
     def rejected(self) -> list[Rejected]:
         """The places where no row fits or is taken, and why; of those that differ in the
         micro-batch alone, and do not fit, the smallest.
         """
         table = self.table
-        least: dict[Place, int] = {}  # the row of a place that needs the least
-        for row in np.lexsort((self.fitting.least, table.recompute != "full")).tolist():
-            least.setdefault(table.place(row), row)
-        taken = self.waiting | {place for place, _ in self.done}
+        order = np.lexsort((self.smallest, table.recompute != "full", *table.places.T[::-1]))
+        places = table.places[order]
+        is_first = np.append(True, (places[1:] != places[:-1]).any(axis=1))
+        rows = order[is_first].tolist()
+        least = {table.place(row): row for row in rows}  # by place, which needs the least
+        taken = self.waiting | self.taken
         found, too_large = [], set[tuple[int, int]]()
         for place in sorted(least.keys() - taken):
             layout = table.layout(least[place])
@@ -206,13 +203,6 @@ class Ranking:
         found = risk.out_of_memory(job.machine, memory.fullest(job).total)
         said = "of running out of memory is above --risk"
         return f"the risk({found:.0%}) {said}({self.accepted:.0%})"
-
-
-def _entries(fitting: Fitting, seconds: np.ndarray, risky: bool) -> list[Entry]:
-    """The rows that may fit, with these seconds."""
-    rows = np.flatnonzero(fitting.fits)
-    blocks = fitting.recomputed[rows, 0].tolist()
-    return list(map(Entry, seconds[rows].tolist(), rows.tolist(), [risky] * len(rows), blocks))
 
 
 def does_not_fit(job: Job) -> str:

@@ -27,20 +27,16 @@ def out_of_memory(machine: Machine, needed: float) -> float:
 
 
 def safe_bytes(machine: Machine, risk: float) -> float:
-    """The predicted bytes at which the probability is `risk`, which is above 0 and below 1."""
-    deviations = NormalDist().inv_cdf(risk)
+    """The most predicted bytes that fit, with a probability of running out of memory of at most
+    `risk`, which is above 0.
+    """
+    deviations = NormalDist().inv_cdf(min(risk, 0.5))
     return machine.memory * math.exp(deviations * machine.memory_spread)
 
 
 def interval(job: Job, seconds: float) -> tuple[float, float]:
     """Seconds between which a step lies in 90 of 100 cases, wider outside of what was fitted."""
-    layout = job.layout
-    values = {
-        "hidden": job.model.hidden,
-        "seq_length": job.model.seq_length,
-        "gpus": job.gpus,
-        "micro_batch_size": layout.micro_batch_size,
-    }
+    layout, values = job.layout, job.fitted_values
     doublings = 0.0
     for name, (low, high) in job.machine.fitted_range.items():
         if high:

@@ -9,9 +9,9 @@ in planner/time_terms.py; here they are put together.
 The formulas take one layout, or many as columns (planner/job.py); what builds a schedule takes one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +22,9 @@ from planner import hardware, memory, memory_terms, risk, time_terms
 from planner.hardware import Machine
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
-from schedules.long_schedule import long_layout, long_schedule
-from schedules.orders import stage_costs
-from schedules.partition import StageCosts, executed_flops, stage_specs
+from schedules.long_schedule import LongSchedule, long_layout
+from schedules.partition import executed_flops, stage_specs
+from schedules.simulation import Seconds
 
 # Shares of a datasheet's rate: reductions over many nodes were measured at a half to a quarter of
 # it.
@@ -68,9 +68,7 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
     Raises UserError if the batch is smaller than one micro-batch on every replica.
     """
     job = Job(model, layout, training, machine)
-    pipeline, bubble = pipeline_time(job)
-    parts = {"pipeline": pipeline} | step_parts(job)
-    parts = {name: seconds * machine.slowdown for name, seconds in parts.items()}
+    parts, bubble = _parts_of_step(job)
     seconds = sum(parts.values())
     parts["bubble"] = parts["pipeline"] * bubble
     table = memory.stages(job)
@@ -95,6 +93,13 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
     )
 
 
+def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
+    """Seconds of a step by part, and the idle share of the pipeline."""
+    pipeline, bubble = pipeline_time(job)
+    parts = {"pipeline": pipeline} | step_parts(job)
+    return {name: seconds * job.machine.slowdown for name, seconds in parts.items()}, bubble
+
+
 def with_networks(prediction: Prediction, job: Job) -> Prediction:
     """The prediction of a job with the seconds at slower networks, if its own was not measured."""
     if job.machine.network_measured or job.gpus <= job.machine.node:
@@ -102,9 +107,8 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
     slower = []
     for share in NETWORK_SHARES:
         machine = hardware.at_share_of_network(job.machine, share)
-        at_share = job._replace(machine=machine)
-        after = sum(step_parts(at_share).values())
-        slower.append(job.machine.slowdown * (pipeline_time(at_share)[0] + after))
+        parts, _ = _parts_of_step(job._replace(machine=machine))
+        slower.append(sum(parts.values()))
     found = tuple(prediction.seconds * seconds / slower[0] for seconds in slower)
     low, high = prediction.interval
     return replace(prediction, interval=(low, high * found[-1] / found[0]), at_networks=found)
@@ -115,25 +119,21 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
 
 def passes_of(job: Job) -> Passes:
     """Seconds of one micro-batch through the parts of a model."""
-    return Passes(*block_passes(job), time_terms.embedding(job), time_terms.head(job))
+    blocks = block_passes(job)
+    ends = time_terms.embedding(job), time_terms.head(job)
+    return Passes(blocks.forward, blocks.backward, *ends)
 
 
 def block_pass(job: Job) -> Pass:
     """Seconds of one micro-batch through a block that is recomputed as the layout says."""
-    return block_passes(job)[1]
-
-
-def block_passes(job: Job) -> tuple[Pass, Pass]:
-    """Seconds of one micro-batch through a block that is not recomputed, and through one that is,
-    as the layout says.
-    """
-    plain, redone = _both_passes(job)
-    return plain, redone
+    return block_passes(job).backward
 
 
 @mean_of_kinds
-def _both_passes(job: Job) -> Pass:
-    """Return the passes of `block_passes` as a pair: no less than the host takes to launch them."""
+def block_passes(job: Job) -> Pass:
+    """A pair: seconds of one micro-batch through a block that is not recomputed, and through one
+    that is, as the layout says; no less than the host takes to launch them.
+    """
     whole = time_terms.block_seconds(job)
     full = np.equal(job.layout.recompute, "full")
     selective = np.equal(job.layout.recompute, "selective")
@@ -171,71 +171,52 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
     sent = float(time_terms.message_seconds(job)) if sent is None else sent
-    passes = stage_passes(job)
-    if not layout.vocab_pp:
-        seconds = schedule_seconds(job, passes, sent)
-    busy = count * sum(map(sum, passes)) / layout.pp
+    actions = action_seconds(job)
+    seconds = schedule_seconds(job, actions, sent)
+    busy = count * sum(actions.values()) / layout.pp
     if layout.vocab_pp:
-        own = vocabulary_seconds(job)
-        actions = action_seconds(passes) | own
-        seconds = long_layout(job.model, layout, count).makespan(actions, sent)
         # For a micro-batch a rank's link carries two messages of its stage, and those of E, S, T,
         # G.
         seconds = max(seconds, count * 6 * sent)
-        busy += count * sum(own.values()) / layout.pp
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
 
 
 @term
-def schedule_seconds(job: Job, passes: tuple[Pass, ...], sent: float) -> float:
+def schedule_seconds(job: Job, actions: Seconds, sent: float) -> float:
     """Seconds of the layout's schedule; its arguments as those of `pipeline_time`."""
-    layout = job.layout
-    weights = tuple(stage_weights(job)) if layout.splits_backward else None
-    costs = stage_costs(job.model, layout)
-    count, virtual = job.micro_batches, layout.stages_per_rank
-    return makespan(layout.schedule, passes, sent, count, virtual, weights, costs)
+    order = long_layout(job.model, job.layout, job.micro_batches)
+    return _makespan(order, tuple(actions.items()), sent)
 
 
 @lru_cache(maxsize=4096)
-def makespan(
-    name: str,
-    passes: tuple[Pass, ...],
-    transfer: float,
-    count: int,
-    virtual: int = 1,
-    weights: tuple[float, ...] | None = None,
-    costs: StageCosts | None = None,
+def _makespan(
+    order: LongSchedule, actions: tuple[tuple[tuple[str, int], float], ...], sent: float
 ) -> float:
-    """Seconds of the schedule `name` with `virtual` stages on each rank and `count` micro-batches.
+    """Cached, since layouts that differ in ZeRO alone, for example, ask for the same."""
+    return order.makespan(dict(actions), sent)
 
-    weights: as in `action_seconds`. costs: what its order was searched with. Cached, since layouts
-    that differ in ZeRO alone, for example, ask for the same.
+
+def action_seconds(job: Job) -> Seconds:
+    """Seconds of one micro-batch's actions as `schedules.simulation` takes them: by kind of action
+    and stage; with --vocab-pp also of the passes for the vocabulary that all ranks share.
     """
-    schedule = long_schedule(name, len(passes) // virtual, count, virtual, costs)
-    seconds = action_seconds(passes, weights)
-    return schedule.makespan(seconds, transfer)
-
-
-def action_seconds(
-    passes: Sequence[Pass], weights: Sequence[float] | None = None
-) -> dict[tuple[str, int], float]:
-    """The stages' seconds as `schedules.simulation` takes them: by kind of action and stage.
-
-    weights: of each stage's backward, what a schedule that splits it does in W.
-    """
-    rows = list(enumerate(zip(passes, weights or [0.0] * len(passes), strict=True)))
-    seconds = {("F", stage): one.forward for stage, (one, _) in rows}
-    seconds |= {("B", stage): one.backward - apart for stage, (one, apart) in rows}
-    return seconds | {("W", stage): apart for stage, (_, apart) in rows if weights}
-
-
-def vocabulary_seconds(job: Job) -> dict[tuple[str, int], float]:
-    """Return what `action_seconds` does, for the passes for a vocabulary that all ranks share."""
-    front, back = time_terms.embedding(job), time_terms.head(job)
-    each = {"E": front.forward, "S": back.forward, "T": back.backward, "G": front.backward}
-    return {(kind, s): float(one) for kind, one in each.items() for s in range(job.layout.pp)}
+    layout = job.layout
+    seconds: dict[tuple[str, int], float] = {}
+    for stage, one in enumerate(stage_passes(job)):
+        seconds["F", stage] = one.forward
+        seconds["B", stage] = one.backward
+    if layout.splits_backward:
+        for stage, weights in enumerate(stage_weights(job)):
+            seconds["B", stage] -= weights
+            seconds["W", stage] = weights
+    if layout.vocab_pp:
+        front, back = time_terms.embedding(job), time_terms.head(job)
+        of_kind = {"E": front.forward, "S": back.forward, "T": back.backward, "G": front.backward}
+        for kind, stage in product(of_kind, range(layout.pp)):
+            seconds[kind, stage] = float(of_kind[kind])
+    return seconds
 
 
 def stage_weights(job: Job) -> list[float]:

@@ -1,6 +1,7 @@
 """Pipeline schedules as data: built, checked, simulated, drawn. No torch.
 
-    schedule         actions, and what makes a schedule valid
+    actions          what a pass needs, and all passes of a schedule as numbers
+    schedule         the actions of every rank, and what makes a schedule valid
     simulation       when each action runs, how much time is idle; grids and Chrome traces
     orders           makes every schedule: `build`, with list_scheduling and vocabulary; `of_layout`
     long_schedule    what a schedule of many micro-batches takes and holds

@@ -19,7 +19,7 @@ from itertools import permutations
 from config.messages import UserError
 from config.schema import Config, Layout, ModelShape
 from schedules.list_scheduling import Task, task_of
-from schedules.long_schedule import long_schedule
+from schedules.long_schedule import LongSchedule
 from schedules.orders import SEARCHED
 from schedules.partition import StageCosts, rank_of_stages
 from schedules.schedule import ScheduleError
@@ -152,7 +152,7 @@ def _priced(
     """
     count = few or task.micro_batches
     costs = task.costs(name, blocks)
-    order = long_schedule(name, task.ranks, count, virtual, costs if name in SEARCHED else None)
+    order = LongSchedule(name, task.ranks, count, virtual, costs if name in SEARCHED else None)
     try:
         held = order.most_held([stage.held for stage in costs.stages])
     except ScheduleError:  # a rank may not hold one micro-batch

@@ -33,7 +33,7 @@ from schedules.partition import (
     part_costs,
     pass_costs,
 )
-from schedules.schedule import Action, ScheduleError
+from schedules.schedule import ScheduleError
 from schedules.simulation import Seconds
 
 # The FLOPs that take as long as sending one byte between stages: about an A100's 312 TFLOP/s over a
@@ -146,8 +146,9 @@ def list_rows(
     limit: float,
     sizes: Sequence[float] | None = None,
     transfer: float = 0.0,
-) -> list[list[Action]]:
-    """Return every rank's actions in order: F, B (gradients of inputs) and W (of weights).
+) -> list[list[int]]:
+    """Return every rank's actions in order: F, B (gradients of inputs) and W (of weights), as
+    numbers of a `Numbered` of kinds FBW.
 
     rank_of: the rank of each stage, such that no two stages send the same way between two ranks.
     seconds: of an action, by (kind, stage). sizes: what a micro-batch's activations take in each
@@ -197,9 +198,10 @@ class _Greedy:
         self.held = [0.0 for _ in ranks]
         self.clock = [0.0 for _ in ranks]
         self.done = {kind: [0 for _ in stages] for kind in "FBW"}
+        self.first = {kind: place * micro_batches for place, kind in enumerate("FBW")}
         self.arrived = {kind: [deque[float]() for _ in stages] for kind in "FB"}
         self.arrived["F"][0].extend([0.0] * micro_batches)
-        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.rows: list[list[int]] = [[] for _ in ranks]
 
     def run(self) -> None:
         """Run all actions in the order of time; an event is (time, rank that may start one)."""
@@ -238,7 +240,8 @@ class _Greedy:
         """Run an action; return the events (time, rank) at which ranks may start another one."""
         rank = self.rank_of[stage]
         end = now + self.seconds[kind, stage]
-        self.rows[rank].append(Action(kind, stage, self.done[kind][stage]))
+        number = (self.first[kind] + self.done[kind][stage]) * len(self.rank_of) + stage
+        self.rows[rank].append(number)
         self.done[kind][stage] += 1
         self.clock[rank] = end
         events = [(end, rank)]

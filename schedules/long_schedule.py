@@ -1,6 +1,6 @@
 """Duration and memory of a schedule of many micro-batches, without a list of all its actions.
 
-    long_schedule("1f1b", 48, 2048).makespan(seconds, transfer)     the end of 200,000 actions
+    LongSchedule("1f1b", 48, 2048).makespan(seconds, transfer)     the end of 200,000 actions
 
 A round is as many micro-batches as there are ranks. With more micro-batches, a schedule repeats
 the same actions more often (1F1B: a forward and a backward pass). So it is simulated with few
@@ -12,16 +12,15 @@ Read simulation.py first.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from config.schema import Layout, ModelShape
-from schedules.orders import SEARCHED, backward_length, stage_costs, unchecked
+from schedules.actions import Numbered
+from schedules.orders import SEARCHED, backward_length, numbered, stage_costs
 from schedules.partition import StageCosts
-from schedules.schedule import Schedule
-from schedules.simulation import Seconds, ends, makespan
+from schedules.simulation import Seconds, ends
 
 ROUNDS = (6, 12, 24)  # of the short schedules that are simulated one after the other
 ENDING = 2  # the last rounds, which are not compared
@@ -44,7 +43,7 @@ class Repetition(NamedTuple):
 class LongSchedule:
     """A schedule of which only short versions are built, if that is enough.
 
-    The fields are the arguments of `orders.build`.
+    The fields are the arguments of `orders.build`; it is not checked.
     """
 
     name: str
@@ -73,7 +72,7 @@ class LongSchedule:
         """Return when the last action ends; arguments as of `simulation.simulate`."""
         if self.vocabulary and self.has_more_rounds_than(VOCABULARY_ROUNDS[-1] + 1):
             orders = map(self._of_rounds, VOCABULARY_ROUNDS)
-            few, more = (makespan(order, seconds, transfer) for order in orders)
+            few, more = (max(ends(order, seconds, transfer)) for order in orders)
             return more + self._further_rounds * (more - few)
         for rounds in ROUNDS:
             if not self._repeats or not self.has_more_rounds_than(rounds):
@@ -81,7 +80,7 @@ class LongSchedule:
             found = self._continued(rounds, seconds, transfer)
             if found is not None:
                 return found
-        return makespan(self._of(self.micro_batches), seconds, transfer)
+        return max(ends(self._of(self.micro_batches), seconds, transfer))
 
     def has_more_rounds_than(self, rounds: int) -> bool:
         """Return whether a schedule of so many rounds is shorter than this one."""
@@ -116,13 +115,13 @@ class LongSchedule:
         """How many rounds this schedule has more than the longer one of VOCABULARY_ROUNDS."""
         return self.micro_batches // self.ranks - VOCABULARY_ROUNDS[-1]
 
-    def _of_rounds(self, rounds: int) -> Schedule:
+    def _of_rounds(self, rounds: int) -> Numbered:
         """Return the schedule of so many rounds, and of what is less than a round."""
         return self._of(rounds * self.ranks + self.micro_batches % self.ranks)
 
-    def _of(self, micro_batches: int) -> Schedule:
+    def _of(self, micro_batches: int) -> Numbered:
         shape = self.name, self.ranks, micro_batches, self.virtual
-        return unchecked(*shape, self.costs, self.vocabulary)
+        return numbered(*shape, self.costs, self.vocabulary)
 
     def _continued(self, rounds: int, seconds: Seconds, transfer: float) -> float | None:
         """Return the end of the whole schedule if one of so many rounds tells it, else None."""
@@ -131,14 +130,14 @@ class LongSchedule:
         repeated = repetition(order, ended, rounds, self._lags)
         if repeated is None:
             return None
-        few = order.numbered.micro_batches
+        few = order.micro_batches
         times, odd = divmod(self.micro_batches - few, repeated.micro_batches)
-        last = makespan(self._of(few + odd), seconds, transfer) if odd else max(ended)
+        last = max(ends(self._of(few + odd), seconds, transfer)) if odd else max(ended)
         return last + times * repeated.seconds
 
 
 def repetition(
-    order: Schedule, ended: list[float], rounds: int, lags: Iterable[int]
+    order: Numbered, ended: list[float], rounds: int, lags: Iterable[int]
 ) -> Repetition | None:
     """Return after how many micro-batches, one of `lags`, actions repeat, or None.
 
@@ -158,21 +157,8 @@ def repetition(
     return None
 
 
-@lru_cache(maxsize=1024)
-def long_schedule(
-    name: str,
-    ranks: int,
-    micro_batches: int,
-    virtual: int = 1,
-    costs: StageCosts | None = None,
-    vocabulary: int = 0,
-) -> LongSchedule:
-    """Return the schedule that `orders.build` makes for the same arguments; it is not checked."""
-    return LongSchedule(name, ranks, micro_batches, virtual, costs, vocabulary)
-
-
 def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:
     """Return the training schedule of a layout for the planner, which asks for time and memory."""
     costs = stage_costs(model, layout)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
-    return long_schedule(*shape, costs, backward_length(layout))
+    return LongSchedule(*shape, costs, backward_length(layout))

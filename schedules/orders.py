@@ -15,21 +15,22 @@ The schedule that a layout runs, and the costs of its stages if its order is mad
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 from config.schema import Layout, ModelShape
+from schedules.actions import Numbered
 from schedules.partition import (
     StageCosts,
     blocks_per_stage,
     placement,
     rank_of_stages,
 )
-from schedules.schedule import Action, Schedule, check
+from schedules.schedule import Schedule, check
 
-Rows = list[list[Action]]
+Rows = list[list[int]]  # for each rank, the numbers of its actions in order
 # Orders that list scheduling makes for given costs of the stages: one stage on each rank, or two
 # that are placed in a V (rank 0 holds the first and the last stage).
 SEARCHED = ("searched", "searched-v")
@@ -50,21 +51,22 @@ def build(
     many times as long as a forward pass a backward pass takes. Raise ScheduleError if the schedule
     cannot run, or if the limit of `costs` is less than one micro-batch takes.
     """
-    schedule = unchecked(name, ranks, micro_batches, virtual, costs, vocabulary)
+    found = numbered(name, ranks, micro_batches, virtual, costs, vocabulary)
+    schedule = of_numbers(found)
     check(schedule, micro_batches, backward=True)
     return schedule
 
 
 @lru_cache(maxsize=512)
-def unchecked(
+def numbered(
     name: str,
     ranks: int,
     micro_batches: int,
     virtual: int = 1,
     costs: StageCosts | None = None,
     vocabulary: int = 0,
-) -> Schedule:
-    """Return what `build` returns, without the check, which takes as long as building.
+) -> Numbered:
+    """Return what `build` returns as numbers, without the check, which takes longer than building.
 
     Called for schedules that are only simulated. Raise ValueError if a searched order has no costs.
     """
@@ -72,16 +74,23 @@ def unchecked(
         from schedules.vocabulary import more_ahead, with_vocabulary  # only --vocab-pp needs them
 
         more = more_ahead(ranks) if name == "1f1b" else 1
-        longer = unchecked(name, ranks + more, micro_batches)
+        longer = numbered(name, ranks + more, micro_batches)
         return with_vocabulary(longer, ranks, vocabulary)
     rank_of = rank_of_stages(name, ranks, virtual)
+    kinds = "FBW" if name.startswith(("zb", "searched")) else "FB"
     if name in SEARCHED:
         if costs is None:
             raise ValueError(f"the order of {name} is made for costs, and there are none")
         rows = _listed(rank_of, micro_batches, costs)
     else:
         rows = ORDERS[name](rank_of, micro_batches)
-    return Schedule(name, tuple(map(tuple, rows)), rank_of)
+    return Numbered(name, kinds, rank_of, micro_batches, rows)
+
+
+def of_numbers(found: Numbered) -> Schedule:
+    """Return the schedule with these actions."""
+    rows = tuple(tuple(map(found.action, row)) for row in found.ranks)
+    return Schedule(found.name, rows, found.rank_of)
 
 
 def forward_only(
@@ -93,31 +102,38 @@ def forward_only(
 
     rank_of: the rank of each stage. vocabulary: whether to add the passes of --vocab-pp.
     """
-    rows = []
-    for row in _rows(rank_of, "F", range(micro_batches)):
-        rows.append(tuple(sorted(row, key=lambda a: (a.micro_batch + a.stage, -a.stage))))
-    schedule = Schedule("forward", tuple(rows), rank_of)
+    ranks = max(rank_of) + 1
+    rows: Rows = [[] for _ in range(ranks)]
+    moments = product(range(micro_batches), enumerate(rank_of))
+    for m, (stage, rank) in sorted(moments, key=lambda at: (at[0] + at[1][0], -at[1][0])):
+        rows[rank].append(m * len(rank_of) + stage)
+    found = Numbered("forward", "F", rank_of, micro_batches, rows)
     if vocabulary:
         from schedules.vocabulary import with_vocabulary
 
-        schedule = with_vocabulary(schedule, len(rows), backward=2)
+        found = with_vocabulary(found, ranks, backward=2)
+    schedule = of_numbers(found)
     check(schedule, micro_batches, backward=False)
     return schedule
 
 
-def _rows(rank_of: tuple[int, ...], kind: str, micro_batches: Iterable[int]) -> Rows:
-    """Return every rank's actions of one kind, by stage and then by micro-batch."""
+def _in_turn(rank_of: tuple[int, ...], micro_batches: int, place: int) -> Rows:
+    """Return every rank's actions of the kind at a place in `Numbered.kinds`, by stage and then by
+    micro-batch.
+    """
+    stages = len(rank_of)
+    first = place * micro_batches * stages
     rows: Rows = [[] for _ in range(max(rank_of) + 1)]
-    for stage, m in product(range(len(rank_of)), micro_batches):
-        rows[rank_of[stage]].append(Action(kind, stage, m))
+    for stage, rank in enumerate(rank_of):
+        rows[rank] += range(first + stage, first + stage + micro_batches * stages, stages)
     return rows
 
 
 def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     """Return all forward passes, then all backward passes."""
-    every = range(micro_batches)
-    passes = zip(_rows(rank_of, "F", every), _rows(rank_of, "B", every), strict=True)
-    return [forwards + backwards for forwards, backwards in passes]
+    forwards = _in_turn(rank_of, micro_batches, 0)
+    backwards = _in_turn(rank_of, micro_batches, 1)
+    return [first + then for first, then in zip(forwards, backwards, strict=True)]
 
 
 def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
@@ -125,8 +141,8 @@ def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     backward passes, and each earlier stage first runs one forward pass more than the next stage.
     """
     ahead = [len(rank_of) - 1 - stage for stage in range(len(rank_of))]
-    every = range(micro_batches)
-    return _alternating(_rows(rank_of, "F", every), _rows(rank_of, "B", every), ahead)
+    forwards = _in_turn(rank_of, micro_batches, 0)
+    return _alternating(forwards, _in_turn(rank_of, micro_batches, 1), ahead)
 
 
 def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
@@ -137,20 +153,26 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     passes for each later rank: its micro-batch goes forward and comes back through that rank.
     """
     ranks = max(rank_of) + 1
-    virtual = len(rank_of) // ranks
+    stages = len(rank_of)
+    virtual = stages // ranks
     rounds = max(1, micro_batches // ranks)
     ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
-    groups = [range(*pair) for pair in pairwise(ends)]
     forwards = []
     backwards = []
     ahead = []
     for rank in range(ranks):
-        own = range(rank, len(rank_of), ranks)
-        there = [(s, m) for group in groups for s, m in product(own, group)]
-        back = [(s, m) for group in groups for s, m in product(reversed(own), group)]
-        forwards.append([Action("F", s, m) for s, m in there])
-        backwards.append([Action("B", s, m) for s, m in back])
-        ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * len(groups[0]))
+        own = range(rank, stages, ranks)
+        there: list[int] = []
+        back: list[int] = []
+        for begin, end in pairwise(ends):
+            for stage in own:
+                there += range(begin * stages + stage, end * stages + stage, stages)
+            for stage in reversed(own):
+                first = micro_batches * stages + stage
+                back += range(first + begin * stages, first + end * stages, stages)
+        forwards.append(there)
+        backwards.append(back)
+        ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * ends[1])
     return _alternating(forwards, backwards, ahead)
 
 
@@ -160,11 +182,9 @@ def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
     """
     rows = []
     for first, then, count in zip(forwards, backwards, ahead, strict=True):
-        row = first[:count]
-        for pair in zip(first[count:], then):  # zip ends when no forward pass is left
-            row += pair
-        row += then[max(0, len(first) - count) :]
-        rows.append(row)
+        # zip ends when no forward pass is left
+        pairs = chain.from_iterable(zip(first[count:], then))
+        rows.append([*first[:count], *pairs, *then[max(0, len(first) - count) :]])
     return rows
 
 
@@ -174,14 +194,15 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
     Every rank then holds as many activations as the first rank of 1F1B.
     """
+    of_kind = micro_batches * len(rank_of)
     rows = []
-    for rank, actions in enumerate(_one_f_one_b(rank_of, micro_batches)):
-        row: list[Action] = []
-        waiting: deque[Action] = deque()
-        for action in actions:
-            row.append(action)
-            if action.kind == "B":
-                waiting.append(Action("W", action.stage, action.micro_batch))
+    for rank, numbers in enumerate(_one_f_one_b(rank_of, micro_batches)):
+        row: list[int] = []
+        waiting: deque[int] = deque()
+        for number in numbers:
+            row.append(number)
+            if number >= of_kind:  # a B, whose W has the number of a further kind
+                waiting.append(number + of_kind)
             if len(waiting) > rank:
                 row.append(waiting.popleft())
         rows.append([*row, *waiting])
@@ -208,7 +229,7 @@ def _listed(rank_of: tuple[int, ...], micro_batches: int, costs: StageCosts) -> 
 
 
 # Schedules whose order does not depend on costs: each is a function of `rank_of` and the number of
-# micro-batches.
+# micro-batches. Numbers of actions are those of `Numbered`.
 ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,

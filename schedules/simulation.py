@@ -14,7 +14,8 @@ from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
-from schedules.schedule import Action, Schedule, ScheduleError
+from schedules.actions import Action, Numbered
+from schedules.schedule import Schedule, ScheduleError
 
 # The seconds of an action, by (kind, stage).
 Seconds = Mapping[tuple[str, int], float]
@@ -97,24 +98,23 @@ def simulate_each(
 
 def makespan(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
     """Return when the last action ends; the first one starts at 0."""
-    return max(ends(schedule, seconds, transfer))
+    return max(ends(schedule.numbered, seconds, transfer))
 
 
-def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[float]:
-    """Return when each action ends, in the order of the actions' numbers (`schedule.Numbered`).
+def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[float]:
+    """Return when each action ends, in the order of the actions' numbers.
 
     Each rank in turn runs its actions until it needs the result of an action that has not run. An
     action that has not run ends at infinity. Raise ScheduleError if no rank can go on.
     """
-    numbered = schedule.numbered
     awaited = numbered.awaited
-    stages = schedule.stages
-    size = len(numbered.awaited)
+    stages = numbered.stages
+    size = len(awaited)
     lasts: list[float] = []
-    for kind in schedule.kinds:
+    for kind in numbered.kinds:
         lasts += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches
     found = [inf] * size + [-inf]  # NOTHING, which is -1, indexes the last entry
-    clocks = [0.0] * len(schedule.ranks)
+    clocks = [0.0] * len(numbered.ranks)
     left = list(map(iter, numbered.ranks))
     # For each rank the action, if any, that was taken from `left` and still waits for its input.
     waiting: list[tuple[int, ...]] = [()] * len(left)
@@ -148,7 +148,7 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
         if not any(waiting):
             return found[:size]
         if waiting == before:
-            raise ScheduleError(f"{schedule.name} deadlocks: build it to see where")
+            raise ScheduleError(f"{numbered.name} deadlocks: build it to see where")
 
 
 class _Latest(NamedTuple):

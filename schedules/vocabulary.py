@@ -21,7 +21,7 @@ S and a T may each have to wait until some rank has ended a pass. Read simulatio
 from itertools import product
 from typing import Any
 
-from schedules.schedule import Action, Schedule
+from schedules.actions import SUMMED, VOCABULARY, Numbered
 from schedules.simulation import ends
 
 MANY = 5  # ranks; with fewer ranks, one micro-batch further ahead keeps them as busy as two do
@@ -43,36 +43,39 @@ def more_ahead(pp: Any) -> Any:
     return 1 + (pp >= MANY)
 
 
-def with_vocabulary(longer: Schedule, ranks: int, backward: int) -> Schedule:
+def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
     """Return the first `ranks` ranks of a schedule with E, S, T and, if it has B, G added.
 
     longer: a schedule with one stage on each rank and at least `ranks` ranks. backward: how many
-    times as long as a forward pass a backward pass takes: 2, or 3 if all blocks are recomputed. The
-    result is not checked.
+    times as long as a forward pass a backward pass takes: 2, or 3 if all blocks are recomputed.
     """
     seconds = {("F", stage): 1.0 for stage in range(longer.stages)}
     seconds |= {("B", stage): float(backward) for stage in range(longer.stages)}
-    timed: list[list[tuple[float, int, Action]]] = [[] for _ in range(ranks)]
+    count = longer.micro_batches
+    kinds = longer.kinds + (VOCABULARY if "B" in longer.kinds else SUMMED)
+    first = {kind: place * count for place, kind in enumerate(kinds)}
+    timed: list[list[tuple[float, int, int]]] = [[] for _ in range(ranks)]
 
-    def put(rank: int, time: float, action: Action) -> None:
-        timed[rank].append((time, PLACES.index(action.kind), action))
+    def put(rank: int, time: float, kind: str, m: int) -> None:
+        timed[rank].append((time, PLACES.index(kind), (first[kind] + m) * ranks + rank))
 
     ended = ends(longer, seconds)
     loss = 0.0  # the time of T of the micro-batch before
     for rank, row in enumerate(longer.ranks[:ranks]):
-        for number, action in zip(longer.numbered.ranks[rank], row, strict=True):
+        for number in row:
+            kind, _, m = longer.action(number)
             end = ended[number]
-            start = end - seconds[action.kind, rank]
-            put(rank, start, action)
+            start = end - seconds[kind, rank]
+            put(rank, start, kind, m)
             times = {}
-            if action.kind == "F" and rank == 0:
+            if kind == "F" and rank == 0:
                 times["E"] = start - BEFORE_FORWARD
-            if action.kind == "F" and rank == ranks - 1:
+            if kind == "F" and rank == ranks - 1:
                 times["S"] = max(loss, end + AFTER_FORWARD)
                 times["T"] = loss = end + backward
-            if action.kind == "B" and rank == 0:
+            if kind == "B" and rank == 0:
                 times["G"] = end + AFTER_BACKWARD
-            for (kind, time), other in product(times.items(), range(ranks)):
-                put(other, time, Action(kind, other, action.micro_batch))
-    rows = tuple(tuple(action for *_, action in sorted(row)) for row in timed)
-    return Schedule(longer.name, rows, longer.rank_of[:ranks])
+            for (new, time), other in product(times.items(), range(ranks)):
+                put(other, time, new, m)
+    rows = [[number for *_, number in sorted(row)] for row in timed]
+    return Numbered(longer.name, kinds, longer.rank_of[:ranks], count, rows)

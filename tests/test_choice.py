@@ -18,6 +18,7 @@ from config import validation
 from config.messages import UserError
 from config.schema import Layout, ModelShape
 from schedules import orders, schedule
+from schedules.actions import Numbered
 from schedules.choice import Choice, decide, decide_layout, search
 from schedules.list_scheduling import Task, list_rows, task_of
 from schedules.orders import SEARCHED
@@ -96,7 +97,7 @@ def test_greedy_orders_end_and_hold_no_more_than_they_may(data, ranks, count, th
     least = [sum(z for z, r in zip(sizes, rank_of, strict=True) if r == n) for n in range(ranks)]
     limit = max(least) * data.draw(st.floats(1.0, 4.0))
     rows = list_rows(rank_of, count, seconds, limit, sizes, data.draw(st.floats(0, 1)))
-    order = Schedule(name, tuple(map(tuple, rows)), rank_of)
+    order = orders.of_numbers(Numbered(name, "FBW", rank_of, count, rows))
     schedule.check(order, count, backward=True)
     assert max(order.most_held(sizes)) <= limit + 1e-6
 

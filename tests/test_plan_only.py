@@ -11,6 +11,7 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from planner import hardware, layouts, memory, op_costs, questions, step_time
+from planner.enumeration import Asked
 from planner.job import Job
 
 H100, A100 = hardware.load("h100"), hardware.load("a100-80")
@@ -93,9 +94,9 @@ def test_the_planned_ep_is_what_a_rehearsal_and_a_trial_run():
         assert "--ep 8" in " ".join(row["flags"])
     model = preset("mixtral-8x7b")
     training = Training(global_batch_size=64, precision="bf16")
-    found = layouts.rank(model, training, H100, 16, {"tp": 2, "pp": 2})
+    found = layouts.rank(Asked(model, training, H100, 16, {"tp": 2, "pp": 2}))
     assert {one.layout.ep for one in found.ranked} == {8}
-    dense = layouts.rank(preset("gpt2-1.5b"), training, H100, 16, {"tp": 1, "pp": 2})
+    dense = layouts.rank(Asked(preset("gpt2-1.5b"), training, H100, 16, {"tp": 1, "pp": 2}))
     assert {one.layout.ep for one in dense.ranked} == {None}
 
 

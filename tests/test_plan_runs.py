@@ -11,7 +11,7 @@ import plan
 from config.command_line import parse
 from config.messages import UserError
 from config.validation import check_any_length
-from planner import calibration, compare, hardware, op_costs, questions, run_files
+from planner import calibration, compare, hardware, questions, run_files
 from planner.job import Job
 from planner.step_time import predict
 from schedules.choice import decide
@@ -336,7 +336,3 @@ def test_a_machines_file_with_a_mistake_is_one_sentence(tmp_path, text, message)
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(UserError, match=message):
         hardware.load(str(tmp_path / "mine.toml"))
-
-
-def test_every_kernel_may_be_named():
-    assert set(hardware.KERNEL_NAMES) == set(op_costs.KERNELS)

@@ -14,6 +14,7 @@ from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from config.validation import check
 from planner import hardware, layouts, memory, memory_terms, ranking, step_time
+from planner.enumeration import Asked
 from planner.job import Job
 from schedules import orders
 
@@ -124,7 +125,7 @@ def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
     ):
         with pytest.raises(UserError, match=message):
             ask(job)
-    ranked, rejected, _ = layouts.rank(model, training(4), A100, 8, {"tp": 1, "pp": 1})
+    ranked, rejected, *_ = layouts.rank(Asked(model, training(4), A100, 8, {"tp": 1, "pp": 1}))
     assert ranked == []
     reasons = {r.layout["micro_batch_size"]: r.reason for r in rejected}
     assert "micro-batch-size(2) * dp(8) = 16 does not divide global-batch-size(4)" in reasons[2]

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plan
+from benchmarks.plan_cases import least_of
 from config import command_line, validation
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
 from planner import hardware, layouts, memory, memory_terms, risk
-from planner.closed_form import least_of
-from planner.enumeration import SCHEDULES
+from planner.enumeration import SCHEDULES, Asked
 from planner.job import Job
 from planner.step_time import predict
 from schedules import orders
@@ -62,15 +62,17 @@ def test_all_kinds_of_schedules_are_found_where_they_are_fastest():
     """Few micro-batches and many stages: a plain schedule waits too long to be the first."""
     model = replace(MODEL, vocab_size=32000, layers=30)
     few = replace(TRAINING, global_batch_size=16)
-    found, *_ = layouts.rank(model, few, A100, GPUS, {"pp": 8, "tp": 1, "micro_batch_size": 1})
+    found, *_ = layouts.rank(
+        Asked(model, few, A100, GPUS, {"pp": 8, "tp": 1, "micro_batch_size": 1})
+    )
     assert found[0].layout.schedule in ("interleaved", "zb-h1", "zb-v")
     plain, *_ = layouts.rank(
-        model, few, A100, GPUS, {"pp": 8, "tp": 1, "micro_batch_size": 1, "schedule": "1f1b"}
+        Asked(model, few, A100, GPUS, {"pp": 8, "tp": 1, "micro_batch_size": 1, "schedule": "1f1b"})
     )
     assert found[0].prediction.seconds < plain[0].prediction.seconds
     wide = replace(MODEL, vocab_size=1_000_000)
     held = {"pp": 8, "tp": 1, "schedule": "1f1b"}
-    found, *_ = layouts.rank(wide, TRAINING, A100, GPUS, held)
+    found, *_ = layouts.rank(Asked(wide, TRAINING, A100, GPUS, held))
     assert found[0].layout.vocab_pp
 
 
@@ -124,16 +126,16 @@ LONG = replace(MODEL, seq_length=32768, max_positions=32768, vocab_size=32000, l
 
 def test_cp_is_found_where_it_is_fastest_and_only_for_long_samples():
     few = replace(TRAINING, global_batch_size=16)
-    ranked, *_ = layouts.rank(LONG, few, SMALL, GPUS)
+    ranked, *_ = layouts.rank(Asked(LONG, few, SMALL, GPUS))
     first = ranked[0]
     assert first.layout.cp > 1
-    held, *_ = layouts.rank(LONG, few, SMALL, GPUS, {"cp": 1})
+    held, *_ = layouts.rank(Asked(LONG, few, SMALL, GPUS, {"cp": 1}))
     assert {one.layout.cp for one in held} == {1}
     assert held[0].prediction.seconds > first.prediction.seconds
     # With more room, what has cp is slower than what is found in its place without.
-    roomy, *_ = layouts.rank(LONG, few, A100, GPUS, {"schedule": "1f1b", "pp": 4})
+    roomy, *_ = layouts.rank(Asked(LONG, few, A100, GPUS, {"schedule": "1f1b", "pp": 4}))
     assert roomy
-    short, *_ = layouts.rank(MODEL, TRAINING, A100, GPUS)
+    short, *_ = layouts.rank(Asked(MODEL, TRAINING, A100, GPUS))
     assert {one.layout.cp for one in short} == {1}
 
 
@@ -156,7 +158,7 @@ def test_no_more_blocks_are_recomputed_than_memory_asks():
     numbers = set()
     for size in (18e9, 20e9, 22e9, 26e9):
         machine = replace(A100, memory=size)
-        ranked, *_ = layouts.rank(MODEL, TRAINING, machine, GPUS, held)
+        ranked, *_ = layouts.rank(Asked(MODEL, TRAINING, machine, GPUS, held))
         for one in ranked:
             room = size
             if one.prediction.risk <= risk.DEFAULT:
@@ -195,7 +197,7 @@ def test_numbers_of_recomputed_blocks_that_are_given_are_kept():
     held = {"tp": 2, "pp": 4, "micro_batch_size": 4, "schedule": "1f1b", "recompute": "full"}
     held |= {"recompute_blocks": "3,2,1,0"}
     for machine in (A100, SMALL):
-        for one in layouts.rank(MODEL, TRAINING, machine, GPUS, held).ranked:
+        for one in layouts.rank(Asked(MODEL, TRAINING, machine, GPUS, held)).ranked:
             assert (one.layout.recompute_blocks, one.layout.recompute_layers) == ("3,2,1,0", None)
             assert one.prediction == predict(MODEL, one.layout, TRAINING, machine)
-    assert layouts.rank(MODEL, TRAINING, A100, GPUS, held).ranked
+    assert layouts.rank(Asked(MODEL, TRAINING, A100, GPUS, held)).ranked

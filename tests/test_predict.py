@@ -17,7 +17,7 @@ from planner import hardware, op_costs, risk, step_time, time_terms
 from planner.job import Job
 from schedules import long_schedule as long_schedules
 from schedules import orders, schedule, simulation
-from schedules.long_schedule import long_schedule
+from schedules.long_schedule import LongSchedule
 
 A100 = hardware.load("a100-80")
 
@@ -90,7 +90,7 @@ def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, tra
     """The same memory and end, with micro-batches below and above ranks."""
     virtual = data.draw(st.integers(1, 3)) if name == "interleaved" else 1
     order = orders.build(name, ranks, count, virtual)
-    priced = long_schedule(name, ranks, count, virtual)
+    priced = LongSchedule(name, ranks, count, virtual)
     sizes = [1.0 + stage for stage in range(order.stages)]
     assert priced.most_held(sizes) == pytest.approx(order.most_held(sizes))
     assert priced.most_held([1] * order.stages) == order.peak
@@ -132,7 +132,7 @@ def test_rounds_that_differ_although_three_ends_do_not_are_simulated_in_whole():
     seconds = {("F", stage): each for stage, each in enumerate(forward)}
     seconds |= {("B", stage): each for stage, each in enumerate(backward)}
     end = simulated(orders.build("1f1b", 12, 512), seconds, 0.01175)
-    found = long_schedule("1f1b", 12, 512).makespan(seconds, 0.01175)
+    found = LongSchedule("1f1b", 12, 512).makespan(seconds, 0.01175)
     assert found == pytest.approx(end, rel=1e-9)
 
 
@@ -143,33 +143,34 @@ def test_a_pipeline_that_repeats_is_not_built_in_whole(name, ranks, monkeypatch)
 
     def counted(*shape):
         built.append(shape[2])
-        return orders.unchecked(*shape)
+        return orders.numbered(*shape)
 
-    monkeypatch.setattr(long_schedules, "unchecked", counted)
+    monkeypatch.setattr(long_schedules, "numbered", counted)
     stages = ranks * (2 if name == "zb-v" else 1)
     seconds = {(kind, stage): 1.0 for kind in "FBW" for stage in range(stages)}
     if name == "1f1b":
         seconds["F", ranks - 1] = seconds["B", ranks - 1] = 0.9
-    found = long_schedules.long_schedule(name, ranks, 512).makespan(seconds, 0.4)
+    found = long_schedules.LongSchedule(name, ranks, 512).makespan(seconds, 0.4)
     assert max(built) < 512
-    whole = simulation.makespan(orders.unchecked(name, ranks, 512), seconds, 0.4)
+    whole = max(simulation.ends(orders.numbered(name, ranks, 512), seconds, 0.4))
     assert found == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_step_is_priced_by_its_schedule():
-    """Stages of unequal seconds: step_time.makespan is the built schedule's simulation."""
-    passes = tuple(step_time.Pass(1 + 0.1 * s, 2 + 0.3 * s) for s in range(4))
-    seconds = step_time.action_seconds(passes)
-    weights = tuple(1 + 0.1 * s for s in range(4))
-    apart = step_time.action_seconds(passes, weights)
-    assert apart["B", 3] + apart["W", 3] == pytest.approx(seconds["B", 3])
-    for name, ranks, virtual in (("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 2, 2)):
-        expected = simulated(orders.build(name, ranks, 9, virtual), seconds, 0.25)
-        found = step_time.makespan(name, passes, 0.25, 9, virtual)
-        assert found == pytest.approx(expected, rel=1e-9)
-    for name, ranks, virtual in (("zb-h1", 4, 1), ("zb-v", 2, 2)):
-        expected = simulated(orders.build(name, ranks, 9), apart, 0.25)
-        found = step_time.makespan(name, passes, 0.25, 9, virtual, weights)
+    """Stages of unequal seconds: the pipeline's time is the built schedule's simulation."""
+    model, machine = preset("gpt2-1.5b"), hardware.load("a100-80")
+    plain = Layout(pp=4, dp=1, partition="8,13,12,15")
+    whole = step_time.action_seconds(Job(model, plain, training(9), machine))
+    for name, virtual in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
+        layout = dataclasses.replace(plain, schedule=name, virtual_stages=virtual)
+        if virtual > 1:
+            layout = dataclasses.replace(layout, partition="balanced")
+        job = Job(model, layout, training(9), machine)
+        seconds = step_time.action_seconds(job)
+        if name == "zb-h1":
+            assert seconds["B", 3] + seconds["W", 3] == pytest.approx(whole["B", 3])
+        expected = simulated(orders.build(name, 4, 9, virtual), seconds, 0.25)
+        found, _ = step_time.pipeline_time(job, sent=0.25)
         assert found == pytest.approx(expected, rel=1e-9)
 
 

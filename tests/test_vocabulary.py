@@ -25,7 +25,7 @@ from loss import LocalLoss, cross_entropy
 from parallel import ParamSpec
 from planner import hardware, step_time
 from schedules import orders, schedule
-from schedules.long_schedule import long_schedule
+from schedules.long_schedule import LongSchedule
 from schedules.partition import pass_costs, stage_specs
 from schedules.schedule import Action, Schedule, ScheduleError
 from schedules.simulation import bubble, draw, makespan, simulate
@@ -92,7 +92,7 @@ def test_1f1b_holds_one_or_two_more_micro_batches_and_one_of_logits(ranks, count
 def test_what_many_micro_batches_hold_is_found_from_few(ranks, count, name):
     sizes = [1.0 + stage for stage in range(ranks)]
     whole = orders.build(name, ranks, count, vocabulary=2)
-    found = long_schedule(name, ranks, count, vocabulary=2)
+    found = LongSchedule(name, ranks, count, vocabulary=2)
     assert found.most_held(sizes) == pytest.approx(whole.most_held(sizes))
 
 
@@ -127,7 +127,7 @@ def test_the_end_of_many_micro_batches_is_extrapolated_from_few(ranks, count):
     seconds = seconds_of(model, ranks, "cuda")
     sent = 0.02 * seconds["F", 0]
     exact = makespan(orders.build("1f1b", ranks, count, vocabulary=2), seconds, sent)
-    found = long_schedule("1f1b", ranks, count, vocabulary=2).makespan(seconds, sent)
+    found = LongSchedule("1f1b", ranks, count, vocabulary=2).makespan(seconds, sent)
     assert found == pytest.approx(exact, rel=0.01)
 
 

@@ -20,7 +20,7 @@ from config.run_options import Run
 from config.schema import GROUPS, Config, Layout
 from config.validation import check_any_length
 from planner import layouts
-from planner.enumeration import Rejected
+from planner.enumeration import Asked, Rejected
 from planner.hardware import Machine
 from planner.step_time import Prediction
 from schedules import partition
@@ -121,11 +121,11 @@ def candidates(
     rejected: dict[tuple, Rejected] = {}
     slower = 0
     for fixed, share in _tables(config, given):
-        about = config.model, config.training, machine, ranks, fixed, refusal, accepted
+        asked = Asked(config.model, config.training, machine, ranks, fixed)
         if fixed.get("schedule") == "auto":
-            answer = layouts.rank(*about)
+            answer = layouts.rank(asked, refusal, accepted)
         else:
-            answer = layouts.rank_all(*about, most=share * most)
+            answer = layouts.rank(asked, refusal, accepted, share * most, every=True)
         slower += answer.slower
         for one in answer.ranked:
             if one.prediction.risk > accepted:
