@@ -5,6 +5,7 @@
     python runs.py chart RUN ... [--out FILE]    a page of losses over tokens, seconds and FLOPs
     python runs.py diff RUN_A RUN_B [--json]     why do two runs differ? Exit status 1: they do
     python runs.py diff RUN                      does a restart repeat the steps before the stop?
+    python runs.py diff RUN --spikes             in what do spikes differ from the step before?
     python runs.py diff CHECKPOINT RUN           which tensors of two checkpoints differ?
 
 numerics/ has the answers; no command needs torch or a GPU. train.py --trace-numerics writes what
@@ -31,7 +32,12 @@ def run_command(arguments: list[str]) -> int:
 def _diff(given: argparse.Namespace) -> int:
     from numerics import diff, states
 
-    if given.run_b is None:
+    if given.spikes:
+        from numerics import spikes
+
+        found = spikes.compare(given.run_a)
+        text = spikes.text(found)
+    elif given.run_b is None:
         found = diff.compare_restart(given.run_a)
         text = diff.text(found)
     elif states.is_checkpoint(given.run_a) or states.is_checkpoint(given.run_b):
@@ -95,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--text", action="store_true", help="print bars and write no page")
     command = commands.add_parser("diff", help="why do two runs differ?")
     command.set_defaults(answer=_diff)
+    text = "explain the spikes of RUN_A (train.py --on-spike) against the steps before them"
+    command.add_argument("--spikes", action="store_true", help=text)
     command.add_argument(
         "run_a", metavar="RUN_A", type=Path, help="folder of a run, or of a checkpoint"
     )

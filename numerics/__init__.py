@@ -7,6 +7,7 @@ chart    losses of several runs as a picture or as text
 traces   the files of --trace-numerics, and the difference of two of them row by row
 places   which samples, micro-batches and ranks a row belongs to, and what is computed before it
 diff     why two runs differ
+spikes   a spike against the step before
 states   which tensors of two checkpoints differ
 
 runs.py calls all of them.

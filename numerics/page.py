@@ -9,7 +9,6 @@ from typing import Any
 from config.messages import number_ranges, printable
 from numerics.record import DEFAULTS, Record, differing, options, read
 from supervisor.evidence import Files, read_evidence
-from telemetry.row_file import read_rows
 
 FACTS = ("started", "commit", "parameters", "blocks_per_stage", "kernels")  # of run.json
 WARM_UP_STEPS = 2  # at the start of a run; the medians leave them out
@@ -78,13 +77,8 @@ def _events(record: Record) -> dict[str, Any]:
     fault that ended the newest start.
     """
     folder = record.folder
-    spikes: list[dict[str, Any]] = []
-    for ending in record.parts:
-        file = folder / f"spikes.jsonl{ending}"
-        if file.exists():
-            spikes += read_rows(file.read_bytes())
     steps = {
-        "spikes": {row["iteration"] for row in spikes},
+        "spikes": {row["iteration"] for row in record.spikes},
         "not finite": {row["iteration"] for row in record.steps if not math.isfinite(row["loss"])},
         "no update": {row["iteration"] for row in record.steps if row["skipped"]},
         "checkpoints": {int(path.name[5:]) for path in folder.glob("checkpoints/step_????????")},

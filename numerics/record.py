@@ -43,6 +43,16 @@ class Record:
     parts: list[str]
     notes: list[str]
 
+    @property
+    def spikes(self) -> list[dict[str, Any]]:
+        """The rows of spikes.jsonl and its earlier parts, those of a file in order of time."""
+        found: list[dict[str, Any]] = []
+        for ending in self.parts:
+            file = self.folder / f"spikes.jsonl{ending}"
+            if file.exists():
+                found += read_rows(file.read_bytes())
+        return found
+
     def last(self, name: str) -> Any:
         """Return the newest value of a column; None if no row has it."""
         for row in reversed(self.rows):

@@ -16,8 +16,10 @@ import data
 import trainer
 from checkpointing.index import Index
 from config.command_line import parse
+from config.messages import number_ranges
 from config.validation import check
 from corpora.token_files import IndexedDatasetWriter
+from numerics import spikes
 from telemetry.loss_monitor import WINDOW
 from telemetry.spikes import earlier_steps, layer_of, sketch
 
@@ -93,6 +95,20 @@ def test_a_spike_is_recorded_or_skipped(tmp_path, corpus):
         assert math.hypot(*norms.values()) == pytest.approx(whole["grad_norm"], rel=1e-6)
     assert row["sketch"]["entropy"] > row["before"]["sketch"]["entropy"] + 1
     assert row["before"]["sketch"]["distinct"] == 8
+
+    found = spikes.compare(tmp_path / "record")
+    (explained,) = found["spikes"]
+    numbers = {span["document"] for sample in spans for span in sample}
+    text = spikes.text(found)
+    assert f"\n    documents {number_ranges(numbers)} of {corpus}\n" in text
+    norms = row["layer_norms"]
+    growth = {layer: norms[layer] / row["before"]["layer_norms"][layer] for layer in norms}
+    assert explained["growth"] == growth
+    largest = max(growth, key=growth.__getitem__)
+    assert next(iter(explained["growth"])) == largest
+    assert f"\n    the norm grew most in {largest} (" in text
+    (unexplained,) = spikes.compare(tmp_path / "off")["spikes"]
+    assert unexplained["growth"] == {}
 
     (row,) = rows(tmp_path / "skip")
     assert (row["iteration"], row["action"]) == (46, "skip")
@@ -172,6 +188,10 @@ def test_a_loss_that_is_not_finite_is_a_spike(tmp_path):
     assert (row["iteration"], row["of"], row["loss"]) == (3, "loss", None)
     assert row["passed_over"] == [8, 12]
     assert math.isnan(row["layer_norms"]["blocks.1"])
+    outcome = start([sys.executable, "runs.py", "diff", str(tmp_path), "--spikes"])
+    assert outcome.status == 1, outcome.err
+    assert "step 3: loss None, spike of loss\n" in outcome.out
+    assert "(nan times)" in outcome.out
 
 
 def test_a_refused_step_leaves_the_whole_state(tmp_path):
