@@ -20,7 +20,7 @@ from pathlib import Path
 from config.schema import Layout, coordinates
 from watchdog.flight_recorder import RING, FlightRecorder, Operation
 from watchdog.handshake import Address, Process, connect
-from watchdog.heartbeat import BEAT_RECORDS, encode, memory_use, start_monitor, start_time
+from watchdog.heartbeat import BEAT_RECORDS, MemoryReader, encode, start_monitor, start_time
 
 TP, PP = 4, 8
 LIMIT = 3.0  # --hang-timeout
@@ -100,7 +100,7 @@ class Crowd:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         address, self.monitor = start_monitor("127.0.0.1", "n0", size, str(out), LIMIT, "key")
         self.ranks = [Rank(rank, size, address) for rank in range(size)]
-        self.memory, self.selector = memory_use(), selectors.DefaultSelector()
+        self.memory, self.selector = MemoryReader().read(), selectors.DefaultSelector()
         for rank in self.ranks:
             self.selector.register(rank.messages, selectors.EVENT_READ, rank)
 
