@@ -194,7 +194,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
     signals = signals or Signals()
     context = start(launch, config.run)
     signals.have_met(context.end_all_ranks)
-    with context.failing_loudly(), step_stats.snapshot(config.run, context):
+    with context.failing_loudly():
         finished = _train(config, context, signals)
     context.stop(0 if finished else STOPPED_EARLY)
     if restores_handlers:

@@ -241,10 +241,6 @@ class Run:
     )
     spike_limit: int = option(4, "spikes after which a run skips or goes back", minimum=0)
     max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
-    memory_snapshot: bool = option(
-        False,
-        "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz",
-    )
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str = option(None, "also log to this project of Weights & Biases")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)

@@ -88,11 +88,36 @@ def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> Blend
     return BlendOrder(arrays["which"], arrays["number"], arrays["taken"].tolist(), found)
 
 
-class Placed:
-    """Samples that lie in other sets of samples: `_place` returns the set and the number there."""
+class Blend:
+    """Samples of several corpora, mixed by weight; an epoch has as many samples as the order.
 
-    def _place(self, k: int) -> tuple[Any, int]:
-        raise NotImplementedError
+    parts: for each epoch, the samples of every corpus, in the same order of corpora. num_samples:
+    the length; more than one epoch has the order again with the next epoch's parts. Raise UserError
+    if a part has too few samples.
+    """
+
+    def __init__(self, parts: list[GPTSamples], order: BlendOrder, num_samples: int):
+        self.parts = parts
+        self.order = order
+        self.num_samples = num_samples
+        for part, taken in zip(parts, order.taken * self._epochs(num_samples)):
+            if taken > len(part):
+                asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
+                raise UserError(f"{asked}, which has {len(part)}")
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _epochs(self, samples: int) -> int:
+        """Return the number of epochs, perhaps the last one in part, of so many samples."""
+        return -(-samples // len(self.order.which))
+
+    def _place(self, k: int) -> tuple[GPTSamples, int]:
+        """Return the part that has sample k, and the sample's number there."""
+        self.order.found.check()
+        epoch, row = divmod(k, len(self.order.which))
+        part = epoch * len(self.order.taken) + int(self.order.which[row])
+        return self.parts[part], int(self.order.number[row])
 
     def sample(self, k: int) -> np.ndarray:
         """Return the tokens of sample k: (seq_length + 1,), int64."""
@@ -114,57 +139,15 @@ class Placed:
         samples, number = self._place(k)
         return samples.file_of(number)
 
-
-class Blend(Placed):
-    """Samples of several corpora, mixed by weight. Raise UserError if a part has too few."""
-
-    def __init__(self, parts: list[GPTSamples], order: BlendOrder):
-        self.parts = parts
-        self.order = order
-        for part, taken in zip(parts, order.taken):
-            if taken > len(part):
-                asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
-                raise UserError(f"{asked}, which has {len(part)}")
-
-    def __len__(self) -> int:
-        return len(self.order.which)
-
-    def _place(self, k: int) -> tuple[GPTSamples, int]:
-        self.order.found.check()
-        return self.parts[self.order.which[k]], int(self.order.number[k])
-
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
         """Return the number of samples from `first` up to `stop`, by corpus prefix."""
-        counts = np.bincount(self.order.which[first:stop], minlength=len(self.parts))
+        size = len(self.order.which)
         total = Counter[str]()
-        for part, count in zip(self.parts, counts.tolist()):
-            total[part.dataset.prefix] += count
-        return dict(total)
-
-
-class Epochs(Placed):
-    """The first `num_samples` samples of blends of equal length, one after the other."""
-
-    def __init__(self, epochs: list[Blend], num_samples: int):
-        self.epochs = epochs
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def _place(self, k: int) -> tuple[Blend, int]:
-        epoch, number = divmod(k, len(self.epochs[0]))
-        return self.epochs[epoch], number
-
-    def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return the number of samples from `first` up to `stop`, by corpus prefix."""
-        total = Counter[str]()
-        size = len(self.epochs[0])
-        for number, epoch in enumerate(self.epochs):
-            begin = max(first - number * size, 0)
-            end = min(stop - number * size, size)
-            if begin < end:
-                total.update(epoch.count_by_corpus(begin, end))
+        for epoch in range(first // size, self._epochs(stop)):
+            begin = max(first - epoch * size, 0)
+            which = self.order.which[begin : stop - epoch * size]
+            for part, count in zip(self.parts, np.bincount(which).tolist()):
+                total[part.dataset.prefix] += count
         return dict(total)
 
 

@@ -15,7 +15,6 @@ from config.messages import UserError
 from config.schema import Config
 from corpora.blends import (
     Blend,
-    Epochs,
     find_blend_order,
     normalise,
     parse_blend,
@@ -35,7 +34,7 @@ from corpora.token_files import IndexedDataset
 # Megatron's mid_level_dataset_surplus: the share that a blend requests of each part in addition.
 SURPLUS = 0.005
 
-Samples = GPTSamples | Blend | Epochs
+Samples = GPTSamples | Blend
 
 
 class Corpora:
@@ -124,7 +123,8 @@ class Corpora:
         order = find_blend_order(normalise(shares), num_samples, self.cache)
         surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
         requests = [max(pair) for pair in zip(surplus, order.taken)]
-        return Blend([self._part(i, ranges, n) for i, n in enumerate(requests)], order)
+        parts = [self._part(i, ranges, n) for i, n in enumerate(requests)]
+        return Blend(parts, order, num_samples)
 
     def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
         """Return parts mixed by their numbers of samples, in Megatron's way: one epoch of each.
@@ -138,13 +138,12 @@ class Corpora:
             (tokens_per_epoch(dataset, own, length) - 1) // length
             for dataset, own in zip(self.datasets, ranges)
         ]
-        number = range(len(self.datasets))
         order = find_blend_order(normalise(epoch), min(num_samples, sum(epoch)), self.cache)
-        epochs = [
-            Blend([self._part(i, ranges, None, (seed + e) % 2**32) for i in number], order)
-            for e in range(-(-num_samples // sum(epoch)))
-        ]
-        return epochs[0] if len(epochs) == 1 else Epochs(epochs, num_samples)
+        parts = []
+        for e in range(-(-num_samples // sum(epoch))):
+            for i in range(len(self.datasets)):
+                parts.append(self._part(i, ranges, None, (seed + e) % 2**32))
+        return Blend(parts, order, num_samples)
 
 
 def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str, ...]]:

@@ -12,24 +12,18 @@ a CPU, where the bytes before the model was built stand beside it. The Log print
 run's summary (telemetry/log.py). `plan.py stages --config RUN` predicts the same bytes by part.
 """
 
-import contextlib
 import math
-import os
 import resource
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 
 import psutil
 import torch
 
 from checkpointing.checkpoints import Checkpoints
-from config.messages import UserError
-from config.run_options import Run
 from config.schema import Config, Layout, coordinates, rows_along
 from distributed.collectives import Group
-from distributed.context import Context
 from distributed.mesh import Mesh
 from distributed.stop_conditions import RequestedAction, StopConditions
 from watchdog.flight_recorder import FlightRecorder
@@ -207,8 +201,6 @@ def ranks_of_stages(layout: Layout) -> list[tuple[int, ...]]:
 
 
 MEGABYTE = 1e6
-# A snapshot holds this many last allocations: about 100 MB of host memory.
-SNAPSHOT_ENTRIES = 100_000
 
 
 def per_stage(everyone: list[StepStats], layout: Layout) -> tuple[list[int], list[int]]:
@@ -242,25 +234,3 @@ def table(config: Config, device: str, before: list[StepStats], after: list[Step
     for stage, (peak, other) in enumerate(zip(peaks, beside, strict=True)):
         lines.append(f"{stage:5}{peak / MEGABYTE:12.1f}{other / MEGABYTE:12.1f}")
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def snapshot(run: Run, context: Context) -> Iterator[None]:
-    """With --memory-snapshot, record the block's GPU allocations in OUT/memory_RANK.pickle.
-
-    The file is written when the block ends, also by an exception such as out of memory. Raise
-    UserError on a CPU. Without the option, do nothing.
-    """
-    if not run.memory_snapshot:
-        yield
-        return
-    if context.device.type != "cuda":
-        raise UserError("--memory-snapshot records the allocations of GPUs; this run is on CPUs")
-    os.makedirs(run.out, exist_ok=True)
-    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
-    try:
-        yield
-    finally:
-        path = os.path.join(run.out, f"memory_{context.rank:05d}.pickle")
-        torch.cuda.memory._dump_snapshot(path)
-        torch.cuda.memory._record_memory_history(enabled=None)

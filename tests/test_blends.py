@@ -111,7 +111,7 @@ def test_a_blend_of_too_few_samples(tmp_path):
     assert [len(part) for part in parts] == [1, 1]
     order = blends.find_blend_order([0.5, 0.5], 4, ArrayCache())
     with pytest.raises(UserError, match=r"takes 2 samples from .*/a, which has 1"):
-        blends.Blend(parts, order)
+        blends.Blend(parts, order, 4)
 
 
 @pytest.mark.parametrize(
