@@ -2,12 +2,10 @@
 
 schema          the dataclasses of all options, and the axes of the mesh of ranks
 run_options     of these the options of training, data and run
-data_options    evaluation sets, weights that change, samples that become longer
 command_line    flags and TOML to a `Config`, with what was given
 families        config.json of transformers in and out (families.toml), shapes of runs
 spelling        models by name (presets.toml), names of Megatron-LM's options (other_names.toml)
 expert_checks   checks of the options of experts
-audit_checks    the layouts that --audit-every can examine
 validation      every check across options; an error shows both sides with their numbers
 needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped

@@ -5,11 +5,13 @@ schema.py has the options of model and layout. `option` makes the fields of both
 """
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import batch_schedule as batches
+from config.messages import UserError
 
 
 def option(
@@ -186,6 +188,37 @@ class Data:
         if self.cache == "none":
             return None
         return os.path.join(self.cache or tempfile.gettempdir(), f"trine-{os.getuid()}")
+
+
+EVAL_SET = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+?)(?::([0-9]{1,18}))?")
+SPLIT_NAMES = ("validation", "test")  # splits of --data, which name the losses on them
+
+
+class EvalSet(NamedTuple):
+    """An evaluation set. samples: how many samples of the corpus; None: all of them."""
+
+    name: str
+    prefix: str
+    samples: int | None
+
+
+def parse_eval_sets(words: tuple) -> list[EvalSet]:
+    """Return the sets of words NAME=PREFIX[:SAMPLES]; UserError if malformed or a name repeats."""
+    sets: dict[str, EvalSet] = {}
+    for word in map(str, words):
+        match = EVAL_SET.fullmatch(word)
+        if match is None or match[3] == "0":
+            raise UserError(
+                f"--eval-data takes NAME=PREFIX or NAME=PREFIX:SAMPLES such as books=data/books or "
+                f"books=data/books:512, not {word!r}"
+            )
+        name, prefix, count = match.groups()
+        if name in SPLIT_NAMES:
+            raise UserError(f"--eval-data {word}: a split of --data is called {name}")
+        if name in sets:
+            raise UserError(f"--eval-data {word}: another set is called {name}")
+        sets[name] = EvalSet(name, prefix, int(count) if count else None)
+    return list(sets.values())
 
 
 TRACKED_RUNS = "trackers.json"

@@ -12,7 +12,7 @@ import math
 
 from config.batch_schedule import between
 from config.messages import UserError
-from config.run_options import Data, Run
+from config.run_options import Data, Run, parse_eval_sets
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
 
 
@@ -25,10 +25,7 @@ def check(config: Config, ranks: int) -> Config:
     check_batches(config)
     _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
-    if config.data.eval_data:
-        from config.data_options import parse_eval_sets  # here, since most runs have no such sets
-
-        parse_eval_sets(config.data.eval_data)
+    parse_eval_sets(config.data.eval_data or ())
     _check_objective(config)
     check_sharding(layout, config.training)
     _check_experts(config.model, layout, config.training)
@@ -41,9 +38,7 @@ def check(config: Config, ranks: int) -> Config:
     _check_length(config)
     _check_run(config.run, config.total_steps)
     if config.run.audit_every:
-        from config import audit_checks  # here, since most runs have no audits
-
-        audit_checks.check(config)
+        _check_audits(config)
     return config
 
 
@@ -407,3 +402,25 @@ def _check_run(run: Run, steps: int) -> None:
     for flag, step in [("torch-profile", run.torch_profile or 1), *traced]:
         if not 1 <= step <= steps:
             raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")
+
+
+def _check_audits(config: Config) -> None:
+    """Raise UserError if a run has no replicas that can repeat a micro-batch and be compared."""
+    layout = config.layout
+    given = f"--audit-every {config.run.audit_every}"
+    if layout.dp == 1:
+        raise UserError(f"{given} compares data-parallel replicas, two or more: dp is {layout.dp}")
+    if layout.zero == 3:
+        raise UserError(f"{given} needs whole replicas of the weights: --zero 0, 1 or 2, not 3")
+    if layout.vocab_pp:
+        raise UserError(f"{given} takes no --vocab-pp: its vocabulary passes are not repeated")
+    if config.run.compile:
+        raise UserError(f"{given} takes no --compile: it examines each product that torch starts")
+    if config.run.routing_file:
+        raise UserError(f"{given} takes no --record-routing and no --pin-routing")
+    ep = layout.ep or 1
+    if layout.tp * layout.cp % ep:
+        raise UserError(
+            f"{given}: a replica must have all experts, but ep({ep}) does not divide "
+            f"tp({layout.tp}) * cp({layout.cp})"
+        )

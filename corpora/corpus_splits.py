@@ -10,8 +10,8 @@ the node (mapped_files.py). A run on synthetic tokens does not load this module.
 
 import math
 
-from config.data_options import parse_eval_sets
 from config.messages import UserError
+from config.run_options import parse_eval_sets
 from config.schema import Config
 from corpora.blends import (
     Blend,

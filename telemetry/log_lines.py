@@ -1,57 +1,89 @@
-"""Text that people read while a run trains.
+"""Text that people read: when a run starts, while it trains, and when it ends.
 
-    of_step(facts)         step 120/500 | loss 3.2104 | grad norm 0.812 | ... | 1:02:03 left
+    of_step(row, total, steps, count, left)   step 120/500 | loss 3.2104 | ... | 1:02:03 left
+    at_start(config, device, ...)             layout, batches, kernels, stages, the schedule
+    summary(config, facts, ...)               seconds of steps and losses of a whole run
 
 telemetry/log.py calls these functions.
 """
 
 import math
-from dataclasses import dataclass
+import statistics
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
+from config.schema import Config, batch_schedule
+from schedules import partition, simulation
+from schedules.orders import of_layout
 
-@dataclass(frozen=True)
-class Facts:
-    """A step's row of metrics.jsonl, and the means over the steps since the last log line.
+FORMULA = "megatron-2025"  # how FLOPs are counted: one of FORMULAS in config/model_stats.py
+# The summary's rates leave these first steps out: allocators, kernels and connections warm up.
+WARM_UP_STEPS = 2
+RECENT_STEPS = 20  # the time left is estimated from the pace of these last steps
+MOST_SIZES = 6  # batch sizes in the line about them
 
-    With --log-every N the means are over the last N steps.
+
+@dataclass
+class Steps:
+    """The steps of this start: samples, seconds and loss of each.
+
+    skipped: steps without an update; nan: steps whose loss was not finite. began: the
+    time.monotonic() of the start.
     """
 
-    row: dict[str, Any]
-    total: int  # the run's last step
-    loss: float  # mean
-    seconds: float  # mean per step
-    samples_per_second: float  # mean
-    skipped: int  # number of steps so far whose update was skipped
-    nan: int  # number of steps so far whose loss was not finite
-    seconds_left: float  # estimate for the rest of the run
+    samples: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    nan: int = 0
+    began: float = field(default_factory=time.monotonic)
 
-    @property
-    def ratio(self) -> float:
-        """The mean samples per second divided by the samples per second of the row's step."""
-        return self.samples_per_second / (self.row["global_batch_size"] / self.row["seconds"])
+    def add(self, samples: int, seconds: float, loss: float, skipped: bool) -> None:
+        """Add a step."""
+        self.samples.append(samples)
+        self.seconds.append(seconds)
+        self.losses.append(loss)
+        self.skipped += skipped
+        self.nan += not math.isfinite(loss)
 
 
-def of_step(facts: Facts) -> str:
-    """Return a step's log line; MFU is in it only where the device's peak FLOPS are known."""
-    row = facts.row
+# ---- While a run trains --------------------------------------------------------------------------
+
+
+def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_left: int) -> str:
+    """Return a step's log line; MFU is in it only where the device's peak FLOPS are known.
+
+    row: the step's row of metrics.jsonl. count: loss and rates are means over so many last steps.
+    """
+    losses = steps.losses[-count:]
+    loss = sum(losses) / len(losses)
+    mean_rate = sum(steps.samples[-count:]) / sum(steps.seconds[-count:])
+    ratio = mean_rate / (row["global_batch_size"] / row["seconds"])
+    pace = sum(steps.seconds[-RECENT_STEPS:]) / sum(steps.samples[-RECENT_STEPS:])
+    left = max(0.0, samples_left * pace)
+    if row["iteration"] >= total:
+        left = 0.0
     parts = [
-        f" step {row['iteration']}/{facts.total}",
-        f"loss {facts.loss:.4f}",
+        f" step {row['iteration']}/{total}",
+        f"loss {loss:.4f}",
         f"grad norm {row['grad_norm']:.3f}",
         f"lr {row['learning_rate']:.2E}",
-        f"{row['tokens_per_second'] * facts.ratio:,.0f} tokens/s",
-        f"{row['peak_memory_bytes'] / 1e9:.1f} GB",
-        f"{duration(facts.seconds_left)} left",
+        f"{row['tokens_per_second'] * ratio:,.0f} tokens/s",
     ]
     if row["mfu"] is not None:
-        parts.insert(5, f"MFU {row['mfu'] * facts.ratio:.1%}")
+        parts.append(f"MFU {row['mfu'] * ratio:.1%}")
+    parts.append(f"{row['peak_memory_bytes'] / 1e9:.1f} GB")
+    parts.append(f"{duration(left)} left")
     if "expert_loads" in row:
         parts.append(f"busiest expert {max(row['expert_loads']):.2f} of the mean")
-    if (epochs := _epochs(row)) is not None:
-        parts.append(f"epoch {epochs:.3f}")
-    parts += [f"{facts.skipped} skipped"] if facts.skipped else []
-    parts += [f"{facts.nan} nan"] if facts.nan else []
+    epochs = list(row.get("corpus_epochs", {}).values())
+    if len(epochs) == 1:
+        parts.append(f"epoch {epochs[0]:.3f}")
+    if steps.skipped:
+        parts.append(f"{steps.skipped} skipped")
+    if steps.nan:
+        parts.append(f"{steps.nan} nan")
     return " | ".join(parts)
 
 
@@ -66,12 +98,6 @@ def of_corpora(row: dict[str, Any]) -> str:
     tokens = row["corpus_tokens"]
     parts = [f"{name}: {tokens[name]} tokens, {epochs[name]:.4f} epochs" for name in epochs]
     return "\n " + " | ".join(parts)
-
-
-def _epochs(row: dict[str, Any]) -> float | None:
-    """Return the epochs of the run's only corpus; None if the row has no or several corpora."""
-    epochs = list(row.get("corpus_epochs", {}).values())
-    return epochs[0] if len(epochs) == 1 else None
 
 
 def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
@@ -94,4 +120,133 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02}:{rest:02}"
+    clock = f"{hours}:{minutes:02}:{rest:02}"
+    return f"{days}d {clock}" if days else clock
+
+
+# ---- At the start and at the end -----------------------------------------------------------------
+
+
+def at_start(
+    config: Config,
+    device: str,
+    facts: dict[str, Any],
+    stages: list[partition.StageSpec],
+    kernels: dict[str, str],
+) -> list[str]:
+    """Return the start-up lines.
+
+    device: "cuda" or "cpu". facts: of Context.describe. kernels: in use, by purpose.
+    """
+    lines = [_of_layout(config, facts), *_of_batches(config)]
+    lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
+    lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
+    if config.run.saves:
+        from config.families import export_note  # runs without checkpoints do not need it
+
+        note = export_note(config.model)
+        if note:
+            lines.append(note)
+    lines.append(partition.stage_table(stages, config.model))
+    if config.layout.pp > 1:
+        largest = max(level.batch for level in config.levels)
+        count = config.micro_batches(largest)
+        order = of_layout(config.model, config.layout, count, device)
+        slots = simulation.simulate(order)
+        bubble = simulation.bubble(slots)
+        lines.append(f"schedule {config.layout.schedule}, bubble {bubble:.1%}:")
+        lines.append(simulation.draw(slots, columns=24))
+    return lines
+
+
+def _of_layout(config: Config, facts: dict[str, Any]) -> str:
+    layout = config.layout
+    ranks = f"{facts['ranks']} ranks"
+    if facts["ranks"] == 1:
+        ranks = "1 rank"
+    axes = f"tp {layout.tp} x pp {layout.pp}"
+    if layout.cp > 1:
+        axes += f" x cp {layout.cp}"
+    counts = {config.micro_batches(level.batch) for level in config.levels}
+    micro_batches = str(min(counts))
+    if len(counts) > 1:
+        micro_batches += f" to {max(counts)}"
+    options = f"recompute {layout.recompute}"
+    if layout.recompute_layers is not None:
+        options += f" of the first {layout.recompute_layers} blocks of a stage"
+    if layout.recompute_blocks is not None:
+        options += f" of {layout.recompute_blocks} blocks"
+    if layout.sequence_parallel:
+        options += ", sequence parallel"
+    if layout.overlap_param_gather:
+        options += ", weights gathered in the forward pass"
+    return (
+        f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
+        f"{axes} x dp {layout.dp}, zero {layout.zero}, "
+        f"micro-batch {layout.micro_batch_size} x {micro_batches}, {options}; "
+        f"{facts['device']}, {facts['threads_per_rank']} threads a rank, "
+        f"collectives: {facts['backend']}, {config.training.precision}"
+    )
+
+
+def _of_batches(config: Config) -> list[str]:
+    """Return the lines about the batch sizes, and the options that change them."""
+    layout = config.layout
+    levels = config.batches.levels()
+    text = f"{levels[0].batch} samples"
+    if len(levels) > 1:
+        sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
+        if len(sizes) > MOST_SIZES:
+            sizes[3:-2] = ["..."]
+        text = f"{', '.join(sizes)} ({levels[-1].consumed} samples); {len(levels)} sizes"
+    lines = [f"global batch: {text}, {config.total_steps} steps"]
+    if config.skipped:
+        ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
+        lines.append(f"batches that hold samples of {ranges} are passed over")
+    planned = batch_schedule(config.training, config.model.seq_length)
+    if planned != config.batches:
+        micro = layout.micro_batch_size
+        dp = layout.dp
+        lines.append(
+            f"--decrease-batch-size-if-needed: rounded down to multiples of "
+            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}, in the end "
+            f"{levels[-1].batch} in place of {planned.levels()[-1].batch}"
+        )
+    return lines
+
+
+def summary(
+    config: Config,
+    facts: dict[str, Any],
+    stages: list[partition.StageSpec],
+    steps: Steps,
+    memory: str,
+    evaluations: dict[str, float],
+) -> str:
+    """Return the lines at the end of a run.
+
+    memory: the table of step_stats. evaluations: the last losses, by name.
+    """
+    out = config.run.out
+    rates = []
+    for samples, seconds in zip(steps.samples, steps.seconds):
+        rates.append(samples * config.model.seq_length / seconds)
+    rates = rates[WARM_UP_STEPS:] or rates
+    losses = f"loss: first {steps.losses[0]:.4f}, last {steps.losses[-1]:.4f}"
+    for name, loss in evaluations.items():
+        losses += f", {name} {loss:.4f}"
+    files = f"files: {out}/run.json, {out}/metrics.jsonl"
+    if config.run.tensorboard:
+        files += f", {out}/tensorboard"
+    lines = [
+        "",
+        _of_layout(config, facts),
+        partition.stage_table(stages, config.model),
+        memory,
+        f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
+        f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
+        losses,
+        f"where the time of a step goes: python plan.py gap {out}",
+        files,
+    ]
+    return "\n".join(lines)

@@ -14,8 +14,8 @@ import data
 import trainer
 from config import validation
 from config.command_line import parse
-from config.data_options import parse_eval_sets
 from config.messages import UserError
+from config.run_options import parse_eval_sets
 from corpora.token_files import IndexedDatasetWriter
 from corpora.usage import Usage
 from distributed.launch import Launch
