@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
@@ -55,6 +56,23 @@ SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
+@dataclass
+class Saves:
+    """The saves of a run so far.
+
+    step, began: of the save that began last, and its time.monotonic(). seconds: duration of the
+    last save, None before the first. On rank 0: failed, lacks_room: whether the last save failed,
+    and for lack of room; announced: whether the wait for room was.
+    """
+
+    step: int = 0
+    began: float = field(default_factory=time.monotonic)
+    seconds: float | None = None
+    failed: bool = False
+    lacks_room: bool = False
+    announced: bool = False
+
+
 class Checkpointer:
     """Saves and loads one run. Every rank has a Checkpointer and calls its methods in one order.
 
@@ -80,30 +98,29 @@ class Checkpointer:
         self.mesh = mesh
         self.optimizer = optimizer
         self.samples = samples
-        self.is_rank_0 = mesh.rank == 0
         self.recorder = mesh.recorder
+        self.is_rank_0 = mesh.rank == 0
         self.print_line = print_line if self.is_rank_0 else lambda line: None
         self._check_replicas = check_replicas
         self._checked_step = -1  # the step whose state was compared last
         self.parent = checkpoints_folder(config)
-        store, rank, size = (context.store, context.rank, context.size) if context else (None, 0, 1)
-        self.exchange = StoreExchange(store, rank, size, "checkpoints", self.recorder)
+        name = "checkpoints"
+        if context is None:
+            self.exchange = StoreExchange(None, 0, 1, name, self.recorder)
+        else:
+            store = context.store
+            self.exchange = StoreExchange(store, context.rank, context.size, name, self.recorder)
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
-        self.enabled = self.run.saves
-        self._all_kinds = ("weights", *optimizer.state_kinds)
         self.kinds = saved_kinds(config, optimizer)
-        self._pending: PendingSave | None = None
-        self._thread: threading.Thread | None = None
         self.buffers = HostBuffers(optimizer.device)
-        self._last_step, self._last_time = 0, time.monotonic()  # when the last save began
-        self._seconds: float | None = None  # duration of the last save, or an estimate of the first
+        self.saves = Saves()
         # On rank 0, the progress at the newest save that led to the current state; None: no save.
         self.newest: Progress | None = None
-        # On rank 0: whether the last save failed, and whether it did for lack of room.
-        self._failed = self._lacks_room = False
-        self._room_line_printed = self._stopping = False
-        if self.enabled and self.is_rank_0:
+        self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        if self.run.saves and self.is_rank_0:
             self._prepare_folder()
 
     def _prepare_folder(self) -> None:
@@ -125,22 +142,22 @@ class Checkpointer:
         case, if this step is not saved yet.
         """
         self._report()
-        requested = requested and progress.iteration != self._last_step
-        if requested or (self.enabled and self._is_due(progress.iteration, last)):
+        requested = requested and progress.iteration != self.saves.step
+        if requested or (self.run.saves and self._is_due(progress.iteration, last)):
             self.save(progress)
 
     def _is_due(self, iteration: int, last: bool) -> bool:
-        if iteration == self._last_step:
+        if iteration == self.saves.step:
             return False
         every = self.run.save_every
-        return last or bool(every and iteration - iteration % every > self._last_step)
+        return last or bool(every and iteration - iteration % every > self.saves.step)
 
     @property
     def requested_action(self) -> RequestedAction:
         """This rank's request at the end of a step: on rank 0, a save if --save-every-minutes have
         passed since the last save began; otherwise to go on.
         """
-        minutes = (time.monotonic() - self._last_time) / 60
+        minutes = (time.monotonic() - self.saves.began) / 60
         over = 0 < self.run.save_every_minutes <= minutes
         return RequestedAction.SAVE if over and self.is_rank_0 else RequestedAction.GO_ON
 
@@ -174,9 +191,11 @@ class Checkpointer:
         """How long a save takes, in seconds: the duration of the last save or, before the first,
         the time to write this rank's bytes to a slow disk; twice that while a save is running.
         """
-        if self._seconds is None:
-            self._seconds = seconds_of_first_save(self.optimizer)
-        return self._seconds * (2 if self.saving else 1)
+        if self.saves.seconds is None:
+            self.saves.seconds = seconds_of_first_save(self.optimizer)
+        if self.saving:
+            return 2 * self.saves.seconds
+        return self.saves.seconds
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -199,8 +218,8 @@ class Checkpointer:
         self.check_replicas(progress.iteration)
         self.recorder.enter("save")
         self._wait()
-        self._last_step = progress.iteration
-        self._last_time = time.monotonic()
+        self.saves.step = progress.iteration
+        self.saves.began = time.monotonic()
         name = folders.folder_name(progress.iteration)
         hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
@@ -258,13 +277,13 @@ class Checkpointer:
     def begin_pinning(self) -> None:
         """Begin to allocate the host buffers, if the run saves asynchronously."""
         shards = shards_to_write(self.optimizer)
-        if self.enabled and self.run.async_save and shards:
+        if self.run.saves and self.run.async_save and shards:
             types = saved_types(shards[0], self.kinds)
             self.buffers.begin_pinning(count_elements(shards), types)
 
     def save_now(self, progress: Progress) -> bool:
         """Save this step unless it is saved, wait, and return whether it is. Collective."""
-        if progress.iteration != self._last_step:
+        if progress.iteration != self.saves.step:
             self.save(progress)
         self._wait()
         return self._is_visible(progress)
@@ -276,9 +295,10 @@ class Checkpointer:
         self._wait()
         self._stopping = True
         # The step may have been resumed from another folder, or saved without optimizer state.
-        if not self._is_visible(progress) or self.kinds != self._all_kinds:
-            self.kinds = self._all_kinds
-            self._last_step = -1
+        all_kinds = ("weights", *self.optimizer.state_kinds)
+        if not self._is_visible(progress) or self.kinds != all_kinds:
+            self.kinds = all_kinds
+            self.saves.step = -1
         return self.save_now(progress)
 
     def _is_visible(self, progress: Progress) -> bool:
@@ -297,11 +317,17 @@ class Checkpointer:
             return Progress()
         from checkpointing.load import Loader  # imported late: a run from step 0 does not use it
 
-        about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
-        loader = Loader(*about, self.print_line)
+        loader = Loader(
+            self.config,
+            self.mesh,
+            self.optimizer,
+            self.exchange,
+            self.samples,
+            self.print_line,
+        )
         progress = loader.resume()
         self.begin_pinning()
-        self._last_step = progress.iteration
+        self.saves.step = progress.iteration
         if loader.chosen:
             why = f"this run continues from {loader.chosen}"
             if loader.damaged:
@@ -327,22 +353,23 @@ class Checkpointer:
         SECONDS_FOR_ROOM, or until `stop_requested` returns True on a rank.
         """
         self._wait()
-        if not self._broadcast(self._failed):
+        if not self._broadcast(self.saves.failed):
             return
         self._stopping = True
-        self._last_step = -1
+        self.saves.step = -1
         limit = time.monotonic() + SECONDS_FOR_ROOM
         while not self.save_now(progress):
-            if not (self._broadcast(self._lacks_room) and self._await_room(limit, stop_requested)):
+            lacks_room = self._broadcast(self.saves.lacks_room)
+            if not lacks_room or not self._await_room(limit, stop_requested):
                 name = folders.folder_name(progress.iteration)
                 newest = self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
-            self._last_step = self._checked_step = -1  # check again: the wait may have been long
+            self.saves.step = self._checked_step = -1  # check again: the wait may have been long
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
         """Wait until a save may find room; False if `limit` passed or a rank stops. Collective."""
-        if not self._room_line_printed:
-            self._room_line_printed = True
+        if not self.saves.announced:
+            self.saves.announced = True
             self.print_line(
                 f"training is complete; for up to {SECONDS_FOR_ROOM / 60:g} minutes the run waits "
                 f"for room for its last checkpoint, {self.bytes_needed / 1e6:.1f} MB"
@@ -376,7 +403,7 @@ class Checkpointer:
                 self._thread.join(self.exchange.seconds)
             if self._thread.is_alive():
                 minutes = self.exchange.seconds / 60
-                raise TimeoutError(f"step {self._last_step} is not saved after {minutes:g} minutes")
+                raise TimeoutError(f"step {self.saves.step} is not saved after {minutes:g} minutes")
         self._report()
 
     def _report(self) -> None:
@@ -392,9 +419,9 @@ class Checkpointer:
             return
         if save.error is not None:
             raise save.error
-        self._seconds = save.seconds
+        self.saves.seconds = save.seconds
         self.newest = save.progress
-        self._failed = False
+        self.saves.failed = False
         self.print_line(
             f"saved {self.writer.folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
             f"{save.seconds:.2f} s, pause {save.pause:.3f} s"
@@ -402,8 +429,8 @@ class Checkpointer:
 
     def _print_failure(self, step: int, problem: str) -> None:
         problem = " ".join(problem.split())  # HDF5's messages have line breaks
-        self._failed = True
-        self._lacks_room = any(text in problem for text in NO_ROOM)
+        self.saves.failed = True
+        self.saves.lacks_room = any(text in problem for text in NO_ROOM)
         then = "" if self._stopping else "training goes on, "
         name = folders.folder_name(step)
         self.print_line(

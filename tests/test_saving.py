@@ -110,7 +110,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
 
 def test_saving_every_so_many_minutes(tmp_path, monkeypatch):
     checkpoints = build_run(make(tmp_path, save_every=0, save_every_minutes=10.0))[1]
-    now = [checkpoints._last_time]
+    now = [checkpoints.saves.began]
     monkeypatch.setattr(save.time, "monotonic", lambda: now[0])
     for step in range(1, 9):
         now[0] += 180
@@ -127,7 +127,7 @@ def test_rank_0_decides_about_the_minutes_without_an_exchange_of_its_own(tmp_pat
     checkpoints = build_run(run)[1]
     monkeypatch.setattr(checkpoints, "_broadcast", lambda answer: pytest.fail("an exchange"))
     checkpoints.after_step(Progress(1, 8))
-    monkeypatch.setattr(save.time, "monotonic", lambda: checkpoints._last_time + 601)
+    monkeypatch.setattr(save.time, "monotonic", lambda: checkpoints.saves.began + 601)
     assert checkpoints.requested_action == RequestedAction.SAVE
     checkpoints.is_rank_0 = False
     assert checkpoints.requested_action == RequestedAction.GO_ON
