@@ -29,8 +29,8 @@ from safetensors.torch import save_file
 from checkpointing import file_format, folders
 from checkpointing.hf_rules import Rule, rules
 from checkpointing.index import Index, check_shapes
-from checkpointing.save import origin
 from checkpointing.state import Progress
+from checkpointing.writer import origin
 from config import families
 from config.command_line import make_model
 from config.messages import UserError

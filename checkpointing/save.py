@@ -11,17 +11,12 @@ writer.py has the background part, file_format.py and folders.py the format.
 import contextlib
 import dataclasses
 import errno
-import json
 import os
-import platform
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
-import h5py
 import numpy as np
 import torch
 
@@ -38,7 +33,7 @@ from checkpointing.state import (
     seconds_of_first_save,
     shards_to_write,
 )
-from checkpointing.writer import HostBuffers, PendingSave, Writer
+from checkpointing.writer import HostBuffers, PendingSave, Saves, Writer, origin
 from config.messages import NO_ROOM, SaveError, UserError
 from config.schema import Config
 from data import Samples
@@ -54,23 +49,6 @@ from zero import Optimizer
 SECONDS_FOR_ROOM = 1800.0
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BETWEEN_ATTEMPTS = 10.0
-
-
-@dataclass
-class Saves:
-    """The saves of a run so far.
-
-    step, began: of the save that began last, and its time.monotonic(). seconds: duration of the
-    last save, None before the first. On rank 0: failed, lacks_room: whether the last save failed,
-    and for lack of room; announced: whether the wait for room was.
-    """
-
-    step: int = 0
-    began: float = field(default_factory=time.monotonic)
-    seconds: float | None = None
-    failed: bool = False
-    lacks_room: bool = False
-    announced: bool = False
 
 
 class Checkpointer:
@@ -457,11 +435,3 @@ class Checkpointer:
             },
             "run": origin(self.config.as_dict()),
         }
-
-
-def origin(config: dict[str, Any]) -> dict[str, str]:
-    """Return the attributes of a checkpoint's group /run: configuration, versions, time."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
-    saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return {"config": json.dumps(config), "versions": json.dumps(versions), "saved": saved}

@@ -19,6 +19,7 @@ the pause of the first save.
 
 import errno
 import functools
+import json
 import math
 import os
 import platform
@@ -29,6 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -80,6 +82,23 @@ class PendingSave:
     bytes: int = 0  # size of all files; on rank 0
     error: BaseException | None = None  # OSError: the disk failed, or a rank did not answer
     notes: list[str] = field(default_factory=list)  # lines that the main thread prints
+
+
+@dataclass
+class Saves:
+    """The saves of a run so far.
+
+    step, began: of the save that began last, and its time.monotonic(). seconds: duration of the
+    last save, None before the first. On rank 0: failed, lacks_room: whether the last save failed,
+    and for lack of room; announced: whether the wait for room was.
+    """
+
+    step: int = 0
+    began: float = field(default_factory=time.monotonic)
+    seconds: float | None = None
+    failed: bool = False
+    lacks_room: bool = False
+    announced: bool = False
 
 
 class NonFiniteError(Exception):
@@ -243,6 +262,14 @@ def _check_size(folder: str, shard: file_format.ShardFile) -> None:
     if size != shard.bytes:
         sizes = f"{size} bytes here, {shard.bytes} were written"
         raise OSError(errno.ESTALE, f"{shard.file} has {sizes}")
+
+
+def origin(config: dict[str, Any]) -> dict[str, str]:
+    """Return the attributes of a checkpoint's group /run: configuration, versions, time."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
+    saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"config": json.dumps(config), "versions": json.dumps(versions), "saved": saved}
 
 
 # ---- Host memory that a save copies the state into -----------------------------------------------
