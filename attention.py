@@ -29,14 +29,14 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from parallel import ColumnLinear, ParamFactory, RowLinear, compiled_if_large
+from parallel import ColumnLinear, ParamFactory, RowLinear, compile_if_large
 
 if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load their module
     from corpora.attention_masks import Mask
 
-# recomputed(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
+# recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
 # to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
-recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 # ---- Positions -----------------------------------------------------------------------------------
@@ -60,61 +60,65 @@ class Positions:
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
         self.tables: tuple[Tensor, Tensor] | None = None
-        self._own_tables: tuple[Tensor, Tensor] | None = None  # rows for this rank's tokens
+        self._tables_here: tuple[Tensor, Tensor] | None = None  # rows for this rank's tokens
         if model.positions == "rotary":
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
             cp = self.mesh.cp
-            self.tables = cos, sin
-            self._own_tables = cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0)
-        self._causal: Mask | None = None
+            self.tables = (cos, sin)
+            self._tables_here = (cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0))
+        self._causal_alibi: Mask | None = None
         if self.slopes is not None and not masked:
             from corpora import attention_masks
 
-            self._causal = attention_masks.causal_alibi(
+            self._causal_alibi = attention_masks.causal_alibi(
                 self.slopes,
                 micro_batch,
                 model.seq_length,
                 model.head_size,
                 factory.dtype,
-                self._own_places(model.seq_length),
+                self._query_places(model.seq_length),
             )
 
     def mask(self, batch: Batch | None) -> "Mask | None":
-        """Return the mask for a batch that says what its tokens see, else that of causal ALiBi.
+        """Return the mask of a micro-batch; None: plain causal attention needs no mask.
 
-        None: attention is causal and has no ALiBi, so it needs no mask.
+        If the batch does not say which tokens each token sees, only ALiBi needs a mask.
         """
         if batch is None or batch.starts is None or batch.stops is None:
-            return self._causal
+            return self._causal_alibi
         from corpora import attention_masks
 
-        places = self._own_places(batch.starts.shape[1])
+        places = self._query_places(batch.starts.shape[1])
         dtype = self.factory.dtype
         return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
 
     def rotary(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines for `rotate`, or None if the model has no rotary positions.
 
-        positions: of the tokens, (b, s). None: the places of this rank's tokens in a sample.
+        positions: the tokens' positions, (b, s). None: they count from 0 in each sample.
         """
         if self.tables is None or positions is None:
-            return self._own_tables
+            return self._tables_here
         cos, sin = self.tables
         return cos[positions.t(), 0], sin[positions.t(), 0]  # s b 1 r
 
-    def _own_places(self, length: int) -> Tensor | None:
-        return own_places(self.mesh.kv, length, self.factory.device)
+    def _query_places(self, length: int) -> Tensor | None:
+        """Return the places of this rank's queries in a sample of `length` tokens; None: all."""
+        return query_places(self.mesh.kv, length, self.factory.device)
 
 
-def own_places(group: Group, length: int, device: torch.device) -> Tensor | None:
-    """Return the places of this rank's queries in a sample of `length` tokens; None: all places."""
+def query_places(group: Group, length: int, device: torch.device) -> Tensor | None:
+    """Return the places of this rank's queries in a sample of `length` tokens, int64; None: all.
+
+    group: the ranks that share the sample's tokens.
+    """
     if group.size == 1:
         return None
     return group.balanced_shard(torch.arange(length, device=device), 0)
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """Return ALiBi's slopes of this tensor rank's heads, a slice of the model's: (a,)."""
+    """Return the ALiBi slopes of this tensor rank's heads: (a,)."""
     from corpora.attention_masks import alibi_slopes
 
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
@@ -128,39 +132,42 @@ def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
     """
     r = model.rotary_width
     frequencies = model.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
-    frequencies = _scaled(frequencies, *rotary_scaling(model.rotary_scaling))
+    kind, numbers = rotary_scaling(model.rotary_scaling)
+    frequencies = _scale_frequencies(frequencies, kind, numbers)
     angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
     angles = torch.cat([angles, angles], -1)[:, None, None, :]
     return angles.cos(), angles.sin()
 
 
-def _scaled(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
-    """Return the frequencies after --rotary-scaling, for models that were trained on fewer tokens.
+def _scale_frequencies(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
+    """Return the frequencies after --rotary-scaling, which models trained on fewer tokens need.
 
-    linear: all frequencies are divided by the factor. llama3 (Llama 3.1): a frequency is divided by
-    the factor if it turns less than `low` times in `positions` tokens, the length of the original
-    training; kept if it turns more than `high` times; and interpolated between these.
+    kind, numbers: the parts of the option. linear: all frequencies are divided by the factor.
+    llama3 (Llama 3.1): a frequency is divided by the factor if it turns less than `low` times in
+    `positions` tokens, the length of the original training; it stays if it turns more than `high`
+    times, and is interpolated in between.
     """
     if kind == "none":
         return frequencies
     if kind == "linear":
-        return frequencies / numbers[0]
+        (factor,) = numbers
+        return frequencies / factor
     factor, low, high, positions = numbers
     turns = positions * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    unscaled_share = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled_share + (1 - unscaled_share) / factor)
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first r columns of each head of x, (s, b, heads, d), by its rotary position.
+    """Return x, (s, b, heads, d), with the first r columns of each head turned by its position.
 
     tables: cosines and sines, (s or more, 1 or b, 1, r) each.
     """
     cos, sin = (table[: len(x)] for table in tables)
     r = cos.shape[-1]
     if r < x.shape[-1]:
-        turned, rest = x.split((r, x.shape[-1] - r), -1)
-        return torch.cat([rotate(turned, tables), rest], -1)
+        first_columns, other_columns = x.split((r, x.shape[-1] - r), -1)
+        return torch.cat([rotate(first_columns, tables), other_columns], -1)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -174,16 +181,17 @@ class KeyValueCache:
     cache.begin(count)                      before the stages run on `count` new tokens
     k, v, mask = cache.extend(layer, k, v)  in each layer
 
-    tokens: the number of tokens, the new ones included; positions: of the new tokens, (1, s).
+    tokens: the number of tokens so far, with the new tokens; positions: the new tokens' positions,
+    (1, s).
     """
 
     def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
-        """most: the largest number of tokens; slopes: ALiBi's of the local heads, (a,)."""
+        """most: the largest number of tokens. slopes: the ALiBi slopes of the local heads, (a,)."""
         self.most = most
         self.device = device
         self.tokens = 0
         self.slopes = torch.zeros(1) if slopes is None else slopes
-        self._held: dict[nn.Module, list[Tensor]] = {}
+        self._keys_and_values: dict[nn.Module, list[Tensor]] = {}
 
     def begin(self, count: int) -> None:
         """Count the new tokens of the next pass through the layers, and make its mask."""
@@ -194,16 +202,18 @@ class KeyValueCache:
         self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> "tuple[Tensor, Tensor, Mask]":
-        """Store a layer's k and v of the new tokens, (s, b, g, d) each. Return the keys and the
-        values of all tokens, and the mask for the queries of the new tokens.
+        """Store a layer's k and v of the new tokens, (s, b, g, d) each.
+
+        Return the keys and the values of all tokens, and the mask for the new tokens' queries.
         """
         from corpora import attention_masks
 
-        if layer not in self._held:
-            self._held[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
-        keys, values = self._held[layer]
-        keys[self.tokens - len(k) : self.tokens] = k
-        values[self.tokens - len(v) : self.tokens] = v
+        if layer not in self._keys_and_values:
+            self._keys_and_values[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
+        keys, values = self._keys_and_values[layer]
+        first_new = self.tokens - len(k)
+        keys[first_new : self.tokens] = k
+        values[first_new : self.tokens] = v
         mask = attention_masks.Mask(self._bias.to(k.dtype))
         return keys[: self.tokens], values[: self.tokens], mask
 
@@ -223,20 +233,23 @@ class Attention(nn.Module):
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, recompute: bool
     ):
         """std: the standard deviation with which the output matrix is drawn. recompute: whether the
-        backward pass runs `_attend` again, which lies between the two matrices.
+        backward pass runs `_attend`, the part between the two matrices, again.
         """
         super().__init__()
-        self.queries = model.heads // model.kv_heads
+        self.queries = model.heads // model.kv_heads  # query heads of each key/value head
         self.d = model.head_size
         self.recompute = recompute
         self.mesh = factory.mesh
         shape = (model.kv_heads, self.queries + 2, self.d)
-        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
+        bias = model.qkv_bias
+        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
-        turns = model.positions == "rotary" and self.norms is None
+        rotates = model.positions == "rotary" and self.norms is None
         self.split: Callable = _split_heads
-        if factory.compile:
-            self.split = factory.fused(_split_heads) if turns else _SplitHeads.apply
+        if factory.compile and rotates:
+            self.split = factory.compile_for_training(_split_heads)
+        elif factory.compile:
+            self.split = _SplitHeads.apply
         inputs = model.heads * self.d
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
@@ -251,32 +264,40 @@ class Attention(nn.Module):
         parallelism. mask: None means causal. rotary: tables that turn q and k, or None. cache: keys
         and values of the tokens before x, in decoding; then the mask comes from the cache.
         """
-        turned = rotary if self.norms is None else None
-        q, k, v = self.split(self.qkv(x), self.queries, self.d, turned)
-        if self.norms is not None:
+        if self.norms is None:
+            q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)
+        else:  # the rotation comes after the norms
+            q, k, v = self.split(self.qkv(x), self.queries, self.d, None)
             q, k = self.norms(q, k)
-            q, k = (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
+            if rotary is not None:
+                q = rotate(q, rotary)
+                k = rotate(k, rotary)
         if cache is not None:
             k, v, mask = cache.extend(self, k, v)
             return self.out(_attend(q, k, v, mask, Group()))
         q, k, v = to_heads(q, k, v, self.mesh.heads)
-        if self.recompute and torch.is_grad_enabled():  # cp gathers k and v again too
-            mixed = recomputed(_attend, q, k, v, mask, self.mesh.kv)
+        kv_ranks = self.mesh.kv
+        if self.recompute and torch.is_grad_enabled():
+            mixed = recompute(_attend, q, k, v, mask, kv_ranks)
         else:
-            mixed = _attend(q, k, v, mask, self.mesh.kv)
+            mixed = _attend(q, k, v, mask, kv_ranks)
         return self.out(to_tokens(mixed, self.mesh.heads))
 
 
 def _split_heads(
     qkv: Tensor, queries: int, d: int, rotary: tuple[Tensor, Tensor] | None
 ) -> list[Tensor]:
-    """Cut the output of the qkv matrix, (s, b, g (a/g + 2) d), into q (s, b, a, d) and k and v
-    (s, b, g, d); `rotary`, if given, turns q and k. queries: a/g, the query heads of a k/v head.
+    """Return q, (s, b, a, d), and k and v, (s, b, g, d), from the qkv matrix's output.
+
+    qkv: (s, b, g (a/g + 2) d). queries: a/g, the query heads of each key/value head. rotary: tables
+    that turn q and k, or None.
     """
     qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
-    parts = qkv.split((queries, 1, 1), -2)  # one split: backward concatenates once
-    q, k, v = (t.flatten(2, 3) for t in parts)
-    return [q, k, v] if rotary is None else [rotate(q, rotary), rotate(k, rotary), v]
+    parts = qkv.split((queries, 1, 1), -2)  # one split, so that backward concatenates once
+    q, k, v = (part.flatten(2, 3) for part in parts)
+    if rotary is None:
+        return [q, k, v]
+    return [rotate(q, rotary), rotate(k, rotary), v]
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -286,26 +307,31 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, queries, d, rotary):
+        """Return q, k and v. The arguments are those of `_split_heads`; rotary is ignored."""
         ctx.queries = queries
         return tuple(_split_heads(qkv, queries, d, None))
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        join = compiled_if_large(_join_heads, dq.numel() + dk.numel() + dv.numel())
-        return join(dq, dk, dv, ctx.queries), None, None, None
+        """Return the gradient of qkv, (s, b, g (a/g + 2) d)."""
+        join_heads = compile_if_large(_join_heads, dq.numel() + dk.numel() + dv.numel())
+        return join_heads(dq, dk, dv, ctx.queries), None, None, None
 
 
 def _join_heads(q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:
-    """Return the tensor that `_split_heads` cuts into q, k and v: (s, b, g (a/g + 2) d)."""
+    """Return the tensor that `_split_heads` cuts into q, k and v: (s, b, g (a/g + 2) d).
+
+    queries: a/g, the query heads of each key/value head.
+    """
     q = q.unflatten(2, (-1, queries))  # s b g a/g d
     return torch.cat([q, k.unsqueeze(3), v.unsqueeze(3)], 3).flatten(2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "Mask | None", group: Group) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over the tokens that the mask shows (None: causal).
+    """Return softmax(q k^T / sqrt(d)) v, (s, b, a d), over the tokens that the mask shows.
 
-    q is (s, b, a, d), k and v are (s, b, g, d), the result is (s, b, a d). group: the ranks that
-    hold the samples' other tokens; their keys and values are gathered.
+    q: (s, b, a, d). k, v: (s, b, g, d). mask: None means causal. group: the ranks that share the
+    samples' tokens; their keys and values are gathered.
     """
     k, v = gather_tokens(k, v, group)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
@@ -322,7 +348,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "Mask | None", group: Group) 
 
 
 class QueryKeyNorm(nn.Module):
-    """RMSNorm of q and k: over each head, or with --qk-norm full over all heads of all tp ranks."""
+    """RMSNorm of q and k: over each head, or with --qk-norm full over all heads of all tp ranks.
+
+    The attributes q and k are the weights: (d,), or with --qk-norm full (a, d) and (g, d).
+    """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
@@ -330,71 +359,92 @@ class QueryKeyNorm(nn.Module):
         self.eps = model.norm_eps
         self.full = model.qk_norm == "full"
 
-        def scale(kind: str, heads: int) -> nn.Parameter:
-            shape, dim = ((heads, model.head_size), 0) if self.full else ((model.head_size,), None)
-            weight = f"{name}.{kind}_norm.weight"
-            partial = not self.full
-            return factory.parameter(weight, shape, fill=1.0, dim=dim, partial=partial)
+        def weight(kind: str, heads: int) -> nn.Parameter:
+            weight_name = f"{name}.{kind}_norm.weight"
+            d = model.head_size
+            if self.full:
+                return factory.parameter(weight_name, (heads, d), fill=1.0, dim=0)
+            # Each tensor rank's gradient comes from its own heads, so the gradients are summed.
+            return factory.parameter(weight_name, (d,), fill=1.0, partial=True)
 
-        self.q, self.k = scale("q", model.heads), scale("k", model.kv_heads)
+        self.q = weight("q", model.heads)
+        self.k = weight("k", model.kv_heads)
 
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return the normalised q and k, in their shapes (s, b, heads, d)."""
-        both = [(q, self.q), (k, self.k)]
+        pairs = [(q, self.q), (k, self.k)]
         if not self.full:
-            return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in both]
+            return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
         exact = torch.promote_types(q.dtype, torch.float32)
-        squares = torch.stack([x.to(exact).square().mean((-2, -1)) for x, _ in both])
-        means = sum_both_ways(squares, self.tp) / self.tp.size  # 2 s b; ranks have equal columns
+        means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])  # 2 s b
+        # The mean of the ranks' means is the mean of all heads: every rank has as many heads.
+        means = sum_both_ways(means_here, self.tp) / self.tp.size
         factors = torch.rsqrt(means + self.eps)[..., None, None]
-        scaled = [(x * factor).to(x.dtype) for (x, _), factor in zip(both, factors)]
-        return [x * weight.view(x.shape[2:]) for x, (_, weight) in zip(scaled, both)]
+        results = []
+        for (x, weight), factor in zip(pairs, factors):
+            scaled = (x * factor).to(x.dtype)
+            results.append(scaled * weight.view(x.shape[2:]))
+        return results
 
 
 def attention_kernel(
     model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
 ) -> str:
-    """Return, for the log, which of torch's attention kernels runs in training.
+    """Return, for the log, the name of torch's attention kernel that runs in training.
 
-    micro_batch: its number of samples. masked: whether batches say what their tokens see. Raise
-    UserError if masks need flex_attention on a GPU, and it does not take this dtype or head size.
+    micro_batch: its number of samples. masked: whether batches say which tokens each token sees.
+    Raise UserError if masks need flex_attention on a GPU, and it does not take this dtype or head
+    size.
     """
     mesh = factory.mesh
     alibi = model.positions == "alibi"
-    s = model.seq_length
-    over = f", keys of {mesh.kv.size} ranks" * (mesh.kv.size > 1)
-    over += f", heads over {mesh.heads.size} ranks" * (mesh.heads.size > 1)
-    of: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
+    ranks = ""
+    if mesh.kv.size > 1:
+        ranks += f", keys of {mesh.kv.size} ranks"
+    if mesh.heads.size > 1:
+        ranks += f", heads over {mesh.heads.size} ranks"
     flex = False
     if masked or alibi:
         from corpora import attention_masks
 
-        flex = attention_masks.takes_flex(model.head_size, **of)
-    on_gpu = factory.device.type == "cuda"
-    if masked and on_gpu and not flex:
+        flex = attention_masks.takes_flex(model.head_size, factory.dtype, factory.device)
+    if masked and factory.device.type == "cuda" and not flex:
         takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"
         need = "masks need flex_attention on GPUs, which takes"
         raise UserError(f"{need} {takes}: head-size({model.head_size})")
-    if masked:
-        return f"torch {'flex' if flex else 'scaled_dot_product'}_attention, of masks{over}"
-    if alibi and flex:
-        return f"torch flex_attention, of ALiBi{over}"
+    if flex:
+        mask = "masks" if masked else "ALiBi"
+        return f"torch flex_attention, of {mask}{ranks}"
+    kernel = "of masks" if masked else _fused_kernel(model, factory, micro_batch)
+    return f"torch scaled_dot_product_attention, {kernel}{ranks}"
+
+
+def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) -> str:
+    """Return the name of the kernel that torch chooses for causal attention of this shape.
+
+    micro_batch: its number of samples. The choice is made on empty tensors.
+    """
+    mesh = factory.mesh
+    options: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
+    alibi = model.positions == "alibi"
     if mesh.kv.size > 1 and not alibi:
-        kernel = chunk_kernel(torch.empty(model.head_size, **of))
-        return f"torch scaled_dot_product_attention, {kernel}{over}"
-    parts = mesh.tp.size * mesh.heads.size
-    qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **of)
+        return chunk_kernel(torch.empty(model.head_size, **options))
+    s = model.seq_length
+    parts = mesh.tp.size * mesh.heads.size  # ranks among which the heads are divided
+    qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **options)
     queries = model.heads // model.kv_heads
-    whole = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
-    q, k, v = (t.permute(1, 2, 0, 3) for t in whole)
-    rows = s // mesh.kv.size  # this rank's queries
-    bias = torch.empty(1, model.heads // parts, rows, s, **of) if alibi else None
+    heads = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in heads)  # b heads s d
+    queries_here = s // mesh.kv.size
+    bias = None
+    if alibi:
+        bias = torch.empty(1, model.heads // parts, queries_here, s, **options)
     choice = torch._fused_sdp_choice(
-        q[:, :, :rows],
+        q[:, :, :queries_here],
         k,
         v,
         attn_mask=bias,
         is_causal=bias is None,
         enable_gqa=queries > 1,
     )
-    return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}{over}"
+    return SDPBackend(choice).name.lower()

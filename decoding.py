@@ -115,9 +115,9 @@ def _whole_sequences(stages: Iterable[nn.Module]) -> Iterator[None]:
         if isinstance(factory, ParamFactory) and factory.sequence_parallel:
             changed.append((module, "factory", factory))
             setattr(module, "factory", replace(factory, sequence_parallel=False))  # noqa: B010
-        if isinstance(module, Embedding) and module.part is not None:
-            changed.append((module, "part", module.part))
-            module.part = None
+        if isinstance(module, Embedding) and module.sequence_group is not None:
+            changed.append((module, "sequence_group", module.sequence_group))
+            module.sequence_group = None
     try:
         yield
     finally:

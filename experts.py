@@ -30,29 +30,43 @@ from torch import Tensor, nn
 from config.schema import ModelShape
 from distributed import token_exchange
 from distributed.collectives import reduce_from_tp
-from distributed.token_exchange import Exchange, OwnTokens, exchange_counts, order_by_expert, share
+from distributed.token_exchange import (
+    Exchange,
+    OwnTokens,
+    Permute,
+    Repeat,
+    exchange_counts,
+    inverse,
+    occurrences,
+    order_by_expert,
+    share,
+)
 from parallel import DeferredGradients, ParamFactory, ParamSpec, add_product
 
 
 class Balance(Protocol):
     """The auxiliary losses that a step adds to a router: a class of optim/balance.py."""
 
-    def penalized(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
-        """Return `weights`; their backward pass adds the gradient of the auxiliary losses."""
+    def add_penalty(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
+        """Return `weights`, whose backward pass adds the gradient of the auxiliary losses."""
 
 
 class Routing(Protocol):
     """Records or replaces a router's choices: a class of telemetry/routing_file.py."""
 
     def settle(self, chosen: Tensor, places: Tensor, samples: int) -> Tensor:
-        """Return the experts to take for the tokens, (T, k), where the router chose `chosen`."""
+        """Return the experts to take for T tokens, (T, k), after the router chose `chosen`, (T, k).
+
+        places, samples: the arguments of Router.forward.
+        """
 
 
 class Choice(NamedTuple):
-    """A router's computation for T tokens.
+    """A router's results for T tokens.
 
-    logits, scores: (T, E). experts: the numbers of the chosen ones, ascending, (T, k). samples: the
-    sample of each token, (T,), of samples_in_batch samples.
+    logits, scores: (T, E). experts: the numbers of each token's k experts, ascending, (T, k).
+    samples: the number of each token's sample in the micro-batch, (T,). samples_in_batch: the
+    number of samples in the micro-batch.
     """
 
     logits: Tensor
@@ -63,11 +77,12 @@ class Choice(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses k of E experts for each token, and the weight of each of them.
+    """Chooses k of E experts for each token, and the weights of the experts' outputs.
 
-    The logits are computed in fp32 (fp64 in an fp64 run). `bias` is added to the scores for the
-    choice alone, and `load` is each expert's part of the last step's rows, relative to the mean:
-    no gradient updates these two tensors, but a checkpoint keeps them.
+    The logits are computed in fp32 (fp64 in an fp64 run). bias, (E,): added to the scores for the
+    choice, not for the weights. load, (E,): each expert's number of rows in the last step, over the
+    mean of all experts. No gradient updates these two tensors, but a checkpoint keeps them. counts,
+    (E,): each expert's number of rows so far in this step.
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
@@ -85,24 +100,24 @@ class Router(nn.Module):
         self.routing: Routing | None = None
 
     def forward(
-        self, x: Tensor, places: Tensor, samples: int, kept: list[Tensor]
+        self, x: Tensor, places: Tensor, samples: int, chosen_experts: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the experts (T, k), ascending, and their weights (T, k) for tokens x (T, h).
 
-        places: of the tokens among those of the tensor group, (T,), in the order (s, b); samples:
-        b. kept: empty, and then filled with the choice; in the repeated forward pass of
-        recomputation it holds the choice already.
+        places: (T,), the position of each token among the tokens of the tensor group, which are in
+        the order (s, b). samples: b. chosen_experts: an empty list, to which this method adds its
+        choice; when recomputation repeats the forward pass, the list has the choice already.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(exact), self.weight.to(exact))
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
-        repeated = bool(kept)
+        repeated = bool(chosen_experts)
         if not repeated:
-            chosen = self._choose(scores.detach())
+            choice_here = self._choose(scores.detach())
             if self.routing is not None and torch.is_grad_enabled():
-                chosen = self.routing.settle(chosen, places, samples)
-            kept.append(chosen)
-        experts = kept[0]
+                choice_here = self.routing.settle(choice_here, places, samples)
+            chosen_experts.append(choice_here)
+        experts = chosen_experts[0]
         weights = scores.gather(-1, experts)
         if self.model.router_normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -110,34 +125,41 @@ class Router(nn.Module):
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
                 self.counts += occurrences(experts.flatten(), self.model.experts)
-            choice = Choice(logits, scores, experts, places % samples, samples)
-            weights = self.balance.penalized(self, weights, choice)
+            sample_numbers = places % samples
+            choice = Choice(logits, scores, experts, sample_numbers, samples)
+            weights = self.balance.add_penalty(self, weights, choice)
         return experts, weights
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Return the numbers of the k experts with the largest scores, ascending: (T, k)."""
-        model = self.model
-        choice = scores + self.bias.to(scores.dtype)
-        if model.router_groups > 1:
-            choice = choice.masked_fill(~self._in_best_groups(choice), -torch.inf)
-        return choice.topk(model.experts_per_token, -1).indices.sort(-1).values
+        """Return the numbers of each token's k experts, ascending: (T, k).
 
-    def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """Return which experts are in the router_groups_per_token best groups of each token.
-
-        A group's score is the sum of its two largest scores, as in DeepSeek-V3.
+        They have the largest scores after the bias is added. scores: (T, E).
         """
         model = self.model
-        grouped = choice.unflatten(-1, (model.router_groups, -1))
-        summed = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-        best = summed.topk(model.router_groups_per_token, -1).indices
-        allowed = torch.zeros_like(summed, dtype=torch.bool).scatter_(-1, best, True)
-        return allowed.repeat_interleave(grouped.shape[-1], -1)
+        biased = scores + self.bias.to(scores.dtype)
+        if model.router_groups > 1:
+            biased = biased.masked_fill(~self._in_best_groups(biased), -torch.inf)
+        return biased.topk(model.experts_per_token, -1).indices.sort(-1).values
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        """Return whether each expert is in one of a token's best groups: (T, E), bool.
+
+        router_groups_per_token groups are the best. A group's score is the sum of its two largest
+        scores, as in DeepSeek-V3.
+        """
+        model = self.model
+        grouped = scores.unflatten(-1, (model.router_groups, -1))
+        experts_per_group = grouped.shape[-1]
+        group_scores = grouped.topk(min(2, experts_per_group), -1).values.sum(-1)
+        best = group_scores.topk(model.router_groups_per_token, -1).indices
+        is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best, True)
+        return is_best.repeat_interleave(experts_per_group, -1)
 
 
 def _constant(factory: ParamFactory, name: str, count: int, fill: float) -> nn.Parameter:
-    """Return a tensor that no gradient updates, equal on all ranks of a stage, and in fp32 (fp64 in
-    an fp64 run). Checkpoints have it.
+    """Return a tensor of `count` numbers `fill` that no gradient updates but checkpoints have.
+
+    It is equal on all ranks of a stage, and in fp32 (fp64 in an fp64 run).
     """
     exact = torch.promote_types(factory.dtype, torch.float32)
     tensor = torch.full((count,), fill, dtype=exact, device=factory.device)
@@ -162,27 +184,33 @@ class HeldExperts(nn.Module):
     ):
         """The arguments are those of ExpertMLP."""
         super().__init__()
-        self.held = model.experts // factory.mesh.experts.size
-        self.activation = factory.fused(activation)
+        self.experts_here = model.experts // factory.mesh.experts.size
+        self.activation = factory.compile_for_training(activation)
         self.deferred = factory.deferred
-        columns = (2,) if model.up_matrices == 2 else ()
+        matrices = (2,) if model.up_matrices == 2 else ()  # 2: gate and up
         f = model.expert_ffn_hidden
         h = model.hidden
-        held_here = functools.partial(
+        # Makes a parameter whose first dimension, the experts, is split over the ranks of `ep`.
+        expert_parameter = functools.partial(
             factory.parameter,
             dim=0,
             over=factory.mesh.experts,
             replicas="expert_replicas",
             decay=True,
         )
-        up = (model.experts, *columns, f, h)
-        self.up = held_here(f"{name}.experts.up.weight", up, std=factory.std)
-        self.down = held_here(f"{name}.experts.down.weight", (model.experts, h, f), std=std)
+        up_shape = (model.experts, *matrices, f, h)
+        down_shape = (model.experts, h, f)
+        self.up = expert_parameter(f"{name}.experts.up.weight", up_shape, std=factory.std)
+        self.down = expert_parameter(f"{name}.experts.down.weight", down_shape, std=std)
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Return the MLPs' outputs for rows (n, h), of which each expert has `counts` in turn."""
-        up = self.up.view(self.held, -1, rows.shape[-1])
-        down = self.down.view(self.held, rows.shape[-1], -1)
+        """Return the MLPs' outputs, (n, h), for rows (n, h) that are sorted by expert.
+
+        counts: the number of rows of each expert on this rank.
+        """
+        h = rows.shape[-1]
+        up = self.up.view(self.experts_here, -1, h)
+        down = self.down.view(self.experts_here, h, -1)
         inner = self.activation(grouped_linear(rows, self.up, up, counts, self.deferred))
         return grouped_linear(inner, self.down, down, counts, self.deferred)
 
@@ -190,7 +218,7 @@ class HeldExperts(nn.Module):
 class ExpertMLP(nn.Module):
     """The MLPs of a block's experts, with their router, and perhaps an MLP that every token takes.
 
-    (s, b, h) -> (s, b, h), as MLP; with sequence parallelism s/tp in place of s.
+    (s, b, h) -> (s, b, h), or (s/tp, b, h) -> (s/tp, b, h) with sequence parallelism.
     """
 
     def __init__(
@@ -209,7 +237,7 @@ class ExpertMLP(nn.Module):
         self.factory = factory
         self.router = Router(factory, f"{name}.router", model)
         self.experts = model.experts
-        self.chosen = model.experts_per_token
+        self.experts_per_token = model.experts_per_token
         self.held_experts = HeldExperts(factory, name, model, std, activation)
         self.shared = shared
         self.gate: nn.Parameter | None = None
@@ -217,18 +245,24 @@ class ExpertMLP(nn.Module):
             gate = f"{name}.shared_gate.weight"
             self.gate = factory.parameter(gate, (1, model.hidden), std=factory.std, decay=True)
 
-    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
-        """Return the sum of the chosen experts' outputs for x. kept: as in Router.forward."""
-        tp = self.factory.mesh.tp
-        if tp.size == 1 or self.factory.sequence_parallel:
-            y = self._of_tokens(x.flatten(0, 1), 0, x.shape[1], kept)
+    def forward(self, x: Tensor, chosen_experts: list[Tensor]) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token, in the shape of x.
+
+        chosen_experts: the list in which the router keeps its choice for recomputation.
+        """
+        factory = self.factory
+        tp = factory.mesh.tp
+        samples = x.shape[1]
+        tokens = x.flatten(0, 1)
+        if tp.size == 1 or factory.sequence_parallel:
+            y = self._run_experts(tokens, 0, samples, chosen_experts)
         else:
-            tokens = x.flatten(0, 1)
+            # All tensor ranks have all tokens: each of them sends a share to the experts.
             start, stop = share(len(tokens), tp)
             tokens_here = OwnTokens.apply(tokens, start, stop, tp)
-            part = self._of_tokens(tokens_here, start, x.shape[1], kept)
-            y = F.pad(part, (0, 0, start, len(tokens) - stop))
-            y = reduce_from_tp(y, self.factory.mesh.tp, self.factory.sequence_parallel)
+            y_here = self._run_experts(tokens_here, start, samples, chosen_experts)
+            y = F.pad(y_here, (0, 0, start, len(tokens) - stop))
+            y = reduce_from_tp(y, tp, factory.sequence_parallel)
         y = y.view_as(x)
         if self.shared is None:
             return y
@@ -237,98 +271,62 @@ class ExpertMLP(nn.Module):
             shared = shared * F.linear(x, self.gate).sigmoid()
         return y + shared
 
-    def _of_tokens(self, x: Tensor, start: int, samples: int, kept: list[Tensor]) -> Tensor:
-        """Return the experts' output for this rank's tokens x, (T, h).
+    def _run_experts(
+        self, x: Tensor, start: int, samples: int, chosen_experts: list[Tensor]
+    ) -> Tensor:
+        """Return the experts' output, (T, h), for this rank's tokens x, (T, h).
 
-        start: the first token's place among those of the tensor group, which are in the order
-        (s, b); samples: b.
+        start: the first token's position among the tokens of the tensor group, which are in the
+        order (s, b). samples: b. chosen_experts: see `forward`.
         """
         places = torch.arange(start, start + len(x), device=x.device)
-        experts, weights = self.router(x, places, samples, kept)
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
-        back = _inverse(order)
-        counts = occurrences(chosen, self.experts)
-        rows = _Repeat.apply(x, order, back, self.chosen)
-        if self.factory.mesh.experts.size == 1:
-            group = self.factory.mesh.experts
-            rows = self.held_experts(rows, token_exchange.counts_on_host(group, counts, len(rows)))
+        experts, weights = self.router(x, places, samples, chosen_experts)
+        expert_of_row = experts.flatten()  # a token has k rows
+        order = expert_of_row.argsort(stable=True)
+        back = inverse(order)
+        counts = occurrences(expert_of_row, self.experts)
+        rows = Repeat.apply(x, order, back, self.experts_per_token)
+        group = self.factory.mesh.experts
+        if group.size == 1:
+            counts_on_host = token_exchange.counts_on_host(group, counts, len(rows))
+            rows = self.held_experts(rows, counts_on_host)
         else:
-            rows = self._on_other_ranks(rows, counts)
-        rows = _Permute.apply(rows, back, order)
-        each = rows.view(len(x), self.chosen, x.shape[-1])
-        return (each * weights.to(x.dtype)[..., None]).sum(1)
+            rows = self._exchange_and_run(rows, counts)
+        rows = Permute.apply(rows, back, order)
+        outputs = rows.view(len(x), self.experts_per_token, x.shape[-1])
+        return (outputs * weights.to(x.dtype)[..., None]).sum(1)
 
-    def _on_other_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the experts' outputs for rows (T k, h), which are computed on the ranks of `ep`.
+    def _exchange_and_run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the experts' outputs, (T k, h), for rows (T k, h) that are sorted by expert.
 
-        counts: the rows of each expert, (E,), which `rows` has in this order.
+        Each row is sent to the rank of `ep` that holds its expert, and the output is sent back.
+        counts: the number of rows of each expert, (E,).
         """
         group = self.factory.mesh.experts
         sent, received, counts_by_rank = exchange_counts(group, counts, len(rows))
         rows = Exchange.apply(rows, group, received, sent)
         by_expert = order_by_expert(counts_by_rank, rows.device)
-        by_rank = _inverse(by_expert)
-        rows = _Permute.apply(rows, by_expert, by_rank)
-        rows = self.held_experts(rows, [sum(column) for column in zip(*counts_by_rank)])
-        rows = _Permute.apply(rows, by_rank, by_expert)
+        by_rank = inverse(by_expert)
+        rows = Permute.apply(rows, by_expert, by_rank)
+        counts_here = [sum(counts_of_expert) for counts_of_expert in zip(*counts_by_rank)]
+        rows = self.held_experts(rows, counts_here)
+        rows = Permute.apply(rows, by_rank, by_expert)
         return Exchange.apply(rows, group, sent, received)
-
-
-def occurrences(numbers: Tensor, count: int) -> Tensor:
-    """Return how often each of 0, 1, ..., count - 1 is in `numbers`, (n,): (count,).
-
-    Unlike that of torch.bincount, the result's shape does not depend on data.
-    """
-    return numbers.new_zeros(count).index_add_(0, numbers, torch.ones_like(numbers))
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Return the permutation that undoes `order`."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
-
-
-class _Repeat(torch.autograd.Function):
-    """Rows (T k, h) in which each token of x (T, h) stands k times, in the order `order`."""
-
-    @staticmethod
-    def forward(ctx, x, order, back, k):
-        ctx.save_for_backward(back)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (back,) = ctx.saved_tensors
-        return grad[back].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    """x[order]; its backward pass needs no atomic additions, since `back` undoes the order."""
-
-    @staticmethod
-    def forward(ctx, x, order, back):
-        ctx.save_for_backward(back)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (back,) = ctx.saved_tensors
-        return grad[back], None, None
 
 
 # ---- Products of each expert's rows with its matrix ----------------------------------------------
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The products of each expert's rows with its matrix; gradients go where `linear` adds them."""
+    """The product of each expert's rows with its matrix: (n, in) -> (n, out)."""
 
     @staticmethod
     def forward(ctx, x, weight, counts, add, deferred):
-        """x: (n, in), ordered by expert; weight: (experts, out, in); counts: rows of each expert.
-        add, deferred: as in parallel.linear.
+        """Return the products for x (n, in), sorted by expert, and weight (experts, out, in).
+
+        counts: the number of rows of each expert. add: a function of x and the products' gradient
+        that adds the weight's gradient; None: autograd adds the gradient that `backward` returns.
+        deferred: the list that puts `add` off until pass W, or None.
         """
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
@@ -338,7 +336,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradients of x and weight, given that of the product, (n, out)."""
+        """Return the gradients of x and weight; grad: that of the products, (n, out)."""
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         dx = _grouped_product(grad, weight, ctx.counts)
@@ -354,14 +352,15 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-# Where torch's grouped product is taken, in one kernel for all experts. One H100 computed 128 small
-# experts 2.5 times as fast by it, and 8 large ones no faster (benchmarks/results/gpu-h100.md).
+# torch's grouped product is one kernel for all experts. One H100 computed 128 small experts 2.5
+# times as fast by it, and 8 large experts no faster (benchmarks/results/gpu-h100.md). So it is
+# taken for at least so many experts, whose matrices have at most so many elements:
 LEAST_GROUPED = 32  # experts
 MOST_OF_GROUPED = 2**22  # elements of an expert's matrix
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
-    """Return whether one kernel computes the products of all experts' rows faster than one each.
+    """Return whether one kernel for all experts is faster than a kernel for each expert.
 
     x: (n, in), on any device. weight: (experts, in, out). The kernel is for GPUs and bf16, and
     needs rows of a multiple of 16 bytes.
@@ -373,21 +372,24 @@ def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
     return fits and aligned and many_and_small
 
 
-def in_one_kernel(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Return what `one_by_one` does, by torch's grouped product."""
+def _grouped_product(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Return the product of each expert's rows of x with its matrix: (n, out).
+
+    x: (n, in), sorted by expert. weight: (experts, in, out). counts: the rows of each expert.
+    """
+    if has_grouped_product(x, weight):
+        return product_in_one_kernel(x, weight, counts)
+    return product_by_expert(x, weight, counts)
+
+
+def product_in_one_kernel(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Return `_grouped_product` by torch's kernel for all experts."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, weight, offs=ends.to(x.device, non_blocking=True))
 
 
-def _grouped_product(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Return x[rows of expert e] weight[e] for all e, (n, out); weight: (experts, in, out)."""
-    if has_grouped_product(x, weight):
-        return in_one_kernel(x, weight, counts)
-    return one_by_one(x, weight, counts)
-
-
-def one_by_one(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Return the products of each expert's rows with its matrix, one kernel for each expert."""
+def product_by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Return `_grouped_product` by a kernel for each expert."""
     y = x.new_empty(len(x), weight.shape[-1])
     for rows, out, matrix in zip(x.split(counts), y.split(counts), weight):
         torch.mm(rows, matrix, out=out)
@@ -395,16 +397,22 @@ def one_by_one(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 
 
 def _add_weight_gradients(total: Tensor, x: Tensor, grad: Tensor, counts: list[int]) -> None:
-    """Add each expert's gradient to its part of `total`, (experts, out, in)."""
-    for part, rows, of_rows in zip(total, x.split(counts), grad.split(counts)):
+    """Add the gradient of each expert's matrix to its part of `total`, (experts, out, in).
+
+    x: (n, in) and grad, the products' gradient: (n, out), both sorted by expert.
+    """
+    for expert_total, rows, row_grads in zip(total, x.split(counts), grad.split(counts)):
         if len(rows):
-            add_product(part, of_rows.t(), rows)
+            add_product(expert_total, row_grads.t(), rows)
 
 
 def _add_gradients(
     parameter: Any, shape: torch.Size, counts: list[int], x: Tensor, grad: Tensor
 ) -> None:
-    """Add the gradient of an expert parameter to its sum, and call the optimizer's hook."""
+    """Add the gradient of an experts' parameter to its sum, and call the optimizer's hook.
+
+    shape: (experts, out, in). x, grad, counts: the arguments of `_add_weight_gradients`.
+    """
     if not hasattr(parameter, "main_grad"):
         gradient = grad.new_zeros(shape)
         _add_weight_gradients(gradient, x, grad, counts)
@@ -424,7 +432,8 @@ def grouped_linear(
     """Return the products of each expert's rows of x, (n, in), with its matrix: (n, out).
 
     parameter: the tensor whose gradient is added. weight: its view as (experts, out, in). counts:
-    the rows of each expert, which x has in this order. deferred: as in parallel.linear.
+    the number of rows of each expert, which x has in this order. deferred: the list that puts
+    weight gradients off until pass W, or None.
     """
     if deferred is None and not hasattr(parameter, "main_grad"):
         return _GroupedLinear.apply(x, weight, counts, None, None)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from config.schema import LOGITS_AT_ONCE
 from distributed.collectives import Group
-from parallel import ParamSpec, compiled
+from parallel import ParamSpec, compile_kernel
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -160,7 +160,7 @@ def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tens
     compiled version once instead, on the whole tensors.
     """
     if fused:
-        compiled(function)(logits, *others)
+        compile_kernel(function)(logits, *others)
         return
     rows = max(1, LOGITS_AT_ONCE[logits.device.type] // logits[0].numel())
     slices = [tensor.split(rows) for tensor in (logits, *others)]

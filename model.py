@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Attention, KeyValueCache, Positions, recomputed
+from attention import Attention, KeyValueCache, Positions, recompute
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import Group, reduce_from_tp
+from distributed.start_checks import check_parameter_count
 from loss import cross_entropy
 from parallel import ColumnLinear, DeferredGradients, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
@@ -38,59 +39,65 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = model.norm_eps
         self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=1.0)
-        centred = model.norm == "layernorm"
-        self.bias = factory.parameter(f"{name}.bias", (model.hidden,)) if centred else None
-        self.normed, self.added = factory.fused(_normed), factory.fused(_added)
+        has_shift = model.norm == "layernorm"
+        self.bias = factory.parameter(f"{name}.bias", (model.hidden,)) if has_shift else None
+        self._normalise = factory.compile_for_training(_normalise)
+        self._add_and_normalise = factory.compile_for_training(_add_and_normalise)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normed(x, self.weight, self.bias, self.eps)
+        """Return the norm of x, (s, b, h)."""
+        return self._normalise(x, self.weight, self.bias, self.eps)
 
-    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x + y and the norm of that sum; x and y are (s, b, h), and None counts as 0."""
-        return (x, self(x)) if y is None else self.added(x, y, self.weight, self.bias, self.eps)
+    def add_and_normalise(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x + y and the norm of this sum, (s, b, h) each; y may be None for 0."""
+        if y is None:
+            return x, self(x)
+        return self._add_and_normalise(x, y, self.weight, self.bias, self.eps)
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return the RMSNorm of x over h if bias is None, else the LayerNorm."""
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def _added(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+def _add_and_normalise(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    """Return x + y and its norm; norm: the weight, bias and eps that `_normalise` takes."""
     x = x + y
-    return x, _normed(x, *norm)
+    return x, _normalise(x, *norm)
 
 
 class MLP(nn.Module):
     """h -> f -> h with an activation; in a swiglu MLP gate and up are one matrix (2, f, h)."""
 
     def __init__(
-        self,
-        factory: ParamFactory,
-        name: str,
-        model: ModelShape,
-        std: float,
-        width: int | None = None,
+        self, factory: ParamFactory, name: str, model: ModelShape, std: float, width: int = 0
     ):
         """std: the standard deviation of the second matrix. width: f, default: ffn_hidden."""
         super().__init__()
-        activation = ACTIVATIONS[model.activation]
-        self.activation = factory.fused(activation) if activation is _swiglu else activation
         f = width or model.ffn_hidden
-        shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
-        self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, dim, model.bias)
+        shape: tuple[int, ...] = (f,)
+        self.activation = ACTIVATIONS[model.activation]
+        if model.activation == "swiglu":
+            shape = (2, f)
+            # The other activations are not compiled, because each is a single kernel of torch.
+            self.activation = factory.compile_for_training(_swiglu)
+        split_dim = len(shape) - 1  # f is split over tp
+        self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, split_dim, model.bias)
         self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's output for x: (s, b, h), or (s/tp, b, h) with sequence parallelism."""
         return self.down(self.activation(self.up(x)))
 
 
 def _swiglu(x: Tensor) -> Tensor:
+    """Return silu(gate) * up, (s, b, f), for gate and up side by side in x, (s, b, 2 f)."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
-# MLP compiles swiglu alone: each other activation is one kernel each way already.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -99,13 +106,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _experts(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:
-    """Return a block's experts with their router, in place of its MLP."""
-    from experts import ExpertMLP  # here, since only models with experts need the module
+def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:
+    """Return a block's experts with their router, which are in the place of an MLP."""
+    from experts import ExpertMLP  # imported here: only models with experts need this module
 
-    width = model.shared_ffn_hidden
-    shared = MLP(factory, f"{name}.shared", model, std, width) if width else None
-    return ExpertMLP(factory, name, model, std, ACTIVATIONS[model.activation], shared)
+    shared_mlp = None
+    if model.shared_ffn_hidden:
+        shared_mlp = MLP(factory, f"{name}.shared", model, std, width=model.shared_ffn_hidden)
+    return ExpertMLP(factory, name, model, std, ACTIVATIONS[model.activation], shared_mlp)
 
 
 class Block(nn.Module):
@@ -125,7 +133,8 @@ class Block(nn.Module):
         )
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
         self.has_experts = model.has_experts(index)
-        self.mlp = (_experts if self.has_experts else MLP)(factory, f"{name}.mlp", model, std)
+        make_mlp = _expert_mlp if self.has_experts else MLP
+        self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
         self.recompute = recompute == "full"
         self.kind = model.block
 
@@ -140,13 +149,16 @@ class Block(nn.Module):
         """Return two tensors whose sum is the block's output: (s, b, h), or (s/tp, b, h) with
         sequence parallelism. One kernel of --compile does this sum and the next block's first norm.
 
-        x, y: of the block before; y is None in a stage's first block. The rest: Attention.forward.
+        x, y: the two tensors of the block before; y is None in a stage's first block. mask, rotary,
+        cache: the arguments of Attention.forward.
         """
-        choice: list[Tensor] = []  # of experts: it is kept, so that recomputation cannot change it
+        # The router writes its choice of experts into this list, and reads it if the pass is
+        # recomputed, so that recomputation cannot change the choice.
+        chosen_experts: list[Tensor] = []
         if self.recompute and torch.is_grad_enabled():
-            x = x if y is None else x + y  # one tensor is kept, not two
-            return recomputed(self._run, x, None, mask, rotary, cache, choice)
-        return self._run(x, y, mask, rotary, cache, choice)
+            x = x if y is None else x + y  # so that one tensor is kept, and not two
+            return recompute(self._run, x, None, mask, rotary, cache, chosen_experts)
+        return self._run(x, y, mask, rotary, cache, chosen_experts)
 
     def _run(
         self,
@@ -155,28 +167,29 @@ class Block(nn.Module):
         mask: "Mask | None",
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
-        choice: list[Tensor],
+        chosen_experts: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        mlp = functools.partial(self.mlp, kept=choice) if self.has_experts else self.mlp
+        """Return the result of `forward`; recomputation runs this method a second time."""
+        mlp: Callable[[Tensor], Tensor] = self.mlp
+        if self.has_experts:
+            mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
         if self.kind == "post-norm":
             x = x if y is None else x + y
             x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
             return x, self.mlp_norm(mlp(x))
-        x, normed = self.attention_norm.of_sum(x, y)
+        x, normed = self.attention_norm.add_and_normalise(x, y)
         y = self.attention(normed, mask, rotary, cache)
         if self.kind == "parallel":
             return x + y, mlp(self.mlp_norm(x))
-        mixed, normed = self.mlp_norm.of_sum(x, y)
-        return mixed, mlp(normed)
+        x, normed = self.mlp_norm.add_and_normalise(x, y)
+        return x, mlp(normed)
 
 
-# ---- Embedding, head and the stage ---------------------------------------------------------------
-
-TOKENS = "embedding.tokens.weight"
+TOKENS = "embedding.tokens.weight"  # the name of the token matrix
 
 
 class VocabEmbedding(nn.Module):
-    """The tokens' embedding matrix, its rows split over tp: (b, s) -> (s, b, h) or (s/tp, b, h).
+    """The tokens' embedding matrix, with its rows split over tp.
 
     The last rank's rows may end in padding, which no token selects. over: with --vocab-pp, the
     group of pp and tp over which the rows are split instead. `forward` sums over tp alone, so the
@@ -202,37 +215,39 @@ class VocabEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens (b, s): (s, b, h), or its part (s/tp, b, h)."""
         tokens = tokens.t()
         # A sparse gradient adds the tokens' rows to the weight's gradient buffer in place. A dense
-        # one would be a temporary tensor of the whole matrix in each micro-batch.
-        total = getattr(self.weight, "main_grad", None)
-        sparse = total is not None and total.is_cpu and total.dtype == self.weight.dtype
+        # gradient would be a temporary tensor of the whole matrix in each micro-batch.
+        buffer = getattr(self.weight, "main_grad", None)
+        sparse = buffer is not None and buffer.is_cpu and buffer.dtype == self.weight.dtype
         if self.group.size == 1:
             return F.embedding(tokens, self.weight, sparse=sparse)
-        local = tokens - self.group.rank * self.weight.shape[0]
-        absent = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(absent, 0), self.weight, sparse=sparse)
-        rows = rows.masked_fill(absent[..., None], 0.0)
-        return reduce_from_tp(rows, self.factory.mesh.tp, self.factory.sequence_parallel)
+        rows_here = self.weight.shape[0]
+        row = tokens - self.group.rank * rows_here
+        absent = (row < 0) | (row >= rows_here)  # tokens whose rows other ranks hold
+        embeddings = F.embedding(row.masked_fill(absent, 0), self.weight, sparse=sparse)
+        embeddings = embeddings.masked_fill(absent[..., None], 0.0)
+        return reduce_from_tp(embeddings, self.factory.mesh.tp, self.factory.sequence_parallel)
 
 
 class Embedding(nn.Module):
     """Token and position embedding: (b, s) -> (s, b, h), or (s/tp, b, h) with sequence parallelism.
 
-    With --vocab-pp it has no token matrix. Its input is then the sum over the ranks of the
-    outputs of VocabularyPart, in the shape of its result.
+    With --vocab-pp the token matrix is in VocabularyPart. The input of `forward` is then the sum of
+    all ranks' token embeddings, in the shape of the result.
     """
 
     def __init__(
-        self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool, spread: bool
+        self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool, vocab_pp: bool
     ):
-        """tied: another rank holds a copy of the token matrix; spread: VocabularyPart has it."""
+        """padded: rows of the token matrix; tied: whether another rank holds a copy of it."""
         super().__init__()
-        self.part = factory.mesh.tp if factory.sequence_parallel else None
+        self.sequence_group = factory.mesh.tp if factory.sequence_parallel else None  # divides s
         self.cp = factory.mesh.cp
         h = model.hidden
         self.tokens = None
-        if not spread:
+        if not vocab_pp:
             self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
         if model.positions == "learned":
@@ -242,23 +257,24 @@ class Embedding(nn.Module):
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the embeddings of tokens (b, s); with --vocab-pp `tokens` is already their sum.
+        """Return the embeddings of tokens (b, s); with --vocab-pp, `tokens` is (s, b, h) already.
 
-        positions: of the tokens, (b, s). None: the places of this rank's tokens in each sample.
+        positions: the tokens' positions, (b, s). None: they count from 0 in each sample.
         """
         x = tokens if self.tokens is None else self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
-                parts = self.cp.size * (self.part.size if self.part else 1)
-                rows = self.cp.balanced_shard(self.positions[: len(x) * parts, None], 0)
-                x = x + self._own_part(rows)
+                tp_size = self.sequence_group.size if self.sequence_group else 1
+                length = len(x) * self.cp.size * tp_size  # tokens of a whole sample
+                rows = self.cp.balanced_shard(self.positions[:length, None], 0)
+                x = x + self._shard_sequence(rows)
             else:
-                x = x + F.embedding(self._own_part(positions.t()), self.positions)
+                x = x + F.embedding(self._shard_sequence(positions.t()), self.positions)
         return x if self.norm is None else self.norm(x)
 
-    def _own_part(self, rows: Tensor) -> Tensor:
-        """Return this rank's rows along the sequence: all rows without sequence parallelism."""
-        return self.part.shard(rows) if self.part else rows
+    def _shard_sequence(self, rows: Tensor) -> Tensor:
+        """Return this tensor rank's part of `rows`; without sequence parallelism, all rows."""
+        return self.sequence_group.shard(rows) if self.sequence_group else rows
 
 
 class Head(nn.Module):
@@ -271,10 +287,10 @@ class Head(nn.Module):
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
     ):
-        """embedding: the model's, if this rank holds it; else None."""
+        """padded: rows of the output matrix. embedding: None if another rank holds it."""
         super().__init__()
         self.factory = factory
-        self.shared = False
+        self.shared = False  # whether the embedding uses this matrix too
         self.norm = Norm(factory, "head.norm", model)
         self.weight: nn.Parameter
         if model.tied and embedding is not None and embedding.tokens is not None:
@@ -291,24 +307,26 @@ class Head(nn.Module):
         self.spec = self.weight.spec
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, padding included: (s, b, V/tp)."""
+        """Return this rank's columns of the logits for x (s, b, h), with padding: (s, b, V/tp)."""
         return column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        about = self.factory.mesh.tp, self.spec, self.factory.compile
-        return cross_entropy(self.logits(x), labels.t(), *about)
+        """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s)."""
+        factory = self.factory
+        logits = self.logits(x)
+        return cross_entropy(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
 
 
 class VocabularyPart(nn.Module):
     """With --vocab-pp, this rank's rows of embedding and output matrix (one matrix if tied).
 
-    Every pipeline rank has one. `forward` takes tokens (b, s) and returns this rank's term of
-    their embeddings: 0 for tokens whose rows other pipeline ranks hold. vocabulary.py calls both
-    methods; `deferred` keeps the computation of the output matrix's gradient until pass T, which
-    needs the gradient of the logits' input first.
+    Every pipeline rank has a VocabularyPart. vocabulary.py calls both methods; `deferred` puts off
+    the computation of the output matrix's gradient to the end of pass T, because another rank waits
+    for the gradient of the logits' input.
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
+        """padded: the number of rows of the whole matrices."""
         super().__init__()
         over = factory.mesh.vocabulary
         shape = (model.vocab_size, model.hidden)
@@ -326,21 +344,16 @@ class VocabularyPart(nn.Module):
         self.spec = self.weight.spec
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens (b, s), 0 for tokens whose rows other ranks hold."""
         return self.tokens(tokens)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, (s, b, V/n), for x after the final norm."""
+        """Return this rank's columns of the logits, (s, b, V/n), for the final norm's output x."""
         return column_linear(x, self.weight, None, self.factory)
 
 
 class Stage(nn.Module):
-    """The slice of the model that one pipeline stage holds; `spec` says which.
-
-    forward(x, batch): x is tokens (b, s) on the first stage, else activations (s, b, h); the
-    result is activations, or on the last stage the sum of the targets' losses. The last stage needs
-    the batch, and with masks every stage does. With --vocab-pp the first stage takes the sum of
-    embeddings, and the last stage returns the final norm's output (vocabulary.py does the rest).
-    """
+    """The slice of the model that one pipeline stage holds; `spec` says which."""
 
     def __init__(
         self,
@@ -351,17 +364,15 @@ class Stage(nn.Module):
         first: "Stage | None" = None,
         masked: bool = False,
     ):
-        """first: the pipeline's first stage, if this rank holds it beside this stage. masked:
-        whether each batch says which tokens each token sees.
+        """Make the parts that `spec` names. first: the pipeline's first stage, if this rank holds
+        it beside this stage. masked: whether each batch says which tokens each token sees.
 
-        Raise ValueError if the stage has not as many parameters as `spec` says.
+        Raise ValueError if the stage has another number of parameters than `spec` says.
         """
         super().__init__()
         padded = model.padded_vocab(layout)
         self.spec = spec
-        self.vocabulary: VocabularyPart | None = None
-        if layout.vocab_pp:
-            self.vocabulary = VocabularyPart(factory, model, padded)
+        self.vocabulary = VocabularyPart(factory, model, padded) if layout.vocab_pp else None
         self.embedding: Embedding | None = None
         if spec.embedding:
             self.embedding = Embedding(factory, model, padded, spec.tied, layout.vocab_pp)
@@ -372,23 +383,24 @@ class Stage(nn.Module):
         if spec.head and layout.vocab_pp:
             self.output_norm = Norm(factory, "head.norm", model)
         elif spec.head:
-            holder = self if first is None else first
-            self.head = Head(factory, model, padded, holder.embedding)
-        shared: list[nn.Parameter] = []
+            embedding_stage = self if first is None else first
+            self.head = Head(factory, model, padded, embedding_stage.embedding)
+        counted_elsewhere: list[nn.Parameter] = []
         if self.head is not None and first is not None and model.tied:
-            shared.append(self.head.weight)
+            counted_elsewhere.append(self.head.weight)
             self.head.weight.passes = 2  # gradients in a micro-batch: one from each stage
         self.positions: Positions | None = None
         if spec.blocks:
             self.positions = Positions(factory, model, layout.micro_batch_size, masked)
-        _check_count(self, shared)
+        vocabulary = list(self.vocabulary.parameters()) if self.vocabulary else []
+        check_parameter_count(spec, self.parameters(), vocabulary, counted_elsewhere)
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
-        """Make this stage's blocks; --recompute may apply to the first of them only."""
+        """Make this stage's blocks; the first `recomputed_blocks` of them are recomputed."""
         recomputed_blocks = layout.recomputed_blocks(self.spec.blocks, self.spec.index)
         for n in range(self.spec.blocks):
-            recompute = layout.recompute if n < recomputed_blocks else "none"
-            block = Block(factory, self.spec.first + n, model, recompute)
+            recomputation = layout.recompute if n < recomputed_blocks else "none"
+            block = Block(factory, self.spec.first + n, model, recomputation)
             self.blocks.append(block)
             if factory.shard is not None:
                 factory.shard(block)
@@ -396,49 +408,38 @@ class Stage(nn.Module):
     def forward(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return activations; on the last stage the loss sum, or logits with a cache.
+        """Return the stage's output for x: tokens (b, s) on the first stage, else activations.
 
-        With a cache (decoding), x belongs to the tokens that follow the cached ones, and the last
-        stage returns this rank's logits for the token after x's last one: (b, V/tp).
+        The output is activations, (s, b, h), or on the last stage the sum of the targets' losses.
+        The last stage needs the batch, and with masks every stage does. With --vocab-pp the first
+        stage takes the sum of all ranks' embeddings, and the last stage returns the final norm's
+        output. With a cache (decoding), x belongs to the tokens after the cached tokens, and the
+        last stage returns this rank's logits of the next token: (b, V/tp).
         """
         x = self.hidden_states(x, batch, cache)
+        if self.head is None:
+            return x
         if cache is not None:
-            return x if self.head is None else self.head.logits(x[-1:])[0]
-        if self.head is None or batch is None:
+            last_token = x[-1:]
+            return self.head.logits(last_token)[0]
+        if batch is None:
             return x
         return self.head(x, batch.labels).sum()
 
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the output of this stage's last block, and with --vocab-pp of the final norm."""
-        places = None if batch is None else batch.positions
+        """Return the output of the last block, or of --vocab-pp's final norm, as `forward` does."""
+        token_positions = None if batch is None else batch.positions
         if cache is not None:
-            places = cache.positions
+            token_positions = cache.positions
         if self.embedding is not None:
-            x = self.embedding(x, places)
+            x = self.embedding(x, token_positions)
         if self.positions is not None:
             mask = self.positions.mask(batch)
-            rotary = self.positions.rotary(places)
+            rotary = self.positions.rotary(token_positions)
             y = None
             for block in self.blocks:
                 x, y = block(x, y, mask, rotary, cache)
             x = x if y is None else x + y
         return x if self.output_norm is None else self.output_norm(x)
-
-
-def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:
-    """Raise ValueError unless the stage has the number of parameters that was planned for it.
-
-    Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
-    shared: parameters of this stage that count on another stage.
-    """
-    spec = stage.spec
-    built = 0
-    spread = list(stage.vocabulary.parameters()) if stage.vocabulary else []
-    for p in filter(lambda p: p.requires_grad, stage.parameters()):
-        whole = math.prod(p.spec.shape) if all(p is not q for q in shared) else 0
-        built += spec.vocabulary * p.shape[1] if any(p is q for q in spread) else whole
-    if built != spec.parameters:
-        planned = f"{spec.parameters} were planned"
-        raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")

@@ -27,15 +27,15 @@ from distributed.mesh import Mesh
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Says which part of which global tensor a local parameter is; it is the parameter's `.spec`.
+    """Says which part of which global tensor a local parameter is: the parameter's `.spec`.
 
-    name, shape: of the global tensor, without padding. dim: the dimension that is split over tp (or
-    over pp and tp, for a vocabulary with --vocab-pp), or None if every tensor rank holds all.
-    start, stop: the rows along dim that are held here; further rows of the local tensor are
-    padding. decay: whether weight decay applies. reduce_over: the mesh's groups over which the
-    gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each tensor
-    rank's gradient is one term of a sum; then `tied` if another stage holds a copy of the tensor.
-    copy: this tensor is such a copy, which norms and checkpoints leave out.
+    name, shape: those of the global tensor, without padding. dim: the dimension that is split over
+    tp (or over pp and tp, for a vocabulary with --vocab-pp), or None if every tensor rank holds the
+    whole tensor. start, stop: the rows along dim that this rank holds; further rows of the local
+    tensor are padding. decay: whether weight decay applies. reduce_over: the mesh's groups over
+    which the gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each
+    tensor rank's gradient is one term of a sum; then `tied` if another stage holds a copy of the
+    tensor. copy: this tensor is that copy, which norms and checkpoints leave out.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ParamSpec:
         return self.reduce_over[0] == "expert_replicas"
 
     def counts_on(self, mesh: Mesh) -> bool:
-        """Whether norms count this rank's elements; each counts on one rank of a replica."""
+        """Return whether this rank counts the elements in norms; one rank of each replica does."""
         return not self.copy and (self.dim is not None or mesh.tp.rank == 0)
 
 
@@ -66,19 +66,19 @@ CPU = torch.device("cpu")
 
 
 @functools.cache
-def compiled(function: Callable) -> Callable:
-    """Return `function` by torch.compile: one graph for each shape of its inputs, or an error."""
+def compile_kernel(function: Callable) -> Callable:
+    """Return `function` compiled by torch.compile, as one graph for each shape of its inputs."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-# Elements. For fewer, a kernel of torch.compile saves a GPU less time than its start costs the
-# processor beyond the start of torch's own kernels.
+# Number of elements. With fewer elements, a compiled kernel saves the GPU less time than its start
+# costs the processor, compared with the start of torch's own kernels.
 COMPILED_FROM = 2**24
 
 
-def compiled_if_large(function: Callable, elements: int) -> Callable:
-    """Return `function`, compiled if the tensors that it reads have many elements."""
-    return compiled(function) if elements >= COMPILED_FROM else function
+def compile_if_large(function: Callable, elements: int) -> Callable:
+    """Return `function`, compiled if `elements`, the number that it reads, is large."""
+    return compile_kernel(function) if elements >= COMPILED_FROM else function
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,9 @@ class ParamFactory:
 
     dtype: the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps the
     drawn values as the master copy and casts the parameters to `dtype`. std: the standard deviation
-    of most weights. deferred: takes the linear layers' weight gradients to compute later, if the
+    of most weights. deferred: the list of weight gradients that linear layers compute later, if the
     schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it with each
-    block after drawing the block's parameters. compile: whether kernels are
-    compiled (--compile): by `fused`, and those of large gradients.
+    block after drawing the block's parameters. compile: the value of --compile.
     """
 
     mesh: Mesh
@@ -103,15 +102,20 @@ class ParamFactory:
     shard: Callable[[nn.Module], None] | None = None
     compile: bool = False
 
-    def fused(self, function: Callable) -> Callable:
+    def compile_for_training(self, function: Callable) -> Callable:
         """Return `function`, or with --compile a version that is compiled while gradients are on.
 
-        `function` must have no collectives. Evaluation and decoding run it uncompiled: each of
-        their shapes would need a compilation.
+        `function` must have no collectives. Evaluation and decoding run it uncompiled, because each
+        of their shapes would need a compilation.
         """
         if not self.compile:
             return function
-        return lambda *args: (compiled(function) if torch.is_grad_enabled() else function)(*args)
+
+        def run(*args):
+            kernel = compile_kernel(function) if torch.is_grad_enabled() else function
+            return kernel(*args)
+
+        return run
 
     def parameter(
         self,
@@ -134,25 +138,27 @@ class ParamFactory:
         dim: the dimension that is split over tp, or over the group `over`, after padding it to
         `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
-        replicas: the ranks with the same part. decay, tied and copy: as in ParamSpec, the `.spec`.
+        replicas: the name of the mesh's group that holds the same part. decay, tied, copy: see
+        ParamSpec. The result has its ParamSpec as the attribute `spec`.
         """
         tp = self.mesh.tp
         start = 0
         stop = shape[0]
-        local = list(shape)
+        local_shape = list(shape)
         if dim is not None:
             group = over or tp
             rows = (padded or shape[dim]) // group.size
             start = min(group.rank * rows, shape[dim])
             stop = min(start + rows, shape[dim])
-            local[dim] = rows
+            local_shape[dim] = rows
         dtype = torch.promote_types(self.dtype, torch.float32)
-        tensor = torch.full(local, fill, dtype=dtype, device=self.device)
+        tensor = torch.full(local_shape, fill, dtype=dtype, device=self.device)
         if std:  # with std 0 no weights are drawn: they will be loaded
-            own = tensor.zero_().narrow(dim or 0, 0, stop - start)
-            draw_normal(own, name, shape, dim or 0, start, std, self.seed)
+            unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
+            draw_normal(unpadded, name, shape, dim or 0, start, std, self.seed)
         reduce_over: tuple[str, ...] = (replicas,)
-        if (self.sequence_parallel or partial) and dim is None and tp.size > 1:
+        gradient_is_a_term = self.sequence_parallel or partial
+        if gradient_is_a_term and dim is None and tp.size > 1:
             reduce_over += ("tp",)
         if tied:
             reduce_over += ("tied",)
@@ -176,23 +182,24 @@ def draw_normal(
 
     Element i of the whole tensor is a function of (seed, name, i) alone: the Box-Muller transform,
     in float64, of the two halves of splitmix64's i-th output. So any slice can be drawn by itself.
-    `out` must be contiguous. Temporary tensors take DRAWN_AT_ONCE (on a CPU DRAWN_ON_CPU) x 100
-    bytes.
+    `out` must be contiguous. Temporary tensors take 100 x DRAWN_AT_ONCE (or DRAWN_ON_CPU) bytes.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
-    inner = math.prod(shape[dim + 1 :])
-    run, flat = out.shape[dim] * inner, out.view(-1)  # run: elements adjacent in the whole too
+    row = math.prod(shape[dim + 1 :])  # elements with one index along dim
+    run = out.shape[dim] * row  # elements that are adjacent in `out` and in the whole tensor
+    other_rows = shape[dim] * row - run  # elements between two runs in the whole tensor
+    flat = out.view(-1)
     at_once = DRAWN_AT_ONCE if out.is_cuda else DRAWN_ON_CPU
     for first in range(0, len(flat), at_once):
-        last = min(first + at_once, len(flat))
-        places = torch.arange(first, last, device=out.device)
-        index = places + places // run * (shape[dim] * inner - run) + start * inner
-        flat[first:last] = _normal(splitmix64(index, key)).mul_(std)
+        stop = min(first + at_once, len(flat))
+        local_index = torch.arange(first, stop, device=out.device)
+        index = local_index + local_index // run * other_rows + start * row
+        flat[first:stop] = _to_normal(splitmix64(index, key)).mul_(std)
 
 
 def splitmix64(index: Tensor, key: int) -> Tensor:
-    """Return outputs number `index`, int64 of any shape, of the generator with the seed `key`."""
+    """Return the outputs with the numbers `index`, int64, of the generator with the seed `key`."""
     z = (index + 1) * _GAMMA + key
     z = (z ^ _shift(z, 30)) * _MIX1
     z = (z ^ _shift(z, 27)) * _MIX2
@@ -204,7 +211,8 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _normal(bits: Tensor) -> Tensor:
+def _to_normal(bits: Tensor) -> Tensor:
+    """Return a standard normal number, float64, from each element's 64 random bits."""
     low = bits & 0xFFFFFFFF
     high = _shift(bits, 32)
     radius = ((high.double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
@@ -222,22 +230,23 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._left: list[Callable[[], None]] = []
+        self._computations: list[Callable[[], None]] = []
 
     def add(self, compute: Callable[[], None]) -> None:
         """Put off `compute`, which will add the gradients of a layer's weights."""
-        self._left.append(compute)
+        self._computations.append(compute)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
-        """Do the backward pass for inputs; return a function that adds the weight gradients."""
+        """Run autograd's backward pass; return a function that does what its layers put off."""
         torch.autograd.backward(output, grad)
-        left = self._left
-        self._left = []
+        computations = self._computations
+        self._computations = []
 
         @torch.no_grad()
         def compute_weight_gradients() -> None:
-            while left:
-                left.pop(0)()
+            while computations:
+                compute = computations.pop(0)
+                compute()
 
         return compute_weight_gradients
 
@@ -250,57 +259,60 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, gathered, add, deferred):
-        """tp: the group that sums the input's gradient, or None. gathered: x is (s/tp, b, in).
-        add: called with x and the product's gradient, adds the weights' gradients; None: autograd
-        adds those that `backward` returns. deferred: the list that puts `add` off, or None.
+    def forward(ctx, x, weight, bias, tp, gather, add, deferred):
+        """Return x W^T + b, (s, b, out). tp: the group that sums the input's gradient, or None.
+        gather: whether x is (s/tp, b, in) and must be gathered. add: a function of x and the
+        product's gradient that adds the weights' gradients; None: autograd adds those that
+        `backward` returns. deferred: the list that puts `add` off, or None.
         """
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        ctx.gathered = gathered
+        ctx.gather_from = tp if gather else None
         ctx.has_bias = bias is not None
         ctx.add = add
         ctx.deferred = deferred
-        return F.linear(gather_sequence(x, tp if gathered else None), weight, bias)
+        return F.linear(gather_sequence(x, ctx.gather_from), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradients of x, weight and bias, given that of the product (s, b, out)."""
+        """Return the gradients of x, weight and bias; grad: that of the product, (s, b, out)."""
         x, weight = ctx.saved_tensors
         tp = ctx.tp
-        whole = x
-        gathering = None
-        summing = None
-        if ctx.gathered and ctx.deferred is None:
-            whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
-            gathering = tp.all_gather(whole, x)
+        gather_from = ctx.gather_from
+        whole_x = x
+        gather_handle = sum_handle = None
+        if gather_from is not None and ctx.deferred is None:
+            whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
+            gather_handle = tp.all_gather(whole_x, x)
         dx = grad @ weight
-        if gathering is not None:
-            gathering.wait()
-        if ctx.gathered:
-            summed = torch.empty_like(x)
-            summing = tp.reduce_scatter(summed, dx)
-            dx = summed
+        if gather_handle is not None:
+            gather_handle.wait()
+        if gather_from is not None:
+            dx_here = torch.empty_like(x)
+            sum_handle = tp.reduce_scatter(dx_here, dx)
+            dx = dx_here
         elif tp is not None:
-            summing = tp.all_reduce(dx)
-        gradients: tuple = (None, None)
+            sum_handle = tp.all_reduce(dx)
+        dw = db = None
         if ctx.deferred is not None:
             add = ctx.add
-            gathered = tp if ctx.gathered else None
-            ctx.deferred.add(lambda: add(gather_sequence(x, gathered), grad))
+            ctx.deferred.add(lambda: add(gather_sequence(x, gather_from), grad))
         elif ctx.add is not None:
-            ctx.add(whole, grad)
+            ctx.add(whole_x, grad)
         else:
-            gradients = _weight_gradients(whole, grad, ctx.has_bias)
-        if summing is not None:
-            summing.wait()
-        return dx, *gradients, None, None, None, None
+            dw, db = _weight_gradients(whole_x, grad, ctx.has_bias)
+        if sum_handle is not None:
+            sum_handle.wait()
+        return dx, dw, db, None, None, None, None
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the weight, (out, in), and of the bias, (out,), or None."""
+    """Return the gradients of a weight (out, in) and a bias (out,) for x (s, b, in) and the
+    product's gradient `grad` (s, b, out); None for the bias if there is none.
+    """
     rows = grad.flatten(0, -2)
-    return rows.t() @ x.flatten(0, -2), rows.sum(0) if has_bias else None
+    dw = rows.t() @ x.flatten(0, -2)
+    return dw, rows.sum(0) if has_bias else None
 
 
 def _add_gradients(
@@ -308,29 +320,31 @@ def _add_gradients(
 ) -> None:
     """Add the gradients of weight and bias to the parameters, and call the optimizer's hooks.
 
-    compile: sum a large gradient of the bias by a kernel of torch.compile.
+    x, grad: the product's input and gradient. compile: a compiled kernel sums grad if it is large.
     """
     if not hasattr(weight, "main_grad"):
-        for p, g in zip((weight, bias), _weight_gradients(x, grad, bias is not None)):
-            if p is not None and g is not None:
-                torch.autograd.backward(p, g.view(p.shape))  # adds to .grad and runs hooks
+        dw, db = _weight_gradients(x, grad, bias is not None)
+        # These backward passes add the gradients to .grad, and run the hooks.
+        torch.autograd.backward(weight, dw.view(weight.shape))
+        if bias is not None and db is not None:
+            torch.autograd.backward(bias, db.view(bias.shape))
         return
     rows = grad.flatten(0, -2)
     add_product(weight.main_grad.flatten(0, -2), rows.t(), x.flatten(0, -2))
     weight.gradient_added(weight)
     if bias is not None:
-        add_rows = compiled_if_large(_add_rows, rows.numel()) if compile else _add_rows
-        add_rows(bias.main_grad, rows)
+        add_sum = compile_if_large(_add_sum, rows.numel()) if compile else _add_sum
+        add_sum(bias.main_grad, rows)
         bias.gradient_added(bias)
 
 
-def _add_rows(total: Tensor, rows: Tensor) -> None:
-    """total += the sum of `rows`, (tokens, out), in the precision of `total`, (out ...)."""
+def _add_sum(total: Tensor, rows: Tensor) -> None:
+    """Add the sum of `rows`, (tokens, out), to `total`, (out ...), in the precision of `total`."""
     total.add_(rows.sum(0, dtype=total.dtype).view(total.shape))
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b; one kernel does both, except on a CPU if `total` has another dtype than a."""
+    """Add the product of the matrices a and b to `total`, which may have a higher precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
@@ -345,50 +359,48 @@ def linear(
     bias: Tensor | None,
     deferred: DeferredGradients | None = None,
     tp: Group | None = None,
-    gathered: bool = False,
+    gather: bool = False,
     shared: bool = False,
     compile: bool = False,
 ) -> Tensor:
-    """Return x W^T + b, flat as (s, b, out), for a local W (out ..., in) and b (out ...).
+    """Return x W^T + b, (s, b, out), for x (s, b, in) and a local W (out ..., in) and b (out ...).
 
     deferred: the list that puts weight gradients off, or None. tp: the group that sums the input's
-    gradient, or None. gathered: x is this rank's part of the sequence. shared: another layer uses W
-    too, so autograd must add both gradients, and they are not put off. If W has a `main_grad`, its
-    gradient is added there, and then its `gradient_added` is called. compile: sum a large
-    gradient of b by a kernel of torch.compile.
+    gradient, or None. gather: x is this rank's part of the sequence, (s/tp, b, in), and is gathered
+    first. shared: another layer uses W too, so autograd must add both gradients, and they are not
+    put off. compile: a compiled kernel sums a large gradient of b. If W has a `main_grad`, its
+    gradient is added there, and then its `gradient_added` is called.
     """
     if shared or (deferred is None and not hasattr(weight, "main_grad")):
         weight = weight.flatten(0, -2)
         bias = None if bias is None else bias.flatten()
         if tp is None:
             return F.linear(x, weight, bias)
-        return _Linear.apply(x, weight, bias, tp, gathered, None, None)
-    # Detached: autograd does not see the weights, since `_add_gradients` adds their gradients.
-    local = weight.detach().flatten(0, -2), None if bias is None else bias.detach().flatten()
+        return _Linear.apply(x, weight, bias, tp, gather, None, None)
     add = functools.partial(_add_gradients, weight, bias, compile)
-    return _Linear.apply(x, *local, tp, gathered, add, deferred)
+    # Detached from autograd, because `_add_gradients` adds the gradients of the parameters.
+    weight = weight.detach().flatten(0, -2)
+    bias = None if bias is None else bias.detach().flatten()
+    return _Linear.apply(x, weight, bias, tp, gather, add, deferred)
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, factory: ParamFactory, shared: bool = False
 ) -> Tensor:
-    """Return x W^T + b for this rank's rows (out/tp ..., in) of W; this is f and the product.
+    """Return x W^T + b, (s, b, out/tp), for this rank's rows (out/tp ..., in) of W; f included.
 
-    x is (s, b, in), or (s/tp, b, in) with sequence parallelism. shared: as in `linear`.
+    x is (s, b, in), or (s/tp, b, in) with sequence parallelism. shared: another layer uses W too.
     """
     tp = factory.mesh.tp if factory.mesh.tp.size > 1 else None
-    gathered = tp is not None and factory.sequence_parallel
-    return linear(x, weight, bias, factory.deferred, tp, gathered, shared, factory.compile)
-
-
-# ---- Layers --------------------------------------------------------------------------------------
+    gather = tp is not None and factory.sequence_parallel
+    return linear(x, weight, bias, factory.deferred, tp, gather, shared, factory.compile)
 
 
 class ColumnLinear(nn.Module):
     """y = x W^T + b with the rows of W split over tp: (s, b, in) -> (s, b, out/tp).
 
-    shape: of the rows of W, for example (kv_heads, queries + 2, head size) for q, k and v, or
-    (2, f) for gate and up; its dimension `dim` is split. The output has them as one dimension.
+    W is (*shape, inputs), split along its dimension `dim`. `shape` is, for example, (2, f) for gate
+    and up, or (kv_heads, queries + 2, head size) for q, k and v; y has it as one dimension.
     """
 
     def __init__(
@@ -402,13 +414,13 @@ class ColumnLinear(nn.Module):
     ):
         super().__init__()
         self.factory = factory
-        whole = (*shape, inputs)
         self.weight = factory.parameter(
-            f"{name}.weight", whole, std=factory.std, dim=dim, decay=True
+            f"{name}.weight", (*shape, inputs), std=factory.std, dim=dim, decay=True
         )
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of y, (s, b, out/tp)."""
         return column_linear(x, self.weight, self.bias, self.factory)
 
 
@@ -418,13 +430,16 @@ class RowLinear(nn.Module):
     def __init__(
         self, factory: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
     ):
+        """std: the standard deviation of the weight. The bias is whole on every tensor rank."""
         super().__init__()
         self.factory = factory
+        input_dim = 1  # the dimension of the weight that is split over tp
         shape = (outputs, inputs)
-        self.weight = factory.parameter(f"{name}.weight", shape, std=std, dim=1, decay=True)
+        self.weight = factory.parameter(f"{name}.weight", shape, std=std, dim=input_dim, decay=True)
         self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return y, (s, b, out), or (s/tp, b, out) with sequence parallelism."""
         factory = self.factory
         if factory.mesh.tp.size == 1:
             return linear(x, self.weight, self.bias, factory.deferred, compile=factory.compile)

@@ -29,15 +29,9 @@ from torch import Tensor, nn
 from config.schema import Layout, ModelShape, Training
 from distributed.collectives import Handle
 from optim import update_rules
-from optim.buckets import (
-    Bucket,
-    ParamGroup,
-    ParamShard,
-    gather_weights,
-    make_buckets,
-    make_update_sets,
-)
+from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
+from optim.update_sets import gather_weights, make_update_sets
 from parallel import ParamFactory
 
 if TYPE_CHECKING:
@@ -62,7 +56,7 @@ class StepResult:
 
 
 def trained_parameters(part: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that have gradients: all but constants of routers."""
+    """Return the parameters of a module that have gradients: all but the constants of routers."""
     return [p for p in part.parameters() if p.requires_grad]
 
 
@@ -83,21 +77,21 @@ class Optimizer:
         layout: Layout,
         model: ModelShape | None = None,
     ):
-        """stages: all stages of this rank. model: needed if it has experts.
+        """Move the parameters of `stages`, which are all stages of this rank, into buffers.
 
-        Raise UserError if the optimizer's package is missing, or if tensor parallelism cuts a
-        matrix inside a block of 8-bit state.
+        model: needed if it has experts. Raise UserError if the optimizer's package is missing, or
+        if tensor parallelism cuts a matrix inside a block of 8-bit state.
         """
         self.mesh = factory.mesh
         self.training = training
         self.device = factory.device
         self.scale = LossScale(training)
-        self.updates = 0
+        self.updates = 0  # the number of updates since the run began
         self._dtype = factory.dtype
         self.specs = [p.spec for p in stages.parameters()]
-        self._targets = 1
-        self._next = 0
-        self._reducing: list[Handle] = []
+        self._targets = 1  # the number of targets that `begin_step` was given
+        self._next_bucket = 0  # index of the bucket that is reduced next
+        self._reductions: list[Handle] = []  # running reductions of buckets, oldest first
         self._overlap = layout.overlap_param_gather
         # Called when the gradients of a step, or of discarded passes, are reduced.
         self.after_reduction: list[Callable[[], None]] = []
@@ -113,12 +107,12 @@ class Optimizer:
         self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
         if self.fully_sharded:
-            from optim.fsdp import shard_fully  # here, since it loads 43 MB of torch's modules
+            from optim.fsdp import shard_fully  # only --zero 3 needs the 43 MB that this loads
 
-            self.groups = shard_fully(stages[0], factory, training)
+            sharded_groups = shard_fully(stages[0], factory, training)
             # Experts that no other rank holds are not sharded.
-            alone = [p for p in trained_parameters(stages) if not hasattr(p, "drawn_shape")]
-            self.groups = [*self.groups, *self._make_buckets(alone, factory, zero=0)]
+            unsharded = [p for p in trained_parameters(stages) if not hasattr(p, "drawn_shape")]
+            self.groups = [*sharded_groups, *self._make_buckets(unsharded, factory, zero=0)]
         else:
             self.groups = self._make_buckets(trained_parameters(stages), factory, layout.zero)
             if self._overlap:
@@ -126,11 +120,11 @@ class Optimizer:
         self.update_sets = make_update_sets(self.groups, training)
         self.balance: RouterBalance | None = None
         if model is not None and model.experts > 1:
-            from optim import balance  # here, since only models with experts need the module
+            from optim import balance  # imported here: only models with experts need this module
 
             self.balance = balance.RouterBalance(stages, factory, training, model)
             self.groups = [*self.groups, balance.ConstantGroup(stages, self.mesh)]
-        kernels = dict.fromkeys(each.rule.kernel for each in self.update_sets)
+        kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"
         self.state_kinds = update_rules.state_kinds(training.optimizer)
         self.state_name = update_rules.interchangeable(training.optimizer)
@@ -138,33 +132,36 @@ class Optimizer:
     def _make_buckets(
         self, parameters: list[nn.Parameter], factory: ParamFactory, zero: int
     ) -> list[Bucket]:
-        """Move parameters and their gradients into buckets."""
+        """Move parameters and their gradients into buckets, and return the buckets.
+
+        The parameters get hooks that count their gradients.
+        """
         self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
         # optimizer would keep it alive for ever.
-        here = weakref.proxy(self)
+        optimizer = weakref.proxy(self)
         for p in parameters:
-            p.register_post_accumulate_grad_hook(lambda p: here._add_gradient(p))
-            p.gradient_added = lambda p: here._gradient_added(p)
+            p.register_post_accumulate_grad_hook(lambda p: optimizer._add_gradient(p))
+            p.gradient_added = lambda p: optimizer._count_gradient(p)
         return self.buckets
 
     # -- during the passes ------------------------------------------------------------------
 
     def begin_step(self, targets: int, micro_batches: int) -> float:
-        """Prepare for the backward passes of a step; return the weight of each summed loss.
+        """Prepare for the backward passes of a step; return the loss weight, loss scale / targets.
 
-        The caller multiplies every micro-batch's sum of losses by the returned number, loss scale /
-        targets, so that gradients are those of the mean loss times the loss scale. targets: tokens
-        of the whole global batch; `step` corrects the mean if some of them do not count. Every
-        micro-batch gives each parameter a gradient. A bucket is reduced after the last micro-batch,
-        at --zero 2 after each micro-batch.
+        The caller multiplies every micro-batch's sum of losses by the loss weight, so that
+        gradients are those of the mean loss times the loss scale. targets: the number of tokens in
+        the global batch; `step` corrects the mean if some of them do not count. micro_batches:
+        their number on each replica. Every micro-batch gives each parameter a gradient. A bucket is
+        reduced after the last micro-batch, at --zero 2 after each micro-batch.
         """
         self._targets = targets
-        self._next = 0
+        self._next_bucket = 0
         for bucket in self.buckets:
-            rounds = 1 if bucket.each_micro_batch else micro_batches
-            bucket.missing = rounds * bucket.passes
+            passes_before_reduction = 1 if bucket.each_micro_batch else micro_batches
+            bucket.missing = passes_before_reduction * bucket.passes
         loss_weight = self.scale.value / targets
         if self.balance is not None:
             self.balance.begin_step(loss_weight)
@@ -179,12 +176,13 @@ class Optimizer:
         if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:
             p.main_grad.add_(p.grad)  # p.grad has 16 bits, the sum in the bucket has more
             p.grad = None
-        self._gradient_added(p)
+        self._count_gradient(p)
 
-    def _gradient_added(self, p: nn.Parameter) -> None:
-        """Count a gradient; called when a micro-batch's gradient of `p` is complete.
+    def _count_gradient(self, p: nn.Parameter) -> None:
+        """Count a gradient, and start to reduce the buckets that are complete.
 
-        The gradient is in the bucket's buffer, or in `p.grad` at --zero 2.
+        Called when a micro-batch's gradient of `p` is in the bucket's buffer, or in `p.grad` at
+        --zero 2.
         """
         if self.gradient_taker is not None:
             self.gradient_taker(p)
@@ -193,31 +191,34 @@ class Optimizer:
         self._reduce_ready_buckets()
 
     def _reduce_ready_buckets(self) -> None:
-        """Start reducing the buckets whose gradients are complete, in the order of the buckets.
+        """Start to reduce the buckets whose gradients are complete, in the order of the buckets.
 
-        A complete bucket waits for the buckets before it, since all replicas must call these
+        A complete bucket waits for the buckets before it, because all replicas must call these
         collectives in one order.
         """
-        while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
-            bucket = self.buckets[self._next]
-            self._reducing.append(bucket.reduce())
-            self._next += 1
+        while self._next_bucket < len(self.buckets):
+            bucket = self.buckets[self._next_bucket]
+            if bucket.missing > 0:
+                return
+            self._reductions.append(bucket.reduce())
+            self._next_bucket += 1
             if bucket.each_micro_batch:
                 bucket.missing += bucket.passes
-                self._next %= len(self.buckets)
-                self._wait_for_reductions(1)  # each running reduction holds a whole bucket
+                self._next_bucket %= len(self.buckets)
+                # A running reduction holds a copy of a whole bucket, so few of them may run.
+                self._wait_for_reductions(allowed=1)
 
-    def _wait_for_reductions(self, left: int) -> None:
-        """Wait for the oldest reductions until at most `left` are running."""
-        while len(self._reducing) > left:
-            self._reducing.pop(0).wait()
+    def _wait_for_reductions(self, allowed: int) -> None:
+        """Wait for the oldest reductions until at most `allowed` reductions are running."""
+        while len(self._reductions) > allowed:
+            self._reductions.pop(0).wait()
 
     def _finish_reducing(self) -> None:
         """Reduce the remaining buckets, wait for all reductions, and sum over further groups."""
-        for bucket in self.buckets[self._next :]:
+        for bucket in self.buckets[self._next_bucket :]:
             if not bucket.each_micro_batch:
-                self._reducing.append(bucket.reduce())
-        self._wait_for_reductions(0)
+                self._reductions.append(bucket.reduce())
+        self._wait_for_reductions(allowed=0)
         for group in self.groups:
             group.reduce_further()
         for observe in self.after_reduction:
@@ -229,25 +230,27 @@ class Optimizer:
         Called with --overlap-param-gather: a step ends before its weights are gathered.
         """
 
-        def wait_for(part: nn.Module) -> Callable:
-            own = dict.fromkeys(self._bucket_of[p] for p in trained_parameters(part))
+        def waiting_hook(part: nn.Module) -> Callable:
+            """Return a function that waits for the buckets with parameters of `part`."""
+            buckets = dict.fromkeys(self._bucket_of[p] for p in trained_parameters(part))
 
-            def hook(*_) -> None:
-                for bucket in own:
+            def wait(*_) -> None:
+                for bucket in buckets:
                     bucket.wait_for_weights()
 
-            return hook
+            return wait
 
         for stage in stages:
             for child in stage.children():  # embedding, blocks, head
-                for part in child if isinstance(child, nn.ModuleList) else (child,):
-                    part.register_forward_pre_hook(wait_for(part))
+                parts = child if isinstance(child, nn.ModuleList) else [child]
+                for part in parts:
+                    part.register_forward_pre_hook(waiting_hook(part))
 
     def finish_gathering(self) -> None:
-        """Wait until all weights are gathered.
+        """Wait until all weights are gathered; called before weights are read outside of a pass.
 
         A training step needs no call: `_update` waits, or with --overlap-param-gather the forward
-        hooks do. Whoever reads weights outside a forward pass calls this first.
+        hooks do.
         """
         for group in reversed(self.groups):
             group.wait_for_weights()
@@ -304,6 +307,7 @@ class Optimizer:
             self.balance.discard()
 
     def _clear_gradients(self) -> None:
+        """Set all gradients to zero, or free them."""
         buffers = [buffer for group in self.groups for buffer in group.clear_gradients()]
         if buffers:
             torch._foreach_zero_(buffers)
@@ -322,24 +326,27 @@ class Optimizer:
     def _update(self, lr: float, norm: float, share: float) -> None:
         """Update all masters by their clipped gradients, and start to gather the weights.
 
-        norm: of the whole unclipped gradient. share: factor that corrects the number of targets.
+        lr: the learning rate. norm: that of the whole gradient before clipping. share: the factor
+        that corrects the number of targets.
         """
         clip = self.training.clip_grad
-        factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+        clip_factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self.updates += 1
-        for each in self.update_sets:
-            each.update(factor * share / self.scale.value, lr)
+        for update_set in self.update_sets:
+            update_set.update(clip_factor * share / self.scale.value, lr)
         if not self._overlap:
             self.finish_gathering()
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's optimizer state.
 
-        Masters are included if their precision differs from the weights': else they are no copy.
+        Masters count if they have another precision than the weights: otherwise they are views of
+        the weights.
         """
-        total = sum(each.rule.state_bytes() for each in self.update_sets)
-        if any(m.dtype != self._dtype for group in self.groups for m in group.masters):
-            total += sum(m.nbytes for group in self.groups for m in group.masters)
+        total = sum(update_set.rule.state_bytes() for update_set in self.update_sets)
+        masters = [master for group in self.groups for master in group.masters]
+        if any(master.dtype != self._dtype for master in masters):
+            total += sum(master.nbytes for master in masters)
         return total
 
     # -- checkpoints ------------------------------------------------------------------------
@@ -352,19 +359,19 @@ class Optimizer:
         return [shard for group in self.groups for shard in group.shards]
 
     def scalars(self) -> dict[str, float]:
-        """Return the part of the state that is plain numbers; they are equal on every rank."""
+        """Return the part of the state that is plain numbers, equal on every rank, by name."""
         return {"step": self.updates, **self.scale.state()}
 
     def after_load(self, scalars: dict[str, float] | None = None) -> None:
-        """Use the state that a checkpoint's loader wrote into the shards of `owned`: round the
-        masters to weights and gather these. Collective over the replicas.
+        """Round the masters to weights and gather the weights; collective over the replicas.
 
-        scalars: a checkpoint's result of `scalars`, or None to keep this run's numbers.
+        Called when a checkpoint's loader has written masters and state into the shards of `owned`.
+        scalars: the numbers that `scalars` returned for the checkpoint; None: keep this run's.
         """
         if scalars is not None:
             self.updates = int(scalars["step"])
             self.scale.load(scalars)
-            for each in self.update_sets:
-                each.rule.set_steps(self.updates)
+            for update_set in self.update_sets:
+                update_set.rule.set_steps(self.updates)
         gather_weights(self.groups)
         self.finish_gathering()

@@ -9,10 +9,15 @@ The checks of nodes are in preflight.py. A run on one node does not load that fi
 --preflight is given.
 """
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 from config.schema import Config
 from distributed import placement
 from distributed.context import Context
 from distributed.placement import Say
+from schedules.partition import StageSpec
 
 COMPILED = (
     "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
@@ -86,6 +91,33 @@ def kernel_names(config: Config, optimizer: str, attention: str, source: str) ->
     if config.run.compile:
         kernels["compiled"] = COMPILED
     return kernels
+
+
+def check_parameter_count(
+    spec: StageSpec,
+    parameters: Iterable[Any],
+    vocabulary: Iterable[Any],
+    counted_elsewhere: Iterable[Any],
+) -> None:
+    """Raise ValueError unless a stage has the number of parameters that was planned for it.
+
+    Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
+    parameters: those of the stage. vocabulary: the parameters among them whose rows are spread over
+    all pipeline ranks. counted_elsewhere: the parameters that were planned for another stage.
+    """
+    spread = {id(p) for p in vocabulary}
+    skipped = {id(p) for p in counted_elsewhere}
+    built = 0
+    for p in parameters:
+        if not p.requires_grad or id(p) in skipped:
+            continue
+        if id(p) in spread:
+            built += spec.vocabulary * p.shape[1]
+        else:
+            built += math.prod(p.spec.shape)
+    if built != spec.parameters:
+        planned = f"{spec.parameters} were planned"
+        raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")
 
 
 def warms_up(config: Config, device: str) -> bool:

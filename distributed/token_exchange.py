@@ -4,6 +4,7 @@
         --Exchange, an all-to-all of unequal blocks--> rows by rank, then expert
         --order_by_expert--> rows by expert, then rank
 
+Repeat and Permute put the rows into these orders, also on a single rank.
 experts.py calls these functions; read it first.
 """
 
@@ -89,3 +90,51 @@ def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) 
     output = rows.new_empty(sum(received), rows.shape[-1])
     group.at_once.all_to_all(output, rows.contiguous(), (received, sent)).wait()
     return output
+
+
+def occurrences(numbers: Tensor, count: int) -> Tensor:
+    """Return how often each of 0, 1, ..., count - 1 is in `numbers`, (n,): (count,).
+
+    The shape of torch.bincount's result would depend on the data, so the host would wait for it.
+    """
+    return numbers.new_zeros(count).index_add_(0, numbers, torch.ones_like(numbers))
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the permutation, (n,), that undoes the permutation `order`, (n,)."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+class Repeat(torch.autograd.Function):
+    """Rows (T k, h) in which each token of x (T, h) stands k times, in the order `order`."""
+
+    @staticmethod
+    def forward(ctx, x, order, back, k):
+        """Return x[order // k]; back: the permutation that undoes `order`."""
+        ctx.save_for_backward(back)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Return the gradient of x: for each token, the sum over its k rows of `grad`."""
+        (back,) = ctx.saved_tensors
+        return grad[back].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class Permute(torch.autograd.Function):
+    """x[order]; its backward pass needs no atomic additions, because `back` undoes the order."""
+
+    @staticmethod
+    def forward(ctx, x, order, back):
+        """Return x[order]; back: the permutation that undoes `order`."""
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Return the gradient of x."""
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None

@@ -16,7 +16,7 @@ from optim.precision import BLOCK
 class Adam8bit:
     """AdamW with both moments in 8 bits, one scale per BLOCK (arXiv 2110.02861), by bitsandbytes.
 
-    Attributes and methods are those of the rules of update_rules.py. Masters are flat and have a
+    It has the attributes and methods of the rules in update_rules.py. Masters are flat and have a
     multiple of BLOCK elements. A moment is stored as an 8-bit code, whose level (self.maps) is
     multiplied by the block's scale. The levels of the signed map are made symmetric: then the
     largest moment of a block always has level 1 or -1, and a moment that is written to a checkpoint
@@ -30,6 +30,7 @@ class Adam8bit:
         eps: float,
         weight_decay: float,
     ):
+        """Make zero moments. Raise UserError if bitsandbytes is not installed."""
         if importlib.util.find_spec("bitsandbytes") is None:
             package = "the package bitsandbytes: pip install bitsandbytes"
             raise UserError(f"--optimizer adamw8bit needs {package}")
@@ -50,8 +51,12 @@ class Adam8bit:
         signed[0] = -1.0
         unsigned = functional.create_dynamic_map(signed=False)
         self.maps = {"exp_avg": signed.to(device), "exp_avg_sq": unsigned.to(device)}
-        self.codes = {k: [self._zero_codes(m, k) for m in masters] for k in self.maps}
-        self.scales = {k: [m.new_zeros(m.numel() // BLOCK) for m in masters] for k in self.maps}
+        # By kind of moment, for each master: a code per element, and a scale per block.
+        self.codes: dict[str, list[Tensor]] = {}
+        self.scales: dict[str, list[Tensor]] = {}
+        for kind in self.maps:
+            self.codes[kind] = [self._zero_codes(master, kind) for master in masters]
+            self.scales[kind] = [master.new_zeros(master.numel() // BLOCK) for master in masters]
 
     def _zero_codes(self, master: Tensor, kind: str) -> Tensor:
         """Return the codes of zero moments, uint8, one for each element of the master."""
@@ -59,43 +64,63 @@ class Adam8bit:
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """Update every master once, by bitsandbytes' blockwise kernel."""
+        """Update every master once, by bitsandbytes' blockwise kernel.
+
+        gradients: in the shapes of the masters, fp32. lr: the learning rate of this step.
+        """
         self.steps += 1
+        beta1, beta2 = self.betas
         for i, (master, gradient) in enumerate(zip(self.masters, gradients)):
-            codes = [of_kind[i] for of_kind in self.codes.values()]
-            scales = [of_kind[i] for of_kind in self.scales.values()]
-            unused = (0.0, 0.0)  # beta3 and alpha belong to another optimizer
-            numbers = (*self.betas, *unused, self.eps, self.steps, lr)
-            states = (*self.maps.values(), *scales)
             self.library.optimizer_update_8bit_blockwise(
                 "adam",
                 gradient,
                 master,
-                *codes,
-                *numbers,
-                *states,
+                self.codes["exp_avg"][i],
+                self.codes["exp_avg_sq"][i],
+                beta1,
+                beta2,
+                0.0,  # beta3, of another optimizer
+                0.0,  # alpha, of another optimizer
+                self.eps,
+                self.steps,
+                lr,
+                self.maps["exp_avg"],
+                self.maps["exp_avg_sq"],
+                self.scales["exp_avg"][i],
+                self.scales["exp_avg_sq"][i],
                 weight_decay=self.weight_decay,
             )
 
     def set_steps(self, steps: int) -> None:
+        """Set the number of updates so far; called when a checkpoint has been loaded."""
         self.steps = steps
 
     def state_bytes(self) -> int:
-        parts = [*self.codes.values(), *self.scales.values()]
-        return sum(t.nbytes for tensors in parts for t in tensors)
+        """Return the bytes of all codes and scales."""
+        tensors = [*self.codes.values(), *self.scales.values()]
+        return sum(tensor.nbytes for tensors_of_kind in tensors for tensor in tensors_of_kind)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        first = start // BLOCK
-        last = -(-stop // BLOCK)
-        codes = self.codes[kind][index][first * BLOCK : last * BLOCK]
-        scales = self.scales[kind][index][first:last]
-        decode = self.library.dequantize_blockwise
-        levels = self.maps[kind]
-        values = decode(codes, absmax=scales, code=levels, blocksize=BLOCK)
-        return values[start - first * BLOCK :][: stop - start]
+        """Return elements [start, stop) of a moment of master `index`: flat, in fp32.
+
+        kind: "exp_avg" or "exp_avg_sq".
+        """
+        first_block = start // BLOCK
+        stop_block = -(-stop // BLOCK)
+        first = first_block * BLOCK
+        values = self.library.dequantize_blockwise(
+            self.codes[kind][index][first : stop_block * BLOCK],
+            absmax=self.scales[kind][index][first_block:stop_block],
+            code=self.maps[kind],
+            blocksize=BLOCK,
+        )
+        return values[start - first : stop - first]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """Encode `values` from `start` on; raise ValueError if no block begins at `start`."""
+        """Encode `values`, flat, as elements of a moment of master `index` from `start` on.
+
+        kind: "exp_avg" or "exp_avg_sq". Raise ValueError if no block begins at `start`.
+        """
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
         count = -(-len(values) // BLOCK) * BLOCK
@@ -110,10 +135,16 @@ class Adam8bit:
 
 
 def check_blocks(p: Any) -> None:
-    """Raise UserError if tensor parallelism cuts a matrix inside a block of 8-bit state."""
+    """Raise UserError if tensor parallelism cuts the parameter `p` inside a block of 8-bit state.
+
+    Called for each matrix when the buckets are made.
+    """
     spec = p.spec
-    run = math.prod(p.shape[spec.dim or 0 :])
-    if spec.dim is not None and run % BLOCK and p.shape[spec.dim] < spec.shape[spec.dim]:
+    if spec.dim is None:
+        return
+    is_cut = p.shape[spec.dim] < spec.shape[spec.dim]
+    run = math.prod(p.shape[spec.dim :])  # weights that are adjacent in the whole matrix too
+    if is_cut and run % BLOCK:
         raise UserError(
             f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "
             f"which is no multiple of its blocks of {BLOCK}; use a smaller --tp"

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from config.schema import ModelShape, Training
 from distributed.mesh import Mesh
-from experts import Choice, Router, occurrences
+from distributed.token_exchange import occurrences
+from experts import Choice, Router
 from optim.buckets import Key, ParamGroup, ParamShard
 from parallel import ParamFactory
 
@@ -39,10 +40,11 @@ class Penalty:
     z_rate: float
     loss_weight: float
 
-    def penalized(self, router: Router, weights: Tensor, choice: Choice) -> Tensor:
-        """Return `weights`; their backward pass adds the gradient of the auxiliary losses.
+    def add_penalty(self, router: Router, weights: Tensor, choice: Choice) -> Tensor:
+        """Return `weights`, whose backward pass adds the gradient of the auxiliary losses.
 
-        Each loss is a sum over tokens, divided by the number of targets as the language loss is.
+        weights: the router's, (T, k). Each loss is a sum over tokens, divided by the number of
+        targets as the language loss is.
         """
         penalty = choice.logits.new_zeros(())
         if self.kind in ("sequence", "global"):

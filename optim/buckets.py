@@ -1,4 +1,4 @@
-"""Buckets: the flat buffers that hold parameters, gradients and masters, and who owns which part.
+"""Buckets: the flat buffers that hold parameters, gradients and masters; a part for each replica.
 
 A bucket holds several parameters, whose gradients are reduced together. Its buffers are cut into
 one section for each replica (at --zero 0 one section for all); a rank updates its own section.
@@ -12,9 +12,7 @@ Read zero.py first: its picture shows when the buffers are reduced, updated and 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -29,13 +27,13 @@ from parallel import ParamSpec
 # The length of a section is a multiple of this, so that no kernel computes the end of a section
 # differently: copies of a parameter at different places of their buffers stay bitwise equal.
 ALIGNMENT = 64  # elements
-SETS_OF_KEY = 4  # most update sets of a key: with more, the first weights are gathered sooner
 
 
 class Key(NamedTuple):
     """The properties that all parameters of a group share.
 
-    reduce_over: as in ParamSpec. family: the kind of update rule, see update_rules.py.
+    reduce_over: the mesh's groups over which gradients are summed (ParamSpec). no_decay: whether
+    weight decay does not apply. family: the kind of update rule (update_rules.py).
     """
 
     reduce_over: tuple[str, ...]
@@ -52,9 +50,9 @@ def key_of(spec: ParamSpec, optimizer: str) -> Key:
 class ParamShard:
     """Elements [start, stop) of a local parameter, whose master and state this rank holds.
 
-    They are in group.masters[master], from element `offset` on. shape: of the whole local
-    parameter, padding included. copies: number of ranks that hold these elements; copy: this rank's
-    number among them.
+    The elements are in group.masters[master], from element `offset` on. shape: that of the whole
+    local parameter, with padding. copies: number of ranks that hold these elements; copy: this
+    rank's number among them.
     """
 
     group: "ParamGroup"
@@ -68,58 +66,73 @@ class ParamShard:
     copy: int
 
     def read(self, kind: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the local parameter's masters (kind "weights") or of
-        one of its state tensors (kind as in state_kinds); flat, perhaps a view.
+        """Return elements [start, stop) of the local parameter, flat; perhaps a view.
+
+        kind: "weights" for the master weights, or the name of a state tensor.
         """
-        a = start - self.start + self.offset
+        first = start - self.start + self.offset
+        end = stop - self.start + self.offset
         if kind == "weights":
-            return self.group.masters[self.master].view(-1)[a : a + stop - start]
+            return self.group.masters[self.master].view(-1)[first:end]
         index = self.group.first + self.master
-        return self.group.rule.read(kind, index, a, a + stop - start)
+        return self.group.rule.read(kind, index, first, end)
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
-        """Set elements of this shard from `start` on; `Optimizer.after_load` must follow."""
-        a = start - self.start + self.offset
+        """Set the local parameter's elements from `start` on to `values`, which is flat.
+
+        kind: "weights" or the name of a state tensor. `Optimizer.after_load` must follow.
+        """
+        first = start - self.start + self.offset
         if kind == "weights":
-            self.group.masters[self.master].view(-1)[a : a + len(values)] = values
+            self.group.masters[self.master].view(-1)[first : first + len(values)] = values
         else:
-            self.group.rule.write(kind, self.group.first + self.master, a, values)
+            self.group.rule.write(kind, self.group.first + self.master, first, values)
 
 
 class ParamGroup(ABC):
-    """Parameters that are reduced together, and the master tensors that this rank owns of them.
+    """Parameters whose gradients are reduced together, and this rank's master tensors of them.
 
-    replicas: ranks over which gradients are reduced first. sharded: whether each replica owns other
-    elements. masters: this rank's master tensors, in fp32 or fp64. rule: their update rule, which
-    may have masters of other groups too; first: index of masters[0] in the rule's list.
+    replicas: the ranks over which gradients are reduced first. sharded: whether each replica owns
+    other elements. masters: this rank's master tensors, in fp32 or fp64. rule: their update rule,
+    which may have masters of other groups too; first: index of masters[0] in the rule's list.
     """
 
     rule: update_rules.UpdateRule
     first: int
 
     def __init__(self, key: Key, mesh: Mesh, sharded: bool):
-        self.key, self.mesh, self.sharded = key, mesh, sharded
+        self.key = key
+        self.mesh = mesh
+        self.sharded = sharded
         self.replicas = mesh.group(key.reduce_over[0])
         self.masters: list[Tensor] = []
         self.gathering: Handle | None = None  # the all-gather of the weights, if it is running
-        self._owned: list[tuple] = []
+        self._shard_fields: list[tuple] = []  # the fields of ParamShard after `group`
 
     def add_shard(
         self, spec: ParamSpec, shape: tuple[int, ...], start: int, stop: int, place: tuple[int, int]
     ) -> None:
-        """Record that this rank owns elements [start, stop); place: master index and offset."""
-        copies, copy = (1, 0) if self.sharded else (self.replicas.size, self.replicas.rank)
-        if spec.dim is None:
+        """Record that this rank owns elements [start, stop) of the parameter that `spec` describes.
+
+        shape: that of the local parameter. place: the index of the master, and the offset in it.
+        """
+        copies = 1
+        copy = 0
+        if not self.sharded:
+            copies = self.replicas.size
+            copy = self.replicas.rank
+        if spec.dim is None:  # every tensor rank holds the whole tensor
             tp = self.mesh.tp
-            copies, copy = copies * tp.size, copy * tp.size + tp.rank
-        self._owned.append((spec, shape, start, stop, *place, copies, copy))
+            copies *= tp.size
+            copy = copy * tp.size + tp.rank
+        self._shard_fields.append((spec, shape, start, stop, *place, copies, copy))
 
     @property
     def shards(self) -> list[ParamShard]:
-        """Return the shards that this rank owns, as new objects: if the group kept them, group and
-        shards would refer to each other, and only Python's garbage collector could free them.
+        """The shards that this rank owns, as new objects: if the group kept them, group and shards
+        would refer to each other, and only Python's garbage collector could free them.
         """
-        return [ParamShard(self, *fields) for fields in self._owned]
+        return [ParamShard(self, *fields) for fields in self._shard_fields]
 
     @abstractmethod
     def own_gradients(self) -> list[Tensor]:
@@ -131,7 +144,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs (weights, masters) of this rank whose weights are rounded masters."""
+        """Return the pairs (weights, masters) whose weights must be set to the rounded masters."""
 
     @abstractmethod
     def all_gather_params(self) -> None:
@@ -144,18 +157,23 @@ class ParamGroup(ABC):
             self.gathering = None
 
     def reduce_further(self) -> None:
-        """Sum the owned gradients over reduce_over[1:], the groups with tied copies or with terms.
+        """Sum the owned gradients over the further groups of reduce_over: `tp` and `tied`.
 
         Called after the reduction over the replicas: each owner then sends only its own elements.
         """
-        # A rank without masters skips the call: the other ranks of the group have none here either.
-        for name in self.key.reduce_over[1:] if self.masters else ():
-            tensors = self.own_gradients()  # summed by one collective
-            joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
-            self.mesh.group(name).at_once.all_reduce(joined).wait()
-            if len(tensors) > 1:
-                sums = joined.split([t.numel() for t in tensors])
-                torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
+        if not self.masters:
+            return  # the other ranks of the further groups own no elements either
+        further_groups = self.key.reduce_over[1:]
+        for name in further_groups:
+            group = self.mesh.group(name).at_once
+            gradients = self.own_gradients()
+            if len(gradients) == 1:
+                group.all_reduce(gradients[0]).wait()
+                continue
+            joined = torch.cat([gradient.flatten() for gradient in gradients])  # one collective
+            group.all_reduce(joined).wait()
+            sums = joined.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [s.view(g.shape) for s, g in zip(sums, gradients)])
 
     def counted_shards(self) -> list[ParamShard]:
         """Return the shards whose gradients this rank adds to the norm; no other rank adds them."""
@@ -174,7 +192,12 @@ class ParamGroup(ABC):
 
 
 class Bucket(ParamGroup):
-    """Parameters in flat buffers (places: parameters and offsets), and this rank's section."""
+    """Parameters in flat buffers, and this rank's section of the buffers.
+
+    places: the parameters and their offsets in the buffers. section: the number of elements in this
+    rank's section, which begins at element `start`. passes: the number of gradients that each
+    micro-batch adds. missing: the number of gradients to be added before the reduction.
+    """
 
     def __init__(
         self,
@@ -196,12 +219,16 @@ class Bucket(ParamGroup):
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
         self.weights = first.new_zeros(total, dtype=dtype)
-        several = max(mesh.replicas.size, mesh.expert_replicas.size) > 1
-        self.each_micro_batch = zero == 2 and several  # all buckets equally often, in one order
-        count, kind = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
-        self.gradients = first.new_zeros(count, dtype=kind)
-        # Gradients that each micro-batch adds, and gradients still to be added before `reduce`.
-        self.passes, self.missing = sum(getattr(p, "passes", 1) for p in parameters), 0
+        has_replicas = max(mesh.replicas.size, mesh.expert_replicas.size) > 1
+        # Whether the bucket is reduced after each micro-batch. This is equal for all buckets of the
+        # rank, because all replicas must reduce the buckets in the same order.
+        self.each_micro_batch = zero == 2 and has_replicas
+        if self.each_micro_batch:
+            self.gradients = first.new_zeros(self.section, dtype=exact)
+        else:
+            self.gradients = first.new_zeros(total, dtype=self.sum_dtype)
+        self.passes = sum(getattr(p, "passes", 1) for p in parameters)
+        self.missing = 0
         self.whole_matrices = key.family == "matrices"
 
     def adopt(self) -> None:
@@ -210,12 +237,14 @@ class Bucket(ParamGroup):
         Gradients become views too, except at --zero 2. If the compute precision is that of the
         drawn parameters, the masters are views of the weights themselves.
         """
-        own = self._section_of(self.weights)
+        section = self._section_of(self.weights)
         cuts = self._cuts()
-        exact = self.places[0][0].dtype == own.dtype
-        self.flat = own if exact else torch.zeros_like(own, dtype=self.places[0][0].dtype)
-        for p, start, a, b in () if exact else cuts:
-            self.flat[a - self.start : b - self.start] = p.data.view(-1)[a - start : b - start]
+        first_parameter, _ = self.places[0]
+        self.flat = section
+        if first_parameter.dtype != section.dtype:
+            self.flat = torch.zeros_like(section, dtype=first_parameter.dtype)
+            for p, start, a, b in cuts:
+                self.flat[a - self.start : b - self.start] = p.data.view(-1)[a - start : b - start]
         for p, start in self.places:
             view = self.weights[start : start + p.numel()].view(p.shape)
             view.copy_(p.data)
@@ -241,21 +270,26 @@ class Bucket(ParamGroup):
 
     def _cuts(self) -> list[tuple[nn.Parameter, int, int, int]]:
         """Return (parameter, its offset, start and stop of the overlap) for each parameter that
-        overlaps this rank's section; all offsets in the bucket. Whole matrices come one by one,
-        each expert's too, and without padding, which Adafactor's means over one would include.
+        overlaps this rank's section; all offsets are in the bucket.
+
+        If the rule needs whole matrices, a parameter with a matrix for each expert has an entry for
+        each of them, and padding is left out, because Adafactor's means would include it.
         """
         stop = self.start + self.section
         cuts = []
-        for p, at in self.places:
+        for p, offset in self.places:
             size = p.numel()
             matrices = 1
             if self.whole_matrices:
                 size = min(size, math.prod(p.spec.shape))
                 matrices = p.shape[0] if p.spec.of_experts else 1
-            each = size // matrices
-            for a in range(at, at + size, each):
-                cuts.append((p, at, max(a, self.start), min(a + each, stop)))
-        return [cut for cut in cuts if cut[2] < cut[3]]
+            matrix_size = size // matrices
+            for matrix_start in range(offset, offset + size, matrix_size):
+                cut_start = max(matrix_start, self.start)
+                cut_stop = min(matrix_start + matrix_size, stop)
+                if cut_start < cut_stop:
+                    cuts.append((p, offset, cut_start, cut_stop))
+        return cuts
 
     def own_gradients(self) -> list[Tensor]:
         """Return the summed gradients of this rank's section, one flat tensor for each master."""
@@ -263,11 +297,14 @@ class Bucket(ParamGroup):
         return [flat[part] for part in self._parts]
 
     def clear_gradients(self) -> list[Tensor]:
-        """Return the gradient buffer: the whole bucket's, or at --zero 2 this rank's section."""
+        """Return the gradient buffer: the whole bucket's, or at --zero 2 this section's."""
         return [self.gradients]
 
     def reduce(self) -> Handle:
-        """Start to sum the gradients over the replicas; called when all of them are complete."""
+        """Start to sum the gradients over the replicas, and return the handle of the collective.
+
+        Called when the gradients of all parameters of the bucket are complete.
+        """
         if self.each_micro_batch:
             return self._reduce_micro_batch()
         if self.sharded:
@@ -275,28 +312,35 @@ class Bucket(ParamGroup):
         return self.replicas.all_reduce(self.gradients)
 
     def _reduce_micro_batch(self) -> Handle:
-        """Copy the gradients to one tensor, free them, start to reduce-scatter it (--zero 2)."""
-        whole = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
-        found = [(at, p.grad) for p, at in self.places if p.grad is not None]
-        if found:
-            parts = [whole[at : at + grad.numel()].view(grad.shape) for at, grad in found]
-            torch._foreach_copy_(parts, [grad for _, grad in found])
-        for p, _ in self.places:
-            p.grad = None
-        del found  # frees the gradients before the section is allocated
-        section = whole.new_empty(self.section)
-        handle = self.replicas.reduce_scatter(section, whole)
-        return _AddingHandle(handle, section, self.gradients, whole)
+        """Copy the gradients of a micro-batch to one tensor, free them, and start to reduce-scatter
+        the tensor; used at --zero 2.
+        """
+        joined = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
+        gradients = []
+        parts = []  # where the gradients go in `joined`
+        for p, offset in self.places:
+            if p.grad is not None:
+                gradients.append(p.grad)
+                parts.append(joined[offset : offset + p.numel()].view(p.shape))
+                p.grad = None
+        if gradients:
+            torch._foreach_copy_(parts, gradients)
+        del gradients  # frees the gradients before the section is allocated
+        section = joined.new_empty(self.section)
+        handle = self.replicas.reduce_scatter(section, joined)
+        return _AddingHandle(handle, section, self.gradients, joined)
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's section of the weights and its masters; none if they are the same."""
-        exact = self.flat.dtype == self.weights.dtype
-        return [] if exact else [(self._section_of(self.weights), self.flat)]
+        if self.flat.dtype == self.weights.dtype:
+            return []
+        return [(self._section_of(self.weights), self.flat)]
 
     def all_gather_params(self) -> None:
         """Start the all-gather of the sections of the weights, if they are sharded."""
-        own = self._section_of(self.weights)
-        self.gathering = self.replicas.all_gather(self.weights, own) if self.sharded else None
+        if self.sharded:
+            section = self._section_of(self.weights)
+            self.gathering = self.replicas.all_gather(self.weights, section)
 
 
 class _AddingHandle:
@@ -309,77 +353,9 @@ class _AddingHandle:
         self.source = source
 
     def wait(self) -> None:
+        """Wait for the reduce-scatter, and add its result to the sum."""
         self.handle.wait()
         self.total.add_(self.section)
-
-
-# ---- The update ----------------------------------------------------------------------------------
-
-
-class UpdateSet:
-    """Groups whose masters one rule updates together, with as many kernels as for one group.
-
-    masters: the masters of all groups, in order; rule: the update rule that was made with them.
-    """
-
-    def __init__(self, groups: list[ParamGroup], training: Training):
-        """All groups have one key. Raise UserError if the optimizer's package is missing."""
-        self.groups = groups
-        key = groups[0].key
-        self.masters: list[Tensor] = []
-        for group in groups:
-            group.first = len(self.masters)
-            self.masters += group.masters
-        self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
-        for group in groups:
-            group.rule = self.rule
-
-    def update(self, factor: float, lr: float) -> None:
-        """Update the masters by the gradients times `factor`, and start to gather the weights."""
-        gradients = [g for group in self.groups for g in group.own_gradients()]
-        if gradients and gradients[0].dtype != self.masters[0].dtype:
-            exact = [torch.empty_like(g, dtype=self.masters[0].dtype) for g in gradients]
-            torch._foreach_copy_(exact, gradients)
-            gradients = exact
-        if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-        self.rule.update([g.view_as(m) for g, m in zip(gradients, self.masters)], lr)
-        gather_weights(self.groups)
-
-
-def gather_weights(groups: Sequence[ParamGroup]) -> None:
-    """Round the masters of the groups to weights, and start the all-gather of the weights."""
-    pairs = [pair for group in groups for pair in group.masters_to_round()]
-    if pairs:
-        weights, masters = zip(*pairs)
-        torch._foreach_copy_(weights, masters)
-    for group in groups:
-        group.all_gather_params()
-
-
-def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[UpdateSet]:
-    """Return the update sets, the first layers first: the forward pass needs their weights first.
-
-    A key has up to SETS_OF_KEY sets: the weights of a set are gathered while the next is updated.
-    With --grad-dtype bf16 a set is about as large as a bucket: its gradients are copied to fp32.
-    """
-    sets: list[UpdateSet] = []
-    for _, of_key in groupby(reversed(groups), key=lambda group: group.key):
-        members = list(of_key)
-        most = -(-sum(map(_master_elements, members)) // SETS_OF_KEY)
-        if training.grad_dtype == "bf16":
-            most = min(most, BUCKET_ELEMENTS)
-        runs: dict[int, list[ParamGroup]] = {}
-        before = 0
-        for group in members:
-            runs.setdefault(before // max(1, most), []).append(group)
-            before += _master_elements(group)
-        sets += [UpdateSet(run, training) for run in runs.values()]
-    return sets
-
-
-def _master_elements(group: ParamGroup) -> int:
-    return sum(master.numel() for master in group.masters)
 
 
 # ---- Which parameters go together, and where they are placed -------------------------------------
@@ -388,31 +364,35 @@ def _master_elements(group: ParamGroup) -> int:
 def make_buckets(
     parameters: list[nn.Parameter], mesh: Mesh, training: Training, zero: int, dtype: torch.dtype
 ) -> list[Bucket]:
-    """Return buckets of one key each, in the order in which the backward pass fills them.
+    """Move parameters into buckets, whose parameters have the same key; return the buckets.
 
-    Each bucket adopts its parameters before the next is made, so that memory never holds all drawn
-    parameters and all buffers at once. dtype: compute precision. All whole matrices of a key are in
-    one bucket: with more matrices the sections are balanced better. Raise UserError if tensor
-    parallelism cuts a matrix inside a block of 8-bit state.
+    The buckets are in the order in which the backward pass fills them. Each bucket adopts its
+    parameters before the next is made, so that memory never holds all drawn parameters and all
+    buffers at once. dtype: compute precision. All whole matrices of a key are in one bucket,
+    because more matrices balance the sections better. Raise UserError if tensor parallelism cuts a
+    matrix inside a block of 8-bit state.
     """
-    runs: dict[Key, list[list[nn.Parameter]]] = {}
-    most = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)
+    parameters_of: dict[Key, list[list[nn.Parameter]]] = {}  # by key, for each bucket
+    largest = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
         if key.family == "blocks":
-            from optim import adam8bit  # here: no other optimizer needs it
+            from optim import adam8bit  # imported here: no other optimizer needs this module
 
             adam8bit.check_blocks(p)
-        of_key = runs.setdefault(key, [[]])
-        full = sum(q.numel() for q in of_key[-1]) + p.numel() > most
-        if of_key[-1] and full and key.family != "matrices":
-            of_key.append([])
-        of_key[-1].append(p)
+        buckets_of_key = parameters_of.setdefault(key, [[]])
+        last_bucket = buckets_of_key[-1]
+        would_be_too_large = sum(q.numel() for q in last_bucket) + p.numel() > largest
+        if last_bucket and would_be_too_large and key.family != "matrices":
+            buckets_of_key.append([p])
+        else:
+            last_bucket.append(p)
     buckets = []
-    for key in sorted(runs):
-        for run in runs[key]:
-            buckets.append(Bucket(run, key, mesh, training, zero, dtype))
-            buckets[-1].adopt()
+    for key in sorted(parameters_of):
+        for parameters_of_bucket in parameters_of[key]:
+            bucket = Bucket(parameters_of_bucket, key, mesh, training, zero, dtype)
+            bucket.adopt()
+            buckets.append(bucket)
     return buckets
 
 
@@ -421,30 +401,44 @@ def _lay_out(
 ) -> tuple[list[int], int]:
     """Return each parameter's offset in a bucket's buffers, and the buffers' length in elements.
 
-    owners: the number of sections, which divides the length. Flat sections may cut parameters. Each
-    whole matrix is in one section: the largest are placed first, in the section with the least.
+    owners: the number of sections, which divides the length. Sections may cut parameters, but not
+    the whole matrices of the family "matrices".
     """
     if family == "matrices" and sharded:
-        loads = [0] * owners
-        found = {}
-        for p in sorted(parameters, key=lambda p: -p.numel()):
-            section = loads.index(min(loads))
-            found[p] = (section, loads[section])
-            loads[section] += p.numel()
-        length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
-        return [found[p][0] * length + found[p][1] for p in parameters], length * owners
-    step = update_rules.BLOCK if family == "blocks" else 1
-    places = []
+        return _lay_out_matrices(parameters, owners)
+    alignment = update_rules.BLOCK if family == "blocks" else 1
+    offsets = []
     total = 0
     for p in parameters:
-        places.append(total)
-        total += -(-p.numel() // step) * step
-    share = max(ALIGNMENT, step) * owners
-    return places, -(-total // share) * share
+        offsets.append(total)
+        total += _round_up(p.numel(), alignment)
+    return offsets, _round_up(total, max(ALIGNMENT, alignment) * owners)
+
+
+def _lay_out_matrices(parameters: list[nn.Parameter], owners: int) -> tuple[list[int], int]:
+    """Return each matrix's offset and the buffers' length, such that no section cuts a matrix.
+
+    The largest matrices are placed first, each in the section with the fewest elements so far.
+    """
+    loads = [0] * owners  # elements in each section so far
+    section_of = {}
+    offset_of = {}  # offset in the section
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        section = loads.index(min(loads))
+        section_of[p] = section
+        offset_of[p] = loads[section]
+        loads[section] += p.numel()
+    length = _round_up(max(loads), ALIGNMENT)
+    return [section_of[p] * length + offset_of[p] for p in parameters], length * owners
+
+
+def _round_up(number: int, divisor: int) -> int:
+    """Return the smallest multiple of `divisor` that is not below `number`."""
+    return -(-number // divisor) * divisor
 
 
 def _flat_shape(shard: ParamShard) -> tuple[int, ...]:
-    """Return the shape of a whole parameter for a rule, without padding: (rows, width) or flat."""
+    """Return a master's shape for a rule of whole matrices: (rows, width), or flat for a vector."""
     size = shard.stop - shard.start
     width = shard.shape[-1]
     return (size // width, width) if shard.spec.decay else (size,)

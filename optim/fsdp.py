@@ -58,22 +58,24 @@ class FullyShardedGroup(ParamGroup):
         super().__init__(key, mesh, sharded=True)
         self.parameters = parameters
         for p in parameters:
-            flat = p.to_local().detach().view(-1)
+            master = p.to_local().detach().view(-1)
             replicas = p.device_mesh
-            rows = -(-p.shape[0] // replicas.size())  # as torch: the last ranks have fewer or none
-            row = min(p.shape[0], replicas.get_local_rank() * rows)
-            start = row * p.shape[1:].numel()
-            if flat.numel():
-                place = (len(self.masters), 0)
-                self.add_shard(p.spec, p.drawn_shape, start, start + flat.numel(), place)
-            self.masters.append(flat)
+            # torch gives every rank this number of rows; the last ranks have fewer rows, or none.
+            rows_per_rank = -(-p.shape[0] // replicas.size())
+            first_row = min(p.shape[0], replicas.get_local_rank() * rows_per_rank)
+            start = first_row * p.shape[1:].numel()
+            stop = start + master.numel()
+            if master.numel():
+                index = len(self.masters)
+                self.add_shard(p.spec, p.drawn_shape, start, stop, place=(index, 0))
+            self.masters.append(master)
 
     def own_gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's rows, one flat tensor for each parameter."""
         return [p.grad.to_local().view(-1) for p in self.parameters]
 
     def clear_gradients(self) -> list[Tensor]:
-        """Free the gradients; return no buffers, since none remain."""
+        """Free the gradients; return no buffers, because none remain."""
         for p in self.parameters:
             p.grad = None
         return []
@@ -95,14 +97,17 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
     """
     mesh = factory.mesh
     exact = torch.promote_types(factory.dtype, torch.float32)
-    sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
-    policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
-    groups = dict.fromkeys((mesh.replicas, mesh.expert_replicas))  # may be one group
-    device_meshes = {each: _device_mesh(each, factory) for each in groups if each.size > 1}
+    sum_dtype = torch.bfloat16 if training.grad_dtype == "bf16" else exact
+    policy = MixedPrecisionPolicy(factory.dtype, sum_dtype, cast_forward_inputs=False)
+    groups = dict.fromkeys((mesh.replicas, mesh.expert_replicas))  # they may be the same group
+    device_meshes = {group: _device_mesh(group, factory) for group in groups if group.size > 1}
 
     def shard_over(replicas: Group, part: nn.Module) -> None:
-        """Shard the parameters of a part that are not sharded yet; each keeps its spec."""
-        drawn = {}
+        """Shard the parameters of a part that `replicas` hold and that are not sharded yet.
+
+        torch replaces the parameters; the new ones get the attributes `spec` and `drawn_shape`.
+        """
+        drawn = {}  # spec and local shape by name
         ignored = set()
         for name, p in part.named_parameters():
             if isinstance(p, DTensor):  # it belongs to a part that is sharded already
@@ -110,7 +115,7 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
             if not p.requires_grad or mesh.group(p.spec.reduce_over[0]) is not replicas:
                 ignored.add(p)
                 continue
-            drawn[name] = p.spec, tuple(p.shape)
+            drawn[name] = (p.spec, tuple(p.shape))
             # torch cuts along the first dimension. To get many rows, and so shards of similar
             # size, a weight of shape (2, f, h) becomes a matrix of 2 f rows.
             p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
@@ -122,10 +127,11 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
         _communicate_over(replicas, part)
 
     def shard(part: nn.Module) -> None:
+        """Shard a block or a stage: first the experts in it, then its other parameters."""
         for module in part.modules():
-            own = module.parameters(recurse=False)
-            of_experts = any(p.spec.of_experts for p in own if not isinstance(p, DTensor))
-            if of_experts and mesh.expert_replicas in device_meshes:
+            parameters = module.parameters(recurse=False)
+            has_experts = any(p.spec.of_experts for p in parameters if not isinstance(p, DTensor))
+            if has_experts and mesh.expert_replicas in device_meshes:
                 shard_over(mesh.expert_replicas, module)
         shard_over(mesh.replicas, part)
 
@@ -133,14 +139,15 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
 
 
 def _device_mesh(group: Group, factory: ParamFactory) -> DeviceMesh:
-    """Return torch's mesh of the ranks of a group, which has several."""
-    handle: Any = group.handle  # not None: there are several ranks
+    """Return torch's mesh of the ranks of a group; the group has at least two ranks."""
+    handle: Any = group.handle  # None only in a group of one rank
     return DeviceMesh.from_group(handle, factory.device.type)
 
 
 def _communicate_over(replicas: Group, part: Any) -> None:
-    """Have a sharded part call the group's collectives; gradients are sums and no means, since the
-    weight of the loss divides by the targets.
+    """Have a sharded part call the group's collectives.
+
+    Gradients are summed and not averaged, because the loss weight divides by the targets.
     """
     part.set_gradient_divide_factor(1.0)
     part.set_force_sum_reduction_for_comms(True)
@@ -155,12 +162,16 @@ def shard_fully(
 ) -> list[FullyShardedGroup]:
     """Shard the parameters of a stage outside its blocks; return the stage's groups, one per key.
 
-    The blocks have been sharded by `factory.shard`. Raise ValueError if the factory has none.
+    The stage has sharded its blocks by `factory.shard` already. Raise ValueError if the factory has
+    no such function.
     """
     if factory.shard is None:
         raise ValueError("the stage's blocks were not sharded when they were drawn")
     factory.shard(stage)
-    by_key: dict[Key, list[nn.Parameter]] = {}
-    for p in filter(lambda p: isinstance(p, DTensor), stage.parameters()):
-        by_key.setdefault(key_of(p.spec, training.optimizer), []).append(p)
-    return [FullyShardedGroup(key, by_key[key], factory.mesh) for key in sorted(by_key)]
+    parameters_of: dict[Key, list[nn.Parameter]] = {}
+    for p in stage.parameters():
+        if isinstance(p, DTensor):
+            key = key_of(p.spec, training.optimizer)
+            parameters_of.setdefault(key, []).append(p)
+    groups = sorted(parameters_of.items())
+    return [FullyShardedGroup(key, parameters, factory.mesh) for key, parameters in groups]

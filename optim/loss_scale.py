@@ -26,31 +26,31 @@ class LossScale:
         self.value = 1.0
         if fp16:
             self.value = training.loss_scale or 2.0**training.initial_loss_scale_power
-        self.good = 0
-        self.hysteresis = training.loss_scale_hysteresis
-        self.stuck = 0
+        self.good = 0  # steps in a row without an overflow since the scale changed
+        self.hysteresis = training.loss_scale_hysteresis  # the counter of the class's docstring
+        self.stuck = 0  # overflows in a row at a scale that cannot fall
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step; called on all ranks with the same `overflow`.
 
         Raise UserError, which ends the run, if fp16 keeps overflowing at the smallest scale.
         """
-        t = self.training
+        training = self.training
         if not overflow:
             self.good += 1
             self.stuck = 0
-            if self.dynamic and self.good == t.loss_scale_window:
+            if self.dynamic and self.good == training.loss_scale_window:
                 self.value *= 2
                 self.good = 0
-                self.hysteresis = t.loss_scale_hysteresis
+                self.hysteresis = training.loss_scale_hysteresis
             return
         self.good = 0
         self.hysteresis -= 1
-        if not self.dynamic or self.value <= t.min_loss_scale:
+        if not self.dynamic or self.value <= training.min_loss_scale:
             self.stuck += 1
         elif self.hysteresis <= 0:
-            self.value = max(self.value / 2, t.min_loss_scale)
-        if t.precision == "fp16" and self.stuck >= t.max_overflows:
+            self.value = max(self.value / 2, training.min_loss_scale)
+        if training.precision == "fp16" and self.stuck >= training.max_overflows:
             kind = "smallest" if self.dynamic else "fixed"
             raise UserError(
                 f"gradients overflowed in {self.stuck} steps in a row at the {kind} loss scale "

@@ -7,7 +7,8 @@ Parameters belong to three families, and a rule updates masters of one family:
     plain     AdamW, SGD, and parameters that the rules below do not update: flat sections, which
               may begin anywhere in a parameter
     blocks    8-bit AdamW: flat sections that begin at a multiple of BLOCK in every parameter
-    matrices  Adafactor and Muon: whole matrices, each of which has one owner; an expert's are apart
+    matrices  Adafactor and Muon: whole matrices, each of which has one owner; the matrices of two
+              experts are separate
 """
 
 import math
@@ -28,17 +29,18 @@ if TYPE_CHECKING:
     from optim.adam8bit import Adam8bit
 
 BLOCK = precision.BLOCK
-# The value of Muon's author and torch's default, as is the Newton-Schulz iteration in bf16.
+# The value of Muon's author, and torch's default.
 MUON_MOMENTUM = 0.95
 
 
 def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
     """Return the learning rate of a step on `batch` samples; called before each step.
 
-    samples: trained on before the step, of `total` in the run. The rate rises linearly for
-    lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine or linear fall to min_lr
-    at lr_decay_samples (default: total), or wsd (arXiv 2404.06395), constant and then a linear fall
-    to min_lr over the last lr_wsd_decay_samples before lr_decay_samples.
+    samples: the number of samples trained on before the step. total: the number in the whole run.
+    The rate rises linearly for lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine
+    or linear fall to min_lr at lr_decay_samples (default: total), or wsd (arXiv 2404.06395):
+    constant, and then a linear fall to min_lr over the last lr_wsd_decay_samples before
+    lr_decay_samples.
     """
     peak = training.lr
     low = training.min_lr
@@ -52,17 +54,21 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     begin = training.lr_warmup_samples
     if training.lr_schedule == "wsd":
         begin = max(begin, end - (training.lr_wsd_decay_samples or end // 10))
-    done = max(0.0, (samples - begin) / max(1, end - begin))
+    share = max(0.0, (samples - begin) / max(1, end - begin))  # the part of the fall that is done
     if training.lr_schedule == "cosine":
-        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * done))
-    return low + (peak - low) * (1 - done)
+        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
+    return low + (peak - low) * (1 - share)
 
 
 def family(optimizer: str, spec: ParamSpec) -> str:
-    """Return the family of the parameter that `spec` describes, for a value of --optimizer."""
-    if optimizer == "adamw8bit" and spec.decay and not spec.name.startswith("embedding."):
+    """Return the family, plain, blocks or matrices, of the parameter that `spec` describes.
+
+    optimizer: the value of --optimizer.
+    """
+    is_matrix = spec.decay  # weight decay applies to matrices only
+    if optimizer == "adamw8bit" and is_matrix and not spec.name.startswith("embedding."):
         return "blocks"
-    if optimizer == "muon" and spec.decay and spec.name.startswith("blocks."):
+    if optimizer == "muon" and is_matrix and spec.name.startswith("blocks."):
         return "matrices"
     return "matrices" if optimizer == "adafactor" else "plain"
 
@@ -70,10 +76,11 @@ def family(optimizer: str, spec: ParamSpec) -> str:
 def state_kinds(optimizer: str) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors in a checkpoint.
 
-    Each tensor has one element for every weight. For muon's matrices exp_avg is the momentum and
-    exp_avg_sq is zeros. 8-bit moments are written in fp32, so that a run with adamw can resume from
-    them, and the other way round. Adafactor has one factor for a row or column of a matrix; it is
-    repeated for every weight there. For a vector row_var is the variance and col_var is zeros.
+    optimizer: the value of --optimizer. Each tensor has one element for every weight. For muon's
+    matrices exp_avg is the momentum and exp_avg_sq is zeros. 8-bit moments are written in fp32, so
+    that a run with adamw can resume from them, and the other way round. Adafactor has one factor
+    for each row and each column of a matrix; the checkpoint repeats it for every weight of the row
+    or column. For a vector row_var is the variance and col_var is zeros.
     """
     if optimizer == "adafactor":
         return ("row_var", "col_var")
@@ -81,8 +88,10 @@ def state_kinds(optimizer: str) -> tuple[str, ...]:
 
 
 def interchangeable(optimizer: str) -> str:
-    """Return the name of the optimizer's state in a checkpoint; optimizers that can resume from
-    each other's state have the same name.
+    """Return the name of the optimizer's state in a checkpoint.
+
+    Optimizers that can resume from each other's state have the same name. optimizer: the value of
+    --optimizer.
     """
     return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
@@ -90,14 +99,14 @@ def interchangeable(optimizer: str) -> str:
 def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> "UpdateRule":
     """Return the rule of --optimizer for master tensors of the family `group`.
 
-    decay: whether weight decay applies to them. Raise UserError if the optimizer's package is not
-    installed.
+    decay: whether weight decay applies to these tensors. Raise UserError if the optimizer's package
+    is not installed.
     """
     weight_decay = training.weight_decay if decay else 0.0
     betas = (training.adam_beta1, training.adam_beta2)
     eps = training.adam_eps
     if training.optimizer == "adamw8bit" and group == "blocks":
-        from optim.adam8bit import Adam8bit  # here: no other optimizer needs it
+        from optim.adam8bit import Adam8bit  # imported here: no other optimizer needs this module
 
         return Adam8bit(masters, betas, eps, weight_decay)
     library = _library(training, group)
@@ -109,18 +118,21 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
 
 
 class _StateTensor(NamedTuple):
-    """A state tensor of a torch optimizer: its key, and its shape; None: the master's shape."""
+    """A state tensor of a torch optimizer: its key in the state, and its shape.
+
+    shape: None for the shape of the master.
+    """
 
     key: str
     shape: tuple[int, ...] | None = None
 
 
 class _Library(NamedTuple):
-    """An optimizer class, and the state tensors of it that a checkpoint keeps.
+    """An optimizer class, and those of its state tensors that a checkpoint keeps.
 
-    kernel: its name in the log. make: returns a torch.optim.Optimizer, or an object with the same
-    attributes. kinds: takes a master and returns its state tensors by their names in a checkpoint;
-    None for a tensor that this master does not have.
+    kernel: the optimizer's name in the log. make: returns a torch.optim.Optimizer, or an object
+    with the same attributes. kinds: takes a master and returns its state tensors by their names in
+    a checkpoint; None for a tensor that this master does not have.
     """
 
     kernel: str
@@ -166,8 +178,10 @@ class _TorchOptimizerRule:
 
     def state_bytes(self) -> int:
         """Return the bytes of the state tensors that exist now, without the masters."""
-        tensors = [t for s in self.states.values() for t in s.values() if isinstance(t, Tensor)]
-        return sum(t.nbytes for t in tensors)
+        total = 0
+        for state in self.states.values():
+            total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        return total
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a state tensor of master `index`, flat; perhaps a view.
@@ -181,10 +195,10 @@ class _TorchOptimizerRule:
         return tensor.expand(master.shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """Set elements of a state tensor from `start` on; called when a checkpoint is loaded.
+        """Set elements of the state tensor `kind` of master `index` from `start` on.
 
-        For Adafactor's factors, `values` are of the whole matrix; the first of each row or column
-        is taken.
+        values: flat, in the order of the master's elements. A factor of Adafactor gets the first
+        value of its row or column. Called when a checkpoint is loaded.
         """
         tensor = self._state(kind, index)
         master = self.masters[index]
@@ -202,15 +216,20 @@ class _TorchOptimizerRule:
         state = self.states[master]
         if not state:
             state.update(_first_state(master, kinds))
-        wanted = kinds[kind]
-        return None if wanted is None else state[wanted.key]
+        state_tensor = kinds[kind]
+        return None if state_tensor is None else state[state_tensor.key]
 
 
 def _first_state(master: Tensor, kinds: dict[str, _StateTensor | None]) -> dict[str, Tensor]:
-    """Return a master's state as torch's optimizers make it at the first step: all zeros."""
-    step = torch.zeros((), dtype=torch.float32, device=master.device)
-    found = filter(None, kinds.values())
-    return {"step": step, **{one.key: master.new_zeros(one.shape or master.shape) for one in found}}
+    """Return a master's state, all zeros, as torch's optimizers make it at the first step.
+
+    kinds: the state tensors of this master, by their names in a checkpoint.
+    """
+    state = {"step": torch.zeros((), dtype=torch.float32, device=master.device)}
+    for state_tensor in kinds.values():
+        if state_tensor is not None:
+            state[state_tensor.key] = master.new_zeros(state_tensor.shape or master.shape)
+    return state
 
 
 class _FusedAdamW:
@@ -227,15 +246,26 @@ class _FusedAdamW:
     def step(self) -> None:
         """Update every master by its `grad`, once."""
         (options,) = self.param_groups
-        masters, (beta1, beta2) = options["params"], options["betas"]
-        kinds = ("exp_avg", "exp_avg_sq", "step")
+        masters = options["params"]
+        beta1, beta2 = options["betas"]
         states = [self.state[m] or _first_state(m, _moments(m)) for m in masters]
         self.state.update(zip(masters, states))
-        means, squares, steps = ([state[kind] for state in states] for kind in kinds)
-        numbers = {name: options[name] for name in ("lr", "eps", "weight_decay")}
-        numbers |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-        gradients = [master.grad for master in masters]
-        adamw(masters, gradients, means, squares, [], steps, fused=True, **numbers)
+        adamw(
+            masters,
+            [master.grad for master in masters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],  # max_exp_avg_sqs, for amsgrad only
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=options["lr"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+        )
 
 
 def _moments(master: Tensor) -> dict[str, _StateTensor | None]:
@@ -274,7 +304,7 @@ def _library(t: Training, group: str) -> _Library:
 
 
 def _apex() -> Callable[..., torch.optim.Optimizer]:
-    """Return apex's optimizer class; raise UserError with the import's error if that fails."""
+    """Return apex's optimizer class; raise UserError if it cannot be imported."""
     try:
         from apex.optimizers import FusedAdam
     except ImportError as error:

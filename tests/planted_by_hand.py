@@ -144,12 +144,12 @@ def attention_norm(state, splits, patch, sites) -> None:
     """Block 1's attention norm has another constant."""
     block = first_block(state, 1)
     if block is not None:
-        while_active(patch, sites, block.attention_norm, "of_sum", _without_eps(block))
+        while_active(patch, sites, block.attention_norm, "add_and_normalise", _without_eps(block))
 
 
 def _without_eps(block):
-    def other(of_sum, x, y):
-        x, normed = of_sum(x, y)
+    def other(add_and_normalise, x, y):
+        x, normed = add_and_normalise(x, y)
         return x, normed * 1.01
 
     return other
@@ -159,7 +159,7 @@ def mlp_norm(state, splits, patch, sites) -> None:
     """Block 0's MLP norm is scaled."""
     block = first_block(state, 0)
     if block is not None:
-        while_active(patch, sites, block.mlp_norm, "of_sum", _without_eps(block))
+        while_active(patch, sites, block.mlp_norm, "add_and_normalise", _without_eps(block))
 
 
 def final_norm(state, splits, patch, sites) -> None:

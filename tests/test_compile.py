@@ -83,7 +83,7 @@ def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, mo
         data.Synthetic, "sample", lambda self, k: [read.append(k), sample(self, k)][1]
     )
     for module in (parallel, loss):
-        monkeypatch.setattr(module, "compiled", lambda function: function)
+        monkeypatch.setattr(module, "compile_kernel", lambda function: function)
     monkeypatch.setattr(start_checks, "check_compiler", lambda *_: None)
     words = (
         "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 5 --device cpu "
@@ -206,7 +206,9 @@ def test_a_split_without_rotary_positions_compiles_its_backward_pass_alone(case,
     ]
     called = []
     monkeypatch.setattr(parallel, "COMPILED_FROM", 0)
-    monkeypatch.setattr(parallel, "compiled", lambda function: called.append(function) or function)
+    monkeypatch.setattr(
+        parallel, "compile_kernel", lambda function: called.append(function) or function
+    )
     qkv = torch.randn(5, 2, model.qkv_width, requires_grad=True)
     found = []
     for each in built:
@@ -227,7 +229,9 @@ def test_the_gradient_of_a_bias_is_summed_by_one_compiled_function(monkeypatch):
     """It is added in the precision of the sum, not in that of the gradients."""
     called = []
     monkeypatch.setattr(parallel, "COMPILED_FROM", 6000)
-    monkeypatch.setattr(parallel, "compiled", lambda function: called.append(function) or function)
+    monkeypatch.setattr(
+        parallel, "compile_kernel", lambda function: called.append(function) or function
+    )
     layer = parallel.ColumnLinear(
         ParamFactory(Mesh(), torch.bfloat16, compile=True), "l", 8, (2, 3), 1, True
     ).to(torch.bfloat16)
@@ -239,5 +243,5 @@ def test_the_gradient_of_a_bias_is_summed_by_one_compiled_function(monkeypatch):
     assert not called  # too small to be worth it
     layer.bias.main_grad.zero_()
     layer(torch.randn(1000, 1, 8).bfloat16().requires_grad_()).backward(grad)
-    assert called == [parallel._add_rows]
+    assert called == [parallel._add_sum]
     assert torch.equal(layer.bias.main_grad, torch.full((2, 3), 1000 * (1 + 2**-7)))

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import _attend, own_places, recomputed
+from attention import _attend, query_places, recompute
 from corpora import attention_masks
 from corpora.attention_masks import alibi_slopes, causal_alibi, visible
 from distributed.collectives import Group
@@ -96,7 +96,7 @@ class Seen(NamedTuple):
 
 def bias_of(seen: Seen | None, like: Tensor, length: int, group: Group):
     """Return the mask that a stage makes for samples of that length."""
-    places = own_places(group, length, like.device)
+    places = query_places(group, length, like.device)
     if seen is None:
         return None
     if seen.starts is not None and seen.stops is not None:
@@ -317,7 +317,7 @@ def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, ma
         group = CountedGroup(tuple(range(cp)), rank, wires)
         own = [group.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
         bias = bias_of(seen, own[0], length, group)
-        run = partial(recomputed, _attend) if again else _attend
+        run = partial(recompute, _attend) if again else _attend
         run(*own, bias, group).sum().backward()
         calls.append(group.calls)
 

@@ -22,7 +22,7 @@ from config.messages import UserError
 from distributed.mesh import Mesh
 from emulator.matching import World, mismatches
 from emulator.recording import Event
-from experts import ExpertMLP, Router, in_one_kernel, one_by_one
+from experts import ExpertMLP, Router, product_by_expert, product_in_one_kernel
 from optim.balance import Penalty
 from parallel import ParamFactory
 
@@ -239,9 +239,9 @@ def test_one_kernel_computes_what_a_product_for_each_expert_does(counts, dtype, 
     weight = torch.randn(4, 16, 24, dtype=dtype)
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    expected = one_by_one(x, weight, counts)
+    expected = product_by_expert(x, weight, counts)
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
-    assert_close(in_one_kernel(x, weight, counts), expected, tolerance)
+    assert_close(product_in_one_kernel(x, weight, counts), expected, tolerance)
 
 
 @pytest.mark.parametrize(
