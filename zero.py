@@ -261,9 +261,10 @@ class Optimizer:
         """Reduce and clip the gradients, update the weights and gather them; collective over the
         world. Called after the backward passes of a step.
 
-        loss_sum: this rank's share of the sum of losses, 0 if another rank counts it; the result
-        holds the mean over the targets. targets: this rank's share of the number of targets, if
-        masks make it known only after the forward passes; None: the number given to `begin_step`.
+        lr: the learning rate. loss_sum: this rank's share of the sum of losses, 0 if another rank
+        counts it; the result holds the mean over the targets. targets: this rank's share of the
+        number of targets, if loss masks make it known only after the forward passes; None: the
+        number given to `begin_step`.
         If the gradient norm is not finite, if the batch has no target, or if `accepts` returns
         False, no rank updates its weights; without targets, norm and loss are 0. Raise UserError if
         fp16 overflows in --max-overflows steps in a row at a scale that cannot fall any more.
@@ -277,24 +278,26 @@ class Optimizer:
             parts.append(torch.full_like(parts[1], targets))
         sums = torch.stack(parts)
         self.mesh.world.at_once.all_reduce(sums).wait()
-        square, loss, *found = self.mesh.world.values(sums)
-        counted = int(found[0]) if found else self._targets
+        square, loss, *target_counts = self.mesh.world.values(sums)
+        counted = int(target_counts[0]) if target_counts else self._targets
         # The backward passes divided by begin_step's number of targets, not by the counted number.
-        share = self._targets / counted if counted else 0.0
+        target_factor = self._targets / counted if counted else 0.0
         scale = self.scale.value
-        norm = math.sqrt(square) / scale * share if square >= 0 else math.nan
+        norm = math.nan
+        if square >= 0:  # false for NaN
+            norm = math.sqrt(square) / scale * target_factor
         overflowed = not math.isfinite(norm)
         recorder.at("optimizer")
-        mean = loss / max(1, counted)
-        accepted = not counted or self.accepts(mean, norm, squares, share / scale)
+        mean_loss = loss / max(1, counted)
+        accepted = not counted or self.accepts(mean_loss, norm, squares, target_factor / scale)
         skipped = overflowed or not counted or not accepted
         if not skipped:
-            self._update(lr, norm, share)
+            self._update(lr, norm, target_factor)
         self._clear_gradients()
         if accepted:
             self.scale.update(overflowed)
         loads = None if self.balance is None else self.balance.finish_step(skipped)
-        return StepResult(norm, mean, skipped, scale, loads)
+        return StepResult(norm, mean_loss, skipped, scale, loads)
 
     def discard(self) -> None:
         """Clear the gradients of passes without an update; called after the warm-up passes.
@@ -313,27 +316,30 @@ class Optimizer:
             torch._foreach_zero_(buffers)
 
     def _square_sums(self) -> Tensor:
-        """Return the sum of squares of each gradient that counts on this rank, float64: (shards,).
+        """Return the sum of squares of the gradient of each shard that counts on this rank.
 
-        Each element of a gradient counts on one rank of the world.
+        The result is float64, (shards,). Each element of a gradient counts on one rank of the
+        world.
         """
-        gradients = [each for group in self.groups for each in group.counted_gradients()]
+        gradients: list[Tensor] = []
+        for group in self.groups:
+            gradients += group.counted_gradients()
         if not gradients:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
         exact = torch.promote_types(gradients[0].dtype, torch.float32)
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square()
 
-    def _update(self, lr: float, norm: float, share: float) -> None:
+    def _update(self, lr: float, norm: float, target_factor: float) -> None:
         """Update all masters by their clipped gradients, and start to gather the weights.
 
-        lr: the learning rate. norm: that of the whole gradient before clipping. share: the factor
-        that corrects the number of targets.
+        lr: the learning rate. norm: that of the whole gradient before clipping. target_factor:
+        corrects the number of targets by which the gradients are divided.
         """
         clip = self.training.clip_grad
         clip_factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self.updates += 1
         for update_set in self.update_sets:
-            update_set.update(clip_factor * share / self.scale.value, lr)
+            update_set.update(clip_factor * target_factor / self.scale.value, lr)
         if not self._overlap:
             self.finish_gathering()
 
