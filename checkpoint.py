@@ -1,7 +1,7 @@
 """Shows, verifies, exports and imports checkpoints, which do not depend on a layout.
 
-    python checkpoint.py show DIR                                what is in it; are all files there?
-    python checkpoint.py verify DIR                              and compare all checksums
+    python checkpoint.py show DIR                                prints what the checkpoint contains
+    python checkpoint.py verify DIR                              compares all checksums
     python checkpoint.py export --to hf DIR OUT [--dtype bf16]   weights for transformers
     python checkpoint.py import --from hf DIR OUT                weights to begin training with
 
@@ -16,9 +16,9 @@ import signal
 import sys
 from typing import Any
 
-from config import messages  # first: it ends a Python that is too old
+from config import messages  # imported first, because it refuses a Python that is too old
 
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
@@ -30,17 +30,22 @@ def continue_in_child() -> None:
     """
     child = os.fork()
     if child == 0:
+        # The kernel sends SIGTERM to this child if the parent dies.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child receives it too
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the child too, which ends then
+    _, wait_status = os.waitpid(child, 0)
+    status = os.waitstatus_to_exitcode(wait_status)  # negative: the signal that ended the child
     if -status in CRASHES:
         name = signal.Signals(-status).name
         raise messages.UserError(f"{name} in a library that reads these files: they are damaged")
-    sys.exit(status if status >= 0 else 128 - status)
+    if status < 0:
+        status = 128 - status  # as a shell reports a signal
+    sys.exit(status)
 
 
-if __name__ == "__main__":  # before the imports, some of which start threads
+if __name__ == "__main__":
+    # Before the imports below, because some of them start threads, which a fork does not copy.
     with messages.sentences():
         continue_in_child()
 
@@ -52,7 +57,10 @@ with messages.installed():
 
 
 def _checks(manifest: dict[str, Any]) -> str:
-    """Return the names of the checks that a checkpoint's state has passed, by its manifest."""
+    """Return, as text, the names of the checks that a checkpoint's state has passed.
+
+    manifest: the contents of the checkpoint's manifest.
+    """
     checked = manifest.get("checked")
     if isinstance(checked, list) and all(isinstance(name, str) for name in checked):
         return ", ".join(checked) or "none"
@@ -60,12 +68,16 @@ def _checks(manifest: dict[str, Any]) -> str:
 
 
 def show(folder: str) -> str:
-    """Return a description of a checkpoint's contents, for people to read."""
+    """Return a description of a checkpoint's contents, for people to read.
+
+    folder: the checkpoint's. Raise UserError if a file is missing or has another size.
+    """
     manifest = check_files(folder, contents=False)
     files = manifest["files"].values()
+    gigabytes = sum(file["bytes"] for file in files) / 1e9
     lines = [
         f"{folder}: step {manifest['step']}, complete by size: {len(files)} files, "
-        f"{sum(f['bytes'] for f in files) / 1e9:.3f} GB",
+        f"{gigabytes:.3f} GB",
         f"checks that were passed before it was saved: {_checks(manifest)}",
     ]
     with Index(folder) as index:
@@ -81,35 +93,41 @@ def show(folder: str) -> str:
 
 
 def run_command(arguments: list[str]) -> None:
-    """Run show, verify, export or import with these arguments; raise UserError for wrong ones."""
-    given = _parser().parse_args(arguments)
-    if given.command == "import":
+    """Run show, verify, export or import; raise UserError for wrong options or damaged files."""
+    options = _parser().parse_args(arguments)
+    if options.command == "import":
         from checkpointing.hf_export import import_weights
 
-        import_weights(given.source, given.target)
-        print(f"weights of {given.source} are in {given.target}, their shape in its run.json;")
-        print(f"to begin training with them: --resume {given.target} --load-weights-only")
+        import_weights(options.source, options.target)
+        print(f"weights of {options.source} are in {options.target}, their shape in its run.json;")
+        print(f"to begin training with them: --resume {options.target} --load-weights-only")
         return
-    if given.command == "export" and not given.shard_gb > 0:
-        raise UserError(f"--shard-gb {given.shard_gb:g}: a file needs more than 0 bytes")
-    folder = folders.find_checkpoints(given.source)[0]
-    if given.command == "show":
+    if options.command == "export" and not options.shard_gb > 0:
+        raise UserError(f"--shard-gb {options.shard_gb:g}: a file needs more than 0 bytes")
+    folder = folders.find_checkpoints(options.source)[0]
+    if options.command == "show":
         print(show(folder))
         return
     manifest = check_files(folder, contents=True)
     print(f"{folder}: all {len(manifest['files'])} files match their checksums")
-    if given.command == "export":
+    if options.command == "export":
         from checkpointing.hf_export import export_weights
 
-        if given.tokenizer is None:
+        if options.tokenizer is None:
             print("without a tokenizer; --tokenizer PREFIX.tokenizer.json adds that of the data")
-        size = given.shard_gb * 1e9
-        options = given.dtype, size, given.tokenizer, given.family
-        files = export_weights(folder, given.target, *options)
-        print(f"{given.target}: {', '.join(files)}")
+        files = export_weights(
+            folder,
+            options.target,
+            options.dtype,
+            options.shard_gb * 1e9,
+            options.tokenizer,
+            options.family,
+        )
+        print(f"{options.target}: {', '.join(files)}")
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with its four commands."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):

@@ -28,8 +28,8 @@ from pipeline import Pipeline
 class Choice:
     """How a token is chosen: at temperature 0 the most likely token, otherwise a random draw.
 
-    Tokens are drawn from the smallest set of the most likely ones that has a probability of `top_p`
-    or more, in proportion to softmax(logits / temperature).
+    A token is drawn with the probabilities softmax(logits / temperature) from the smallest set of
+    most likely tokens whose probability is at least `top_p`. seed: that of the random draws.
     """
 
     temperature: float = 0.0
@@ -38,13 +38,15 @@ class Choice:
 
 
 def choose(logits: Tensor, how: Choice, random: torch.Generator) -> int:
-    """Return the id of a token chosen by `how`; logits: (V,), on the CPU."""
+    """Return the id of the next token, chosen in the way `how`; logits: (V,), on the CPU."""
     if how.temperature == 0:
         return int(logits.argmax())
-    likely, tokens = (logits.double() / how.temperature).softmax(-1).sort(descending=True)
-    before = likely.cumsum(-1) - likely  # probability of all tokens that are more likely
-    likely = likely.masked_fill(before >= how.top_p, 0.0)
-    return int(tokens[torch.multinomial(likely, 1, generator=random)])
+    scaled = logits.double() / how.temperature
+    probabilities, tokens = scaled.softmax(-1).sort(descending=True)
+    # By token: the probability of all tokens that are more likely.
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.masked_fill(before >= how.top_p, 0.0)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=random)])
 
 
 class Decoder:
@@ -65,52 +67,62 @@ class Decoder:
         how: Choice,
         end: int | None = None,
     ) -> list[int]:
-        """Return the ids that follow the prompt: `count` ids, or fewer if `end` is chosen, which
-        ends the text and is not returned.
+        """Return the ids that follow the prompt, the same on every rank.
+
+        They are `count` ids, or fewer if the id `end` is chosen, which ends the text and is not
+        returned.
         """
         device = self.factory.device
         cache = KeyValueCache(len(prompt) + count, self.slopes, device)
         random = torch.Generator().manual_seed(how.seed)
         tokens = torch.tensor([prompt], device=device)
-        found = list[int]()
-        with _whole_sequences(self.pipeline.stages.values()):
-            while len(found) < count:
-                chosen = self._next(tokens, cache, how, random)
+        ids: list[int] = []
+        with _sequence_parallelism_off(self.pipeline.stages.values()):
+            while len(ids) < count:
+                chosen = self._choose_next(tokens, cache, how, random)
                 if chosen == end:
                     break
-                found.append(chosen)
+                ids.append(chosen)
                 tokens = torch.tensor([[chosen]], device=device)
-        return found
+        return ids
 
-    def _next(
+    def _choose_next(
         self,
         tokens: Tensor,
         cache: KeyValueCache,
         how: Choice,
         random: torch.Generator,
     ) -> int:
-        """Return the token after `tokens` (1, s), which follow the cached tokens.
+        """Return the token after `tokens`, (1, s), which follow the cached tokens.
 
-        One rank chooses it and broadcasts it: the first pipeline's rank with the last stage.
+        One rank chooses the token and broadcasts it: the rank of the first pipeline that has the
+        last stage.
         """
-        local = self.pipeline.decode(tokens, cache)
+        logits_here = self.pipeline.decode(tokens, cache)  # (1, V/tp), None before the last stage
         chosen = torch.zeros(1, dtype=torch.int64)
-        if local is not None:
-            tp, columns = self.mesh.tp, local.t().contiguous()  # (V/tp, 1)
-            whole = columns.new_empty(len(columns) * tp.size, 1)
-            tp.at_once.all_gather(whole, columns).wait()
-            chosen[0] = choose(whole[: self.model.vocab_size, 0].cpu(), how, random)
+        if logits_here is not None:
+            tp = self.mesh.tp
+            columns = logits_here.t().contiguous()  # (V/tp, 1)
+            logits = columns.new_empty(len(columns) * tp.size, 1)
+            tp.at_once.all_gather(logits, columns).wait()
+            unpadded = logits[: self.model.vocab_size, 0]
+            chosen[0] = choose(unpadded.cpu(), how, random)
         chosen = chosen.to(self.factory.device)
-        first = rows_along(self.mesh.axes, ("pp",))[0]
-        self.mesh.world.at_once.broadcast(chosen, first[self.pipeline.last_rank]).wait()
+        first_pipeline = rows_along(self.mesh.axes, ("pp",))[0]
+        chooser = first_pipeline[self.pipeline.last_rank]
+        self.mesh.world.at_once.broadcast(chosen, chooser).wait()
         return int(self.mesh.world.values(chosen)[0])
 
 
 @contextlib.contextmanager
-def _whole_sequences(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Turn off sequence parallelism in the stages meanwhile: one token cannot be split over tp."""
-    changed: list[tuple[nn.Module, str, object]] = []
-    for module in (module for stage in stages for module in stage.modules()):
+def _sequence_parallelism_off(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Turn off sequence parallelism in the stages during the block.
+
+    Decoding runs one token at a time, which cannot be split over tp.
+    """
+    changed: list[tuple[nn.Module, str, object]] = []  # module, attribute and its previous value
+    modules = [module for stage in stages for module in stage.modules()]
+    for module in modules:
         factory = getattr(module, "factory", None)
         if isinstance(factory, ParamFactory) and factory.sequence_parallel:
             changed.append((module, "factory", factory))
@@ -135,8 +147,8 @@ class RunSamples:
         gather_weights: Callable[[], None],
         note: Callable[[str], None],
     ):
-        """gather_weights: called before decoding, waits for the weights that are still gathered.
-        note: writes a line to the log.
+        """gather_weights: a function that waits until all weights are gathered. note: a function
+        that writes a line to the log.
         """
         self.every = config.run.sample_every
         self.length = config.model.seq_length
@@ -150,12 +162,15 @@ class RunSamples:
 
         last: whether training ends with this step, after which samples are always written.
         """
-        if not self.every or (iteration % self.every and not last):
+        if not self.every:
+            return
+        if not last and iteration % self.every != 0:
             return
         self.decoder.mesh.recorder.enter("sample")
         self.gather_weights()
+        most_likely = Choice()
         for prompt in self.prompts:
             count = min(SAMPLE_TOKENS, self.length - len(prompt))
-            ids = self.decoder.generate(prompt, count, Choice(), self.text.end)
-            both = f"{self.text.decode(prompt)!r} -> {self.text.decode(ids)!r}"
-            self.note(f" sample at iteration {iteration} | {both}")
+            ids = self.decoder.generate(prompt, count, most_likely, self.text.end)
+            text = f"{self.text.decode(prompt)!r} -> {self.text.decode(ids)!r}"
+            self.note(f" sample at iteration {iteration} | {text}")

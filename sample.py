@@ -1,12 +1,12 @@
-"""Text from a checkpoint, or its loss on named corpora, under any layout.
+"""Prints text by the model of a checkpoint, or its loss on evaluation data sets, in any layout.
 
     python sample.py runs/demo --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
     mpirun -n 4 python sample.py runs/big/checkpoints/step_00001000 --tp 2 --pp 2 --prompt "The"
     python sample.py runs/demo --eval-data stories=data/stories:256 wiki=data/wiki
 
-RUN is a run's folder, whose newest checkpoint is taken, or a checkpoint's. The tokenizer is the
-tokenizer.json beside the checkpoint, or PREFIX.tokenizer.json of the corpus that it was trained on;
-without one a prompt is token ids, and so is the output. --prompt may be given several times.
+RUN is the folder of a checkpoint, or of a run, whose newest checkpoint is taken. The tokenizer is
+the tokenizer.json beside the checkpoint, or PREFIX.tokenizer.json of the corpus that it was trained
+on; without a tokenizer, prompts and output are token ids. --prompt may be given several times.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from config import messages  # first: it ends a Python that is too old
+from config import messages  # imported first, because it refuses a Python that is too old
 
 with messages.installed():
     from checkpointing import folders
@@ -34,94 +34,129 @@ with messages.installed():
     from distributed.early_end import StartWatch, ending_all_ranks
     from distributed.launch import Launch, discover
 
-MAX_TOKENS = 100
-# Options that only --prompt uses, and their defaults.
-OF_PROMPT = {"max_tokens": None, "temperature": 0.8, "top_p": 0.95, "seed": 1234, "tokenizer": None}
+MAX_TOKENS = 100  # new tokens for each prompt without --max-tokens
+# The defaults of the options that only --prompt uses.
+PROMPT_DEFAULTS: dict[str, Any] = {
+    "max_tokens": None,
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "seed": 1234,
+    "tokenizer": None,
+}
 EVAL_BATCH = 4  # samples in a micro-batch with --eval-data
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A checked command line: the checkpoint, the options, and token ids of the prompts, if any."""
+    """A checked command line: the checkpoint, the options, and token ids of the prompts, if any.
+
+    config: the configuration of the model and its layout. text: encodes the prompts and decodes the
+    samples. count: the largest number of new tokens for each prompt.
+    """
 
     folder: str
-    given: argparse.Namespace
+    options: argparse.Namespace
     config: Config
     text: Text | None = None
     prompts: tuple[list[int], ...] = ()
-    count: int = 0  # most new tokens for each prompt
+    count: int = 0
 
 
-def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
-    """Check all input, in the same way on every rank, and return the task; UserError if wrong."""
-    if (given.prompt is None) == (given.eval_data is None):
-        both = "neither was" if given.prompt is None else "both were"
-        raise UserError(f"give one of --prompt and --eval-data; {both} given")
-    unread = [name for name in OF_PROMPT if given.eval_data and name in given]
-    if unread:
-        raise UserError(f"--{unread[0].replace('_', '-')} goes with --prompt, not --eval-data")
-    given = argparse.Namespace(**(OF_PROMPT | vars(given)))
-    _check_numbers(given)
-    folder = folders.find_checkpoints(given.run)[0]
+def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
+    """Return the task of a command line; raise UserError if anything in it is wrong.
+
+    Every rank calls this and gets the same result. options: from `parse`. ranks: their number.
+    """
+    if (options.prompt is None) == (options.eval_data is None):
+        which = "neither was" if options.prompt is None else "both were"
+        raise UserError(f"give one of --prompt and --eval-data; {which} given")
+    unused = [name for name in PROMPT_DEFAULTS if options.eval_data and name in options]
+    if unused:
+        raise UserError(f"--{unused[0].replace('_', '-')} goes with --prompt, not --eval-data")
+    options = argparse.Namespace(**(PROMPT_DEFAULTS | vars(options)))
+    _check_numbers(options)
+    folder = folders.find_checkpoints(options.run)[0]
     check_files(folder, contents=False)
     with Index(folder) as index:
         model = make_model(index.attributes("model"), index.path)
-        origin = json.loads(str(index.attributes("run")["config"]))
-    if given.eval_data:
-        sample_order.check_eval_sets(tuple(given.eval_data), model.seq_length)
-        return Task(folder, given, _config(given, model, ranks))
-    above = [os.path.join(folder, up) for up in ("", "..", "../..")]  # an import's is above
-    text = Text(given.tokenizer or find_tokenizer(above, _corpora(origin)), model.vocab_size)
-    prompts = tuple(text.encode(prompt) for prompt in given.prompt)
+        run_options = json.loads(str(index.attributes("run")["config"]))
+    if options.eval_data:
+        sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
+        return Task(folder, options, _make_config(options, model, ranks))
+    # An imported checkpoint has its tokenizer.json in a folder above.
+    tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
+    tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
+    text = Text(tokenizer, model.vocab_size)
+    prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
-    count = given.max_tokens or max(1, min(MAX_TOKENS, model.seq_length - longest))
+    count = options.max_tokens or max(1, min(MAX_TOKENS, model.seq_length - longest))
     if model.positions == "learned" and longest + count > model.max_positions:
         raise UserError(
             f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
             f"{longest + count}, but max-positions is {model.max_positions}"
         )
     model = dataclasses.replace(model, seq_length=longest + count)  # the length of position tables
-    return Task(folder, given, _config(given, model, ranks), text, prompts, count)
+    return Task(folder, options, _make_config(options, model, ranks), text, prompts, count)
 
 
-def _check_numbers(given: argparse.Namespace) -> None:
-    at = given
-    most = 1 if given.max_tokens is None else given.max_tokens
-    for flag, value, holds, limits in (
-        ("temperature", at.temperature, 0 <= at.temperature < math.inf, "at least 0 and finite"),
-        ("top-p", at.top_p, 0 < at.top_p <= 1, "above 0 and at most 1"),
-        ("max-tokens", most, 0 < most <= 2**20, f"from 1 to {2**20}"),
-        ("seed", at.seed, 0 <= at.seed < 2**63, "at least 0 and below 2^63"),
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Raise UserError if a number is out of its range, or if the tokenizer's file is missing."""
+    temperature = options.temperature
+    max_tokens = 1 if options.max_tokens is None else options.max_tokens
+    for flag, value, is_valid, limits in (
+        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0 and finite"),
+        ("top-p", options.top_p, 0 < options.top_p <= 1, "above 0 and at most 1"),
+        ("max-tokens", max_tokens, 0 < max_tokens <= 2**20, f"from 1 to {2**20}"),
+        ("seed", options.seed, 0 <= options.seed < 2**63, "at least 0 and below 2^63"),
     ):
-        if not holds:
+        if not is_valid:
             raise UserError(f"--{flag} must be {limits}, not {value}")
-    if given.tokenizer and not os.path.isfile(given.tokenizer):
-        raise UserError(f"--tokenizer {given.tokenizer}: there is no such file")
+    if options.tokenizer and not os.path.isfile(options.tokenizer):
+        raise UserError(f"--tokenizer {options.tokenizer}: there is no such file")
 
 
-def _corpora(origin: dict[str, Any]) -> list[str]:
-    """Return the --data of the run that wrote a checkpoint: prefixes, and weights as texts."""
-    data = origin.get("data")
+def _corpora(run_options: dict[str, Any]) -> list[str]:
+    """Return the --data of the run that wrote a checkpoint: prefixes, and weights as texts.
+
+    run_options: the options of the run by group, read from the checkpoint.
+    """
+    data = run_options.get("data")
     words = data.get("data") if isinstance(data, dict) else None
-    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    if not isinstance(words, list):
+        return []
+    return [word for word in words if isinstance(word, str)]
 
 
-def _config(given: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
-    """Return the configuration with the requested layout; UserError if it does not fit."""
-    micro = EVAL_BATCH if given.eval_data else 1
-    batch = micro * max(1, ranks // (max(1, given.tp) * max(1, given.pp)))
-    values = dataclasses.asdict(model) | {"tp": given.tp, "pp": given.pp, "steps": 1}
-    values |= {"micro_batch_size": micro, "global_batch_size": batch, "init_std": 0.0}
-    values |= {"precision": given.precision, "device": given.device, "sequence_parallel": False}
-    values |= {"out": os.path.join(tempfile.gettempdir(), f"trine-sample-{os.getuid()}")}
-    values |= {"watchdog": ranks > 1, "zero": 0, "overlap_param_gather": False}
-    if given.eval_data:
-        values["eval_data"] = given.eval_data
+def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
+    """Return the configuration of the model in the requested layout; UserError if it cannot be."""
+    micro_batch = EVAL_BATCH if options.eval_data else 1
+    replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
+    values = dataclasses.asdict(model)
+    values |= {
+        "tp": options.tp,
+        "pp": options.pp,
+        "sequence_parallel": False,
+        "micro_batch_size": micro_batch,
+        "global_batch_size": micro_batch * replicas,
+        "steps": 1,
+        "init_std": 0.0,
+        "precision": options.precision,
+        "device": options.device,
+        "zero": 0,
+        "overlap_param_gather": False,
+        "watchdog": ranks > 1,
+        "out": os.path.join(tempfile.gettempdir(), f"trine-sample-{os.getuid()}"),
+    }
+    if options.eval_data:
+        values["eval_data"] = options.eval_data
     return validation.check(command_line.build(values), ranks)
 
 
 def run(task: Task, context: Context) -> Iterator[str]:
-    """Load the weights and yield samples or losses as lines. Collective over all ranks."""
+    """Load the weights, and yield the continued prompts or the losses as lines of text.
+
+    Collective over all ranks; called by `main`.
+    """
     import data
     import trainer
     from checkpointing.load import load_weights
@@ -140,7 +175,8 @@ def run(task: Task, context: Context) -> Iterator[str]:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
     if task.text is not None:
-        how = Choice(task.given.temperature, task.given.top_p, task.given.seed)
+        options = task.options
+        how = Choice(options.temperature, options.top_p, options.seed)
         decoder = Decoder(state.pipeline, state.factory, task.config.model)
         for prompt in task.prompts:
             context.recorder.enter("sample")
@@ -155,7 +191,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the options of the command line; UserError if they are malformed."""
+    """Return the options of the command line; raise UserError if they are malformed."""
     parser = Parser.described(__doc__)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
@@ -177,9 +213,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str], watch: StartWatch) -> None:
-    """Check the command line before torch is imported, then run it; exit with 2 on a UserError.
+    """Check the command line before torch is imported, then run the task and print its lines.
 
-    watch: the monitor of this rank's start.
+    A UserError is printed on rank 0, and ends every rank with exit status 2. watch: the process
+    that ends the job if this rank dies while the ranks start.
     """
     launch = Launch("python")
     try:

@@ -22,7 +22,7 @@ import math
 import sys
 from argparse import Namespace
 
-from config import messages  # first: it ends a Python that is too old
+from config import messages  # imported first, because it refuses a Python that is too old
 
 with messages.installed():
     from config.command_line import parse
@@ -33,8 +33,11 @@ with messages.installed():
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise the command after `--` and return the exit status; UserError for wrong options."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
+    """Supervise the ranks' command and return the exit status; UserError for wrong options.
+
+    arguments: the words of the command line: options, `--`, and the ranks' command.
+    """
+    end_of_options = arguments.index("--") if "--" in arguments else len(arguments)
     parser = Parser("supervise.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--spare-nodes", type=int, default=0, help="of the job, left free")
     parser.add_argument("--restarts-per-hour", type=int, default=6, help="at most (default 6)")
@@ -44,37 +47,41 @@ def main(arguments: list[str]) -> int:
     for name in KEPT:
         flag = f"--keep-{name.replace('_', '-')}"
         parser.add_argument(flag, action="store_true", help="as given, with fewer nodes too")
-    given = parser.parse_args(arguments[:at])
+    options = parser.parse_args(arguments[:end_of_options])
     for name in ("spare_nodes", "restarts_per_hour"):
-        if (number := getattr(given, name)) < 0:
+        number = getattr(options, name)
+        if number < 0:
             raise UserError(f"--{name.replace('_', '-')} must be at least 0, not {number}")
-    command = read_command(arguments[at + 1 :], given.spare_nodes)
-    return Session(command, given.restarts_per_hour, _fewer(command, given)).run()
+    ranks_command = arguments[end_of_options + 1 :]
+    command = read_command(ranks_command, options.spare_nodes)
+    fewer_nodes = _layouts_for_fewer_nodes(command, options)
+    return Session(command, options.restarts_per_hour, fewer_nodes).run()
 
 
-def _fewer(command: Command, given: Namespace) -> Fewer | None:
-    """Return the object that finds layouts for fewer nodes, or None without --gpu.
+def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> Fewer | None:
+    """Return the object that finds layouts for fewer nodes; None without --gpu.
 
-    Raise UserError if the options do not go together.
+    command: the ranks' command. Raise UserError if the options do not go together.
     """
-    keep = frozenset(name for name in KEPT if getattr(given, f"keep_{name}"))
-    if given.gpu is None:
-        if given.calibration or given.max_slowdown is not None or keep:
+    kept_options = frozenset(name for name in KEPT if getattr(options, f"keep_{name}"))
+    if options.gpu is None:
+        if options.calibration or options.max_slowdown is not None or kept_options:
             raise UserError("--calibration, --max-slowdown and --keep-... need --gpu NAME")
         return None
-    slowdown = 1.5 if given.max_slowdown is None else given.max_slowdown
+    slowdown = 1.5 if options.max_slowdown is None else options.max_slowdown
     if not 1 <= slowdown < math.inf:
         raise UserError(f"--max-slowdown must be at least 1 and finite, not {slowdown:g}")
     if not command.nodes:
         raise UserError(
-            f"--gpu {given.gpu} is for other numbers of nodes, which needs a Slurm job: ranks by "
+            f"--gpu {options.gpu} is for other numbers of nodes, which needs a Slurm job: ranks by "
             "srun without options that place them, and --ntasks-per-node"
         )
     try:
         config = parse(command.options)
-    except UserError:  # the ranks print this error, and end
-        return None
-    return Fewer(command, config, Options(given.gpu, given.calibration, slowdown, keep))
+    except UserError:
+        return None  # the ranks' own check prints this error, and ends them
+    wanted = Options(options.gpu, options.calibration, slowdown, kept_options)
+    return Fewer(command, config, wanted)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ has table.md, results.csv and layouts.svg.
 import argparse
 import sys
 
-from config import messages  # first: it ends a Python that is too old
+from config import messages  # imported first, because it refuses a Python that is too old
 
 with messages.installed():
     from config.messages import Parser, UserError, exit_with
@@ -39,8 +39,10 @@ def main(arguments: list[str]) -> None:
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
     trials = session.result().trials
-    began = trials or session.ending == session.budget.ending  # the budget may end the first trial
-    if began and not any(trial.status == "ok" for trial in trials):
+    # The budget may have ended the first trial, which is not in `trials` then.
+    trials_were_run = trials or session.ending == session.budget.ending
+    any_trained = any(trial.status == "ok" for trial in trials)
+    if trials_were_run and not any_trained:
         sys.exit(1)
 
 

@@ -21,21 +21,23 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from config.schema import Layout, ModelShape, Training
+from config.schema import BUCKET_ELEMENTS, Layout, ModelShape, Training
 from distributed.collectives import Handle
 from optim import update_rules
 from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
-from optim.update_sets import gather_weights, make_update_sets
 from parallel import ParamFactory
 
 if TYPE_CHECKING:
     from optim.balance import RouterBalance
+
+SETS_OF_KEY = 4  # most update sets of a key; with more sets, the first weights are gathered sooner
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,7 @@ class Optimizer:
     def _make_buckets(
         self, parameters: list[nn.Parameter], factory: ParamFactory, zero: int
     ) -> list[Bucket]:
-        """Move parameters and their gradients into buckets, and return the buckets.
-
-        The parameters get hooks that count their gradients.
-        """
+        """Move parameters and their gradients into buckets; return the buckets."""
         self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
@@ -316,10 +315,9 @@ class Optimizer:
             torch._foreach_zero_(buffers)
 
     def _square_sums(self) -> Tensor:
-        """Return the sum of squares of the gradient of each shard that counts on this rank.
+        """Return the sum of squares of each gradient that counts on this rank, float64: (shards,).
 
-        The result is float64, (shards,). Each element of a gradient counts on one rank of the
-        world.
+        Each element of a gradient counts on one rank of the world.
         """
         gradients: list[Tensor] = []
         for group in self.groups:
@@ -381,3 +379,71 @@ class Optimizer:
                 update_set.rule.set_steps(self.updates)
         gather_weights(self.groups)
         self.finish_gathering()
+
+
+class UpdateSet:
+    """Groups whose masters one rule updates together, with as many kernels as for one group.
+
+    masters: the masters of all groups, in order; rule: the update rule that was made with them.
+    """
+
+    def __init__(self, groups: list[ParamGroup], training: Training):
+        """Make the rule of the groups, which have one key; UserError if its package is missing."""
+        self.groups = groups
+        key = groups[0].key
+        self.masters: list[Tensor] = []
+        for group in groups:
+            group.first = len(self.masters)
+            self.masters += group.masters
+        self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
+        for group in groups:
+            group.rule = self.rule
+
+    def update(self, factor: float, lr: float) -> None:
+        """Update the masters by the gradients times `factor`, and start to gather the weights.
+
+        lr: the learning rate of this step.
+        """
+        gradients = [g for group in self.groups for g in group.own_gradients()]
+        if gradients and gradients[0].dtype != self.masters[0].dtype:
+            exact_gradients = [torch.empty_like(g, dtype=self.masters[0].dtype) for g in gradients]
+            torch._foreach_copy_(exact_gradients, gradients)
+            gradients = exact_gradients
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        self.rule.update([g.view_as(m) for g, m in zip(gradients, self.masters)], lr)
+        gather_weights(self.groups)
+
+
+def gather_weights(groups: Sequence[ParamGroup]) -> None:
+    """Round the masters of the groups to weights, and start the all-gather of the weights."""
+    pairs = [pair for group in groups for pair in group.masters_to_round()]
+    if pairs:
+        weights, masters = zip(*pairs)
+        torch._foreach_copy_(weights, masters)
+    for group in groups:
+        group.all_gather_params()
+
+
+def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[UpdateSet]:
+    """Return the update sets, the first layers first: the forward pass needs their weights first.
+
+    A key has up to SETS_OF_KEY sets, because the weights of a set are gathered while the next set
+    is updated. With --grad-dtype bf16 a set has about the size of a bucket, because its gradients
+    are copied to fp32.
+    """
+    sets: list[UpdateSet] = []
+    for _, groups_of_key in groupby(reversed(groups), key=lambda group: group.key):
+        members = list(groups_of_key)
+        sizes = [sum(master.numel() for master in group.masters) for group in members]
+        set_size = -(-sum(sizes) // SETS_OF_KEY)  # elements, rounded up
+        if training.grad_dtype == "bf16":
+            set_size = min(set_size, BUCKET_ELEMENTS)
+        groups_of_set: dict[int, list[ParamGroup]] = {}
+        elements_before = 0
+        for group, size in zip(members, sizes):
+            set_number = elements_before // max(1, set_size)
+            groups_of_set.setdefault(set_number, []).append(group)
+            elements_before += size
+        sets += [UpdateSet(groups_here, training) for groups_here in groups_of_set.values()]
+    return sets

@@ -1,7 +1,6 @@
 """The parts of zero.py: update rules, gradient buckets, loss scale, full sharding.
 
 buckets       flat buffers of weights and gradients, with a part for each replica
-update_sets   one update rule for the masters of several buckets
 update_rules  learning rate; AdamW, Adafactor, Muon, SGD on master tensors
 adam8bit      AdamW with moments of 8 bits
 precision     the number format of a run: what --precision auto is

@@ -32,7 +32,7 @@ class Penalty:
     """The auxiliary losses of a step: the routers of all blocks share it.
 
     kind: the value of --balance. rate, z_rate: the factors of its loss and of the z-loss.
-    loss_weight: the factor of each sum of losses, as returned by Optimizer.begin_step.
+    loss_weight: the factor of each sum of losses, which Optimizer.begin_step returns.
     """
 
     kind: str
@@ -61,13 +61,13 @@ class Penalty:
 
 
 def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
-    """Return each expert's part of each sample's rows, relative to the mean: (b, E).
+    """Return the number of each sample's rows that each expert has, over the mean: (b, E).
 
     The tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
     """
     experts = choice.scores.shape[-1]
-    places = choice.samples[:, None] * experts + choice.experts
-    counts = occurrences(places.flatten(), choice.samples_in_batch * experts)
+    numbers = choice.samples[:, None] * experts + choice.experts  # of the pair (sample, expert)
+    counts = occurrences(numbers.flatten(), choice.samples_in_batch * experts)
     for group in (mesh.tp, mesh.cp):
         group.at_once.all_reduce(counts).wait()
     counts = counts.view(-1, experts)
@@ -75,17 +75,19 @@ def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
 
 
 class _AddPenalty(torch.autograd.Function):
-    """Passes x on; its backward pass also starts that of `penalty`, a scalar, with `weight`."""
+    """Returns x; the backward pass also gives `penalty`, a scalar, the gradient `weight`."""
 
     @staticmethod
     def forward(ctx, x, penalty, weight):
+        """Return a view of x. weight: a number."""
         ctx.weight = weight
-        ctx.like = penalty
+        ctx.penalty = penalty
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, torch.full_like(ctx.like, ctx.weight), None
+        """Return the gradients of x and of the penalty."""
+        return grad, torch.full_like(ctx.penalty, ctx.weight), None
 
 
 class RouterBalance:
@@ -94,12 +96,12 @@ class RouterBalance:
     def __init__(
         self, stages: Iterable[Any], factory: ParamFactory, training: Training, model: ModelShape
     ):
-        """stages: those of this rank."""
+        """stages: the stages of this rank, whose routers are balanced."""
         self.mesh = factory.mesh
         self.device = factory.device
         self.training = training
         self.shape = (model.layers, model.experts)
-        self.sparse = [n for n in range(model.layers) if model.has_experts(n)]
+        self.blocks_with_experts = [n for n in range(model.layers) if model.has_experts(n)]
         self.routers: dict[int, Router] = {}  # by the number of the block
         for stage in stages:
             for n, block in enumerate(stage.blocks, stage.spec.first):
@@ -107,10 +109,13 @@ class RouterBalance:
                     self.routers[n] = block.mlp.router
 
     def begin_step(self, loss_weight: float) -> None:
-        """Prepare the routers for the passes of a step; loss_weight: by Optimizer.begin_step."""
+        """Prepare the routers for the passes of a step.
+
+        loss_weight: the factor of each sum of losses, which Optimizer.begin_step returns.
+        """
         training = self.training
-        kind, rate = training.balance, training.balance_rate
-        penalty = Penalty(kind, rate, training.router_z_loss, loss_weight)
+        z_rate = training.router_z_loss
+        penalty = Penalty(training.balance, training.balance_rate, z_rate, loss_weight)
         for router in self.routers.values():
             router.balance = penalty
 
@@ -134,12 +139,13 @@ class RouterBalance:
         experts = self.shape[1]
         rows = counts.sum(1, keepdim=True)
         loads = counts * experts / rows.double()
-        for block, router in self.routers.items() if not skipped else ():
-            router.load.copy_(loads[block])
-            if self.training.balance == "bias":
-                missing = (rows[block] - experts * counts[block]).sign()
-                router.bias.add_(missing, alpha=self.training.balance_rate)
-        return self.mesh.world.values(loads[self.sparse].amax(1))
+        if not skipped:
+            for block, router in self.routers.items():
+                router.load.copy_(loads[block])
+                if self.training.balance == "bias":
+                    below_mean = (rows[block] - experts * counts[block]).sign()
+                    router.bias.add_(below_mean, alpha=self.training.balance_rate)
+        return self.mesh.world.values(loads[self.blocks_with_experts].amax(1))
 
 
 class _NoState:
@@ -149,7 +155,7 @@ class _NoState:
         self.tensors = tensors
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        """Return zeros, as many as the elements [start, stop)."""
+        """Return zeros for the elements [start, stop)."""
         return self.tensors[index].new_zeros(stop - start)
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
@@ -160,7 +166,7 @@ class ConstantGroup(ParamGroup):
     """Tensors that no gradient updates, equal on all ranks of a stage; a checkpoint has them."""
 
     def __init__(self, stages: nn.ModuleList, mesh: Mesh):
-        """stages: those of this rank, perhaps without any such tensor."""
+        """stages: the stages of this rank, which may have no such tensor."""
         constants = [p for p in stages.parameters() if not p.requires_grad]
         super().__init__(Key(("replicas",), True, "plain"), mesh, sharded=False)
         self.masters = [p.data for p in constants]
