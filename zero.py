@@ -315,10 +315,9 @@ class Optimizer:
             torch._foreach_zero_(buffers)
 
     def _square_sums(self) -> Tensor:
-        """Return the sum of squares of the gradient of each shard that counts on this rank.
+        """Return the sum of squares of each gradient that counts on this rank, float64: (shards,).
 
-        The result is float64, (shards,). Each element of a gradient counts on one rank of the
-        world.
+        Each element of a gradient counts on one rank of the world.
         """
         gradients: list[Tensor] = []
         for group in self.groups:
