@@ -124,6 +124,7 @@ class Block(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
+        """index: the block's number in the model. recompute: the --recompute of this block."""
         super().__init__()
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # for the two output matrices
