@@ -47,7 +47,7 @@ def passing_over(config: Config) -> Config:
     out because of spikes. Called by every rank.
     """
     rows: list[dict[str, Any]] = []
-    with suppress(OSError):  # a run without a spike has no such file
+    with suppress(FileNotFoundError):  # a run without a spike has no such file
         rows = read_rows(Path(config.run.out, "spikes.jsonl").read_bytes())
     ranges = [tuple(row["passed_over"]) for row in rows if "passed_over" in row]
     return replace(config, passed_over=tuple(ranges))
