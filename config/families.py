@@ -1,10 +1,13 @@
-"""Model families of Hugging Face transformers: families.toml, and config.json in and out by it.
+"""Models as Hugging Face's config.json describes them, read and written by families.toml.
 
-    options, lacks = read("mistral/config.json")    of ModelShape, and what is not trained here
-    name, config = family_of(model), to_config(model)
+    options, lacks = read("mistral/config.json")
+    family = family_of(model)
+    config = to_config(model)
 
-A model or a config.json that the other side cannot represent exactly is refused, with what prevents
-it. `read` takes the shape of a run (run.json) and of its checkpoints too.
+options: values of ModelShape's fields, by field name. lacks: sentences on what the file's model has
+and the engine cannot train. A model that transformers cannot represent exactly is a UserError.
+`read` takes the run.json of a run too. "Ours" are names and values of ModelShape, "theirs" those
+in config.json.
 """
 
 import dataclasses
@@ -20,11 +23,11 @@ from config.messages import UserError
 from config.schema import ModelShape
 from config.validation import ROTARY_SCALING, rotary_scaling
 
-MOST_BYTES = 2**26  # of a JSON file
-WINDOW = 4096  # that of Mistral where config.json has no sliding_window
-OF_MLP_ALONE = "mlp_only_layers"  # the numbers of the blocks that have no experts
-# The values of config.json and ours, by our option. Of several that mean one of ours, the first is
-# written.
+MOST_BYTES = 2**26  # the most bytes that are read of a JSON file
+WINDOW = 4096  # tokens of Mistral's attention window if config.json has no sliding_window
+OF_MLP_ALONE = "mlp_only_layers"  # config.json's list of the numbers of the blocks without experts
+# By our option: our value for each value of config.json. If several values of config.json mean the
+# same value of ours, the first of them is written.
 _VALUES: dict[str, dict[Any, Any]] = {
     "activation": {
         "gelu_new": "gelu_tanh",
@@ -40,8 +43,9 @@ _VALUES: dict[str, dict[Any, Any]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """An entry of families.toml, which explains the fields; `options` are lists of what is allowed,
-    and `modules` tuples of whole names.
+    """An entry of families.toml; that file explains the fields.
+
+    Here `options` has lists of the allowed values, and `modules` has tuples of whole names.
     """
 
     name: str
@@ -62,45 +66,65 @@ class Family:
     skipped_rows: int = 0
 
     def obstacles(self, model: ModelShape) -> list[str]:
-        """Return what a model has and the family has not, such as `bias True, not False`."""
-        free = {"seq_length", *self.fields}
-        free |= {"max_positions"} if model.positions == "learned" else set()
-        values = {name: getattr(model, name) for name in free}
+        """Return a text for each option that keeps a model out of the family.
+
+        A text shows the value that the family needs, then the model's: `bias True, not False`.
+        """
+        copied = {"seq_length", *self.fields}  # options that may have any value in the family
+        if model.positions == "learned":
+            copied.add("max_positions")
+        values = {name: getattr(model, name) for name in copied}
         for name, allowed in self.options.items():
-            own = getattr(model, name)
-            values[name] = own if own in allowed else allowed[0]
-        nearest = ModelShape(**values)
-        found = []
-        for name, own in dataclasses.asdict(model).items():
+            value = getattr(model, name)
+            values[name] = value if value in allowed else allowed[0]
+        nearest = ModelShape(**values)  # the family's model that is most like `model`
+        texts = []
+        for name, value in dataclasses.asdict(model).items():
             unused = name.startswith("rotary") and model.positions != "rotary"
             unused |= name == "max_positions" and model.positions != "learned"
-            if getattr(nearest, name) != own and not unused:
+            if getattr(nearest, name) != value and not unused:
                 needed = self.options.get(name, [getattr(nearest, name)])
-                found.append(f"{name} {' or '.join(map(str, needed))}, not {own}")
-        return found
+                texts.append(f"{name} {' or '.join(map(str, needed))}, not {value}")
+        return texts
 
 
 def _load() -> dict[str, Family]:
+    """Return the families of families.toml by name.
+
+    An entry with the key `like` inherits the keys of another entry; a table that both entries have
+    is merged key by key.
+    """
     entries: dict[str, Any] = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
     for name, entry in entries.items():
         base = entries[entry.pop("like")] if "like" in entry else {}
-        both = {k: base[k] | v for k, v in entry.items() if isinstance(v, dict) and k in base}
-        entries[name] = base | entry | both
+        tables = {key: table for key, table in entry.items() if isinstance(table, dict)}
+        merged = {key: base[key] | table for key, table in tables.items() if key in base}
+        entries[name] = base | entry | merged
     return {name: _family(name, **entry) for name, entry in entries.items()}
 
 
-def _family(name: str, modules: dict[str, Any], options: dict[str, Any], **rest: Any) -> Family:
-    """A family whose options and names are in lists, the names with what they begin with."""
-    listed = {
-        ours: theirs if isinstance(theirs, list) else [theirs] for ours, theirs in modules.items()
-    }
-    begin = {
-        ours: rest["inner"] if ours.startswith("blocks.") else rest["outer"] for ours in modules
-    }
-    begin["head"] = ""
-    whole = {ours: tuple(begin[ours] + each for each in listed[ours]) for ours in listed}
-    allowed = {ours: v if isinstance(v, list) else [v] for ours, v in options.items()}
-    return Family(name, modules=whole, options=allowed, **rest)
+def _family(
+    name: str, modules: dict[str, Any], options: dict[str, Any], **other_fields: Any
+) -> Family:
+    """Return the Family of an entry of families.toml.
+
+    modules: for each of our module names, the names that the module has in Hugging Face's files,
+    or a single name, without the prefix `inner` (in blocks) or `outer` (elsewhere). options: for
+    each option a list of the allowed values, or a single value.
+    """
+    whole_names: dict[str, tuple[str, ...]] = {}
+    for ours, theirs in modules.items():
+        prefix = other_fields["inner"] if ours.startswith("blocks.") else other_fields["outer"]
+        if ours == "head":
+            prefix = ""
+        whole_names[ours] = tuple(prefix + short_name for short_name in _as_list(theirs))
+    allowed = {ours: _as_list(values) for ours, values in options.items()}
+    return Family(name, modules=whole_names, options=allowed, **other_fields)
+
+
+def _as_list(value: Any) -> list:
+    """Return a list itself, and any other value in a list of one element."""
+    return value if isinstance(value, list) else [value]
 
 
 FAMILIES = _load()
@@ -110,19 +134,22 @@ FAMILIES = _load()
 
 
 def family_of(model: ModelShape, name: str | None = None) -> Family:
-    """The first family that has the model, or that of this name; UserError with what the nearest
-    would need.
+    """Return the first family that can represent the model exactly.
+
+    name: if given, no other family is tried. Raise UserError if no family can represent the model;
+    the message shows which options the nearest family needs.
     """
-    tried = FAMILIES if name is None else {name: FAMILIES[name]}
-    found = {family.name: family.obstacles(model) for family in tried.values()}
-    name = min(found, key=lambda name: len(found[name]))
-    if found[name]:
-        raise UserError(f"transformers has no such model: {name} needs {' and '.join(found[name])}")
-    return FAMILIES[name]
+    candidates = FAMILIES if name is None else {name: FAMILIES[name]}
+    obstacles = {family.name: family.obstacles(model) for family in candidates.values()}
+    nearest = min(obstacles, key=lambda name: len(obstacles[name]))
+    if obstacles[nearest]:
+        needed = " and ".join(obstacles[nearest])
+        raise UserError(f"transformers has no such model: {nearest} needs {needed}")
+    return FAMILIES[nearest]
 
 
 def export_note(model: ModelShape) -> str | None:
-    """A sentence if checkpoints of the model cannot be exported."""
+    """Return a warning that checkpoints of the model cannot be exported; None if they can."""
     try:
         family_of(model)
     except UserError as error:
@@ -131,7 +158,11 @@ def export_note(model: ModelShape) -> str | None:
 
 
 def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
-    """The fields of the model's config.json that describe its shape, as `family_of`."""
+    """Return the fields of a config.json that describe the model's shape.
+
+    name: if given, the family to write; otherwise the first family that fits. Raise UserError if
+    the model cannot be represented exactly.
+    """
     family = family_of(model, name)
     config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     config |= family.fixed | family.written
@@ -141,7 +172,8 @@ def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
     if model.positions == "learned":
         values["seq_length"] = model.max_positions
     for ours, names in family.fields.items():
-        theirs = [name for name, own in _VALUES.get(ours, {}).items() if own == values[ours]]
+        translations = _VALUES.get(ours, {}).items()
+        theirs = [their_value for their_value, value in translations if value == values[ours]]
         config[names[0]] = theirs[0] if theirs else values[ours]
     if OF_MLP_ALONE in config:
         config[OF_MLP_ALONE] = list(range(model.first_dense_layers))
@@ -151,48 +183,58 @@ def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
 
 
 def _rope_fields(model: ModelShape, family: Family) -> dict[str, Any]:
-    """The rotary positions as transformers 4 and 5 call them."""
+    """Return the fields for rotary positions in config.json: those of transformers 4 and of 5.
+
+    transformers 4 reads rope_scaling, transformers 5 reads rope_parameters.
+    """
     kind, numbers = rotary_scaling(model.rotary_scaling)
-    scaled: dict[str, Any] = {"rope_type": kind if numbers else "default"}
-    scaled |= dict(zip(ROTARY_SCALING[kind], numbers))
-    if "original_max_position_embeddings" in scaled:
-        scaled["original_max_position_embeddings"] = int(numbers[-1])
-    rope = scaled | {"rope_theta": model.rotary_base}
+    scaling: dict[str, Any] = {"rope_type": kind if numbers else "default"}
+    scaling |= dict(zip(ROTARY_SCALING[kind], numbers))
+    if "original_max_position_embeddings" in scaling:
+        scaling["original_max_position_embeddings"] = int(numbers[-1])
+    parameters = scaling | {"rope_theta": model.rotary_base}
     if "rotary_fraction" in family.fields:
-        rope["partial_rotary_factor"] = model.rotary_fraction
-    return {"rope_parameters": rope, "rope_scaling": scaled if numbers else None}
+        parameters["partial_rotary_factor"] = model.rotary_fraction
+    return {"rope_parameters": parameters, "rope_scaling": scaling if numbers else None}
 
 
 # ---- To our model --------------------------------------------------------------------------------
 
 
 def read(path: str, seq_length: int | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Options of ModelShape in a config.json or run.json, and sentences about what they leave out:
-    what that model has and the engine cannot train.
+    """Return the options of ModelShape in a config.json or run.json, and what cannot be trained.
 
-    path: the file, a folder with it, or a checkpoint of a run. seq_length: that is to be trained.
-    The values of the options are not checked. UserError if there is no known model.
+    path: the file, a folder with the file, or a checkpoint of a run. seq_length: the tokens of the
+    samples that are to be trained. The second result has a sentence for each part of that model
+    which the engine cannot train. The values of the options are not checked. Raise UserError if
+    there is no such file, or no known model in it.
     """
-    found = _find(path)
-    config = _read_json(found)
+    file = _find(path)
+    config = _read_json(file)
     if "config" not in config:
-        return from_config(config, found, seq_length)
+        return from_config(config, file, seq_length)
     model = config["config"].get("model") if isinstance(config["config"], dict) else None
     if not isinstance(model, dict):
-        raise UserError(f"{found} has no [config][model]: it is no run.json")
+        raise UserError(f"{file} has no [config][model]: it is no run.json")
     return model, []
 
 
 def of_run(folder: str) -> str | None:
-    """The run.json of a run's folder, or of that of a checkpoint, if there is one."""
+    """Return the path of the run.json of a run; None if there is none.
+
+    folder: the run's folder, or a checkpoint up to two folders below the run's folder.
+    """
     real = os.path.realpath(folder)
-    places = [real, os.path.dirname(real), os.path.dirname(os.path.dirname(real))]
-    files = [os.path.join(place, "run.json") for place in places]
+    folders = [real, os.path.dirname(real), os.path.dirname(os.path.dirname(real))]
+    files = [os.path.join(candidate, "run.json") for candidate in folders]
     return next(filter(os.path.isfile, files), None)
 
 
 def precision_of_run(path: str) -> str | None:
-    """The --precision in a run.json; None if it has a model alone, as an imported one."""
+    """Return the --precision in a run.json; None if the file has no such option.
+
+    The run.json that an import of weights writes describes the model only.
+    """
     groups = read_object(path).get("config")
     training = groups.get("training") if isinstance(groups, dict) else None
     precision = training.get("precision") if isinstance(training, dict) else None
@@ -200,27 +242,37 @@ def precision_of_run(path: str) -> str | None:
 
 
 def _find(path: str) -> str:
+    """Return the file that describes the model at `path`, which is a file or a folder.
+
+    Raise UserError if a folder has no config.json and belongs to no run.
+    """
     if not os.path.isdir(path):
         return path
-    own = os.path.join(path, "config.json")
-    found = own if os.path.isfile(own) else of_run(path)
-    if found is None:
+    file: str | None = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        file = of_run(path)
+    if file is None:
         raise UserError(f"--model {path}: it has no config.json, and is no run's: no run.json")
-    return found
+    return file
 
 
 def _read_json(path: str) -> dict[str, Any]:
+    """Return the object in a JSON file; UserError, which names --model, if there is no file."""
     if not os.path.isfile(path):
         raise UserError(f"--model {path}: there is no such file, and no preset of that name")
     return read_object(path)
 
 
 def _open(path: str) -> BinaryIO:
+    """Open a file for reading bytes: the default of `read_object`."""
     return open(path, "rb")
 
 
 def read_object(path: str, opened: Callable[[str], BinaryIO] = _open) -> dict[str, Any]:
-    """The object in a JSON file; UserError if there is none. opened: opens it for reading."""
+    """Return the object in a JSON file; UserError if the file is no JSON or holds no object.
+
+    opened: a function that opens the file for reading bytes.
+    """
     try:
         with opened(path) as file:
             value = json.loads(file.read(MOST_BYTES))
@@ -236,7 +288,12 @@ def read_object(path: str, opened: Callable[[str], BinaryIO] = _open) -> dict[st
 def from_config(
     config: dict[str, Any], where: str, seq_length: int | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what `read` does, for the contents of a config.json, which messages call `where`."""
+    """Return the options of ModelShape in a config.json, and sentences on what cannot be trained.
+
+    config: the contents of the file. where: the file's name in messages. seq_length: the tokens of
+    the samples that are to be trained. Raise UserError if the family is unknown or a field that
+    the family needs is missing.
+    """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         name = config.get("model_type")
@@ -260,11 +317,12 @@ def from_config(
         if ours in family.fields and rope.get(key) is not None:
             named[family.fields[ours][0]] = rope[key]
     for ours, names in family.fields.items():
-        found = [(name, named[name]) for name in names if named.get(name) is not None]
+        given = [name for name in names if named.get(name) is not None]
         if ours == "rotary_scaling":
             _read_scaling(rope, options, lacks, where)
-        elif found:
-            _take(ours, *found[0], family, options, lacks)
+        elif given:
+            name = given[0]
+            _take(ours, name, named[name], family, options, lacks)
         elif ours in family.defaults:
             options[ours] = family.defaults[ours]
         elif ours not in family.derived:
@@ -276,7 +334,11 @@ def from_config(
 def _take(
     ours: str, name: str, value: Any, family: Family, options: dict[str, Any], lacks: list[str]
 ) -> None:
-    """Set our option by a field of config.json, or say why that is not possible."""
+    """Set the option `ours` to the value of a field of config.json.
+
+    name, value: the field. options: receives our value. lacks: receives a sentence instead if the
+    engine or the family has no value like this one.
+    """
     if name == OF_MLP_ALONE:
         if not isinstance(value, list) or value != list(range(len(value))):
             lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")
@@ -289,8 +351,12 @@ def _take(
         value_here = value
     allowed = family.options.get(ours)
     if value_here is None or (allowed and value_here not in allowed):
-        names = known or {each: each for each in allowed or ()}
-        wanted = [str(each) for each in names if not allowed or names[each] in allowed]
+        ours_by_theirs = known or {choice: choice for choice in allowed or ()}
+        wanted = [
+            str(their_value)
+            for their_value, our_value in ours_by_theirs.items()
+            if not allowed or our_value in allowed
+        ]
         lacks.append(f"{name} is {value!a:.80}; here it is {' or '.join(wanted)}")
         return
     options[ours] = value_here
@@ -302,7 +368,12 @@ def _read_scaling(
     lacks: list[str],
     where: str,
 ) -> None:
-    """Set the scaling of rotary positions, or say that it is none of ours."""
+    """Set the option rotary_scaling by the fields for rotary positions in a config.json.
+
+    rope: the field rope_parameters or rope_scaling. options: receives our value. lacks: receives a
+    sentence instead if the engine has no such scaling. Raise UserError, which names the file
+    `where`, if a number is missing.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if not isinstance(kind, str) or kind not in ROTARY_SCALING:
@@ -310,6 +381,7 @@ def _read_scaling(
             f"rotary positions are scaled by {kind!a:.80}; here: {', '.join(ROTARY_SCALING)}"
         )
         return
+    # A file that does not give the original positions means the model's whole length.
     numbers: dict[str, Any] = {"original_max_position_embeddings": options.get("seq_length")}
     numbers |= rope
     try:
@@ -330,7 +402,12 @@ def _limit_length(
     lacks: list[str],
     seq_length: int | None,
 ) -> None:
-    """Take samples as long as the attention's window at the most: within it, there is none."""
+    """Limit the option seq_length to the tokens of the model's sliding attention window.
+
+    The engine has no sliding window; samples that are not longer than the window do not need it.
+    seq_length: the tokens of the samples that are to be trained; if they exceed the window, `lacks`
+    receives a sentence.
+    """
     window = config.get("sliding_window", WINDOW) if family.window is not None else None
     if not isinstance(window, int) or not config.get("use_sliding_window", family.window):
         return
