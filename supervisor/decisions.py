@@ -1,14 +1,19 @@
 """Decides about the next action when the ranks have ended, by the evidence and earlier decisions.
 
+Evidence (evidence.py) tells how the ranks ended: status, fault, nodes with the fault, last step. A
+spare node is a node of the Slurm job on which no rank runs. A node is left out if no rank may be
+started on it any more.
+
     finished, stopped early, a user's mistake, diverged    return the status of the ranks
     the disk is full                                       wait until there is room, start again
     a node does not answer, or a check names it            leave the node out
-    a lost rank                                            leave its node out if a node is spare
-    an exception                                           start again; the second time as above
-    the same step fails on other nodes, or three times     stop: it is not the hardware
-    a spike, with --on-spike rollback                      start again
+    a rank is lost                                         leave its node out if a node is spare
+    an exception                                           start again
+    an exception on a node that has failed before          leave the node out if a node is spare
+    the same step fails on other nodes, or three times     stop: the hardware is not the cause
+    a loss spike, with --on-spike rollback                 start again
     too many restarts in an hour                           stop
-    saved, since nodes answer again that were left out     restart on all nodes, as given
+    nodes that were left out answer again                  restart with the layout as given
 
 If too few nodes are left, the session looks for a layout on fewer nodes (fewer.py). If there is no
 such layout, the job goes back to the queue with status 75, but at most MOST_QUEUED times without a
@@ -78,8 +83,10 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Choice:
-    """The limits of a decision. spare: nodes that may be left out, None if the launcher chooses
-    nodes; limit: restarts in an hour.
+    """The limits of a decision.
+
+    spare: the number of nodes that may be left out; None if the launcher chooses the nodes. limit:
+    the most restarts in an hour.
     """
 
     spare: int | None
@@ -87,28 +94,32 @@ class Choice:
 
 
 def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decision:
-    """Return the decision after the ranks' end `found`; earlier: this run's ends, oldest first."""
+    """Return the decision about the next action, after the ranks of a run have ended.
+
+    found: the evidence about this end. earlier: the run's earlier ends, oldest first.
+    """
     if found.status == 0:
         return Decision(Action.PASS, "the run is finished")
     if found.status == 75 and found.back and not found.requested:
-        answer = f"{', '.join(found.back)} can be used again"
-        return Decision(Action.RETURN, answer, back=found.back)
+        reason = f"{', '.join(found.back)} can be used again"
+        return Decision(Action.RETURN, reason, back=found.back)
     if found.status == 75:
         return Decision(Action.PASS, "stopped early, everything is saved")
     if found.requested:
         return Decision(Action.PASS, "a signal asked for the end")
-    recent = [row for row in earlier if row.ago < DAY]
-    named = found.silent or (found.nodes if found.kind in REFUSED else ())
-    if not named and not found.disk_is_full and found.is_mistake:
-        what = "a user's mistake" if found.finite else "training has diverged"
-        return Decision(Action.STOP, f"{what}: another start would end in the same way")
-    restarts = sum(
-        r.ago < HOUR and r.decision.action in (Action.RESTART, Action.WAIT) for r in recent
-    )
+    recent = [end for end in earlier if end.ago < DAY]
+    unusable = found.silent
+    if not unusable and found.kind in REFUSED:
+        unusable = found.nodes
+    if not unusable and not found.disk_is_full and found.is_mistake:
+        cause = "a user's mistake" if found.finite else "training has diverged"
+        return Decision(Action.STOP, f"{cause}: another start would end in the same way")
+    actions = [end.decision.action for end in recent if end.ago < HOUR]
+    restarts = actions.count(Action.RESTART) + actions.count(Action.WAIT)
     if restarts >= choice.limit:
         return Decision(Action.STOP, f"{restarts} restarts in an hour, at most {choice.limit}")
-    if named:
-        return _without(named, recent, found, choice)
+    if unusable:
+        return _leave_out(unusable, recent, found, choice)
     if found.disk_is_full:
         return Decision(Action.WAIT, "the disk is full")
     if found.kind == SPIKE:
@@ -117,45 +128,55 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
 
 
 def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> Decision:
-    """Return the decision after a lost rank, an exception, or an end without any evidence."""
-    pair = (found.kind, found.iteration)
+    """Return the decision after a lost rank, an exception, or an end without any evidence.
+
+    recent: the run's ends within a day, oldest first.
+    """
+    fault = (found.kind, found.iteration)
     at = f"in step {found.iteration}"
-    same = [row for row in recent if (row.evidence.kind, row.evidence.iteration) == pair]
-    for row in same:
-        if found.nodes and row.evidence.nodes and not {*found.nodes} & {*row.evidence.nodes}:
-            both = f"{', '.join(row.evidence.nodes)} and {', '.join(found.nodes)}"
+    same_fault = [end for end in recent if (end.evidence.kind, end.evidence.iteration) == fault]
+    nodes = set(found.nodes)
+    for end in same_fault:
+        earlier_nodes = end.evidence.nodes
+        if nodes and earlier_nodes and nodes.isdisjoint(earlier_nodes):
+            both = f"{', '.join(earlier_nodes)} and {', '.join(found.nodes)}"
             return Decision(Action.STOP, f"it failed {at} on {both}: it is not the hardware")
-    if len(same) + 1 >= SAME_STEP:
-        return Decision(Action.STOP, f"it failed {len(same) + 1} times {at}")
-    again = [row for row in recent if {*found.nodes} & {*row.evidence.nodes}]
-    suspect = found.kind in LOST or again
-    if not found.nodes or not suspect or choice.spare is None:
+    failures = len(same_fault) + 1
+    if failures >= SAME_STEP:
+        return Decision(Action.STOP, f"it failed {failures} times {at}")
+    failed_before = any(not nodes.isdisjoint(end.evidence.nodes) for end in recent)
+    suspect = found.kind in LOST or failed_before
+    if not nodes or not suspect or choice.spare is None:
         return Decision(Action.RESTART, "no node is known to be the cause")
     if len(found.nodes) <= choice.spare:
         return Decision(Action.RESTART, f"{', '.join(found.nodes)} left out", found.nodes)
-    if again and found.kind in LOST:
-        return _without(found.nodes, recent, found, choice)
+    if failed_before and found.kind in LOST:
+        return _leave_out(found.nodes, recent, found, choice)
     return Decision(Action.RESTART, f"no node is spare for {', '.join(found.nodes)}")
 
 
-def _without(
+def _leave_out(
     nodes: tuple[str, ...],
     recent: list[Earlier],
     found: Evidence,
     choice: Choice,
 ) -> Decision:
-    """Return the decision to leave `nodes` out, or to queue the job if too few nodes remain."""
+    """Return the decision to leave `nodes` out, or to queue the job if too few nodes remain.
+
+    recent: the run's ends within a day. If the launcher chooses the nodes, the run stops. It stops
+    also if the job was queued MOST_QUEUED times since its newest checkpoint.
+    """
     if choice.spare is None:
         advice = f"{', '.join(nodes)} cannot be used, and this launcher's nodes are the user's"
         return Decision(Action.STOP, advice)
     if len(nodes) <= choice.spare:
         return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
-    queued = [row for row in recent if row.decision.action == Action.QUEUE]
-    queued = [row for row in queued if row.evidence.newest == found.newest]
-    why = f"{', '.join(nodes)} cannot be used, and {choice.spare} nodes are spare"
-    if len(queued) >= MOST_QUEUED:
-        return Decision(Action.STOP, f"{why}; queued {len(queued)} times without a new checkpoint")
-    return Decision(Action.QUEUE, why, nodes)
+    ends = [end for end in recent if end.evidence.newest == found.newest]  # since that checkpoint
+    queued = [end.decision.action for end in ends].count(Action.QUEUE)
+    reason = f"{', '.join(nodes)} cannot be used, and {choice.spare} nodes are spare"
+    if queued >= MOST_QUEUED:
+        return Decision(Action.STOP, f"{reason}; queued {queued} times without a new checkpoint")
+    return Decision(Action.QUEUE, reason, nodes)
 
 
 # ---- The journal ---------------------------------------------------------------------------------
@@ -163,7 +184,11 @@ def _without(
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the journal. at: seconds since 1970; job: Slurm's job and its start, or empty."""
+    """A row of the journal.
+
+    at: the time of the decision, in seconds since 1970. job: Slurm's job and the number of its
+    restarts, such as "7.0"; empty without Slurm.
+    """
 
     at: float
     job: str
@@ -175,13 +200,14 @@ class Journal:
     """The decisions of a run in OUT/supervisor.jsonl, with the decisions of earlier supervisors."""
 
     def __init__(self, out: str, job: str):
+        """Read the file. out: the run's folder. job: the `job` of the new entries."""
         self.job = job
         path = Path(out, "supervisor.jsonl")
         self.entries = read_entries(path)
         self.file = RowFile(str(path), say)  # keeps rows in memory while the disk is full
 
     def add(self, found: Evidence, decision: Decision) -> None:
-        """Print a decision and append it to the file."""
+        """Print a decision and append it to the file. found: the evidence that led to it."""
         say(f"{found.describe()}: {decision.action}: {decision.reason}")
         entry = Entry(time.time(), self.job, found, decision)
         self.entries.append(entry)
@@ -191,13 +217,15 @@ class Journal:
         self.file.write(row | vars(decision) | {"evidence": dataclasses.asdict(found)})
 
     def earlier(self) -> list[Earlier]:
-        """Return the decisions so far, the oldest first.
+        """Return the run's ends so far with their decisions, the oldest first.
 
-        If the clock was set back, a decision seems to lie in the future. Its distance from now
-        counts, or else it would count as less than an hour old for as long as the clock was wrong.
+        If the clock was set back, a decision seems to lie in the future. The absolute difference to
+        the present time is its age; a negative age would count as less than an hour.
         """
         now = time.time()
-        return [Earlier(abs(now - e.at), e.evidence, e.decision) for e in self.entries]
+        return [
+            Earlier(abs(now - entry.at), entry.evidence, entry.decision) for entry in self.entries
+        ]
 
     def left_out(self) -> set[str]:
         """Return the nodes that are left out in this start of the Slurm job."""
@@ -213,60 +241,71 @@ class Journal:
         return {node for node, silent in self._left_out().items() if silent}
 
     def _left_out(self) -> dict[str, bool]:
-        """Return the nodes that are left out, and for each whether it did not answer then."""
-        found: dict[str, bool] = {}
+        """Return the nodes that are left out now; the value is True if the node did not answer.
+
+        A node with the value False was left out for a fault, and does not come back.
+        """
+        silent_by_node: dict[str, bool] = {}
         for entry in self._of_this_start():
-            found |= {node: node in entry.evidence.silent for node in entry.decision.out}
-            found = {node: was for node, was in found.items() if node not in entry.decision.back}
-        return found
+            for node in entry.decision.out:
+                silent_by_node[node] = node in entry.evidence.silent
+            for node in entry.decision.back:
+                silent_by_node.pop(node, None)
+        return silent_by_node
 
     def layout(self) -> tuple[int, tuple[str, ...]]:
-        """Return the number of nodes in use and the layout's flags; 0 for the layout as given."""
+        """Return the number of nodes in use and the flags of the layout on these nodes.
+
+        The result is 0 and () for the layout that the user has given.
+        """
         for entry in reversed(self._of_this_start()):
             if entry.decision.used or entry.decision.back:
                 return entry.decision.used, entry.decision.flags
         return 0, ()
 
     def _of_this_start(self) -> list[Entry]:
+        """Return the entries of this start of the Slurm job, the oldest first."""
         return [entry for entry in self.entries if entry.job == self.job]
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Return the decisions in a file; rows that are cut short or malformed are left out."""
-    found = []
+    """Return the entries of a journal's file; rows that are cut short or malformed are left out."""
+    entries = []
     with contextlib.suppress(OSError):  # there is no file before the first decision
         for row in read_rows(path.read_bytes()):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                found.append(_entry(row))
-    return found
+                entries.append(_entry(row))
+    return entries
 
 
 def _entry(row: dict[str, Any]) -> Entry:
     """Return the entry in a row; raise TypeError, ValueError or KeyError if it is malformed."""
-    given: dict[str, Any] = row["evidence"]
-    values: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
-    }
-    found = Evidence(**values)
+    values: dict[str, Any] = row["evidence"]
+    for name, value in values.items():
+        if isinstance(value, list):  # JSON has no tuples
+            values[name] = tuple(value)
+    evidence = Evidence(**values)
     for name, default in vars(Evidence(0)).items():
-        if name != "newest" or found.newest is not None:
-            _check_type(getattr(found, name), int if name == "newest" else type(default))
+        if name != "newest":
+            _check_type(getattr(evidence, name), type(default))
+    if evidence.newest is not None:
+        _check_type(evidence.newest, int)
     out, back, flags = (tuple(map(str, row.get(name, ()))) for name in ("out", "back", "flags"))
     action = Action(row["action"])
     reason = str(row["reason"])
     used = int(row.get("used", 0))
     decision = Decision(action, reason, out, back, used, flags)
-    return Entry(float(row["at"]), str(row["job"]), found, decision)
+    return Entry(float(row["at"]), str(row["job"]), evidence, decision)
 
 
 def _check_type(value: Any, kind: type) -> None:
     """Raise TypeError for a value of another type, or a tuple with other items than str and int."""
-    words = value if isinstance(value, tuple) else ()
-    if not isinstance(value, kind) or not all(isinstance(word, str | int) for word in words):
+    items = value if isinstance(value, tuple) else ()
+    if not isinstance(value, kind) or not all(isinstance(item, str | int) for item in items):
         raise TypeError(value)
 
 
 def say(text: str) -> None:
-    """Print a line of the supervisor, without control characters that a case may contain."""
+    """Print a line of the supervisor with the time, without the text's control characters."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     print(f"supervisor: {now}: {printable(text)}", flush=True)
