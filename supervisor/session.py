@@ -2,8 +2,10 @@
 
     Session(command, limit=5).run()        # the exit status, when the run has ended for good
 
-`Processes` starts the launcher, passes signals on, and leaves no process behind. Read evidence.py
-and decisions.py first.
+The launcher (srun, mpirun) is a child process of the supervisor and starts the ranks. A case is the
+report in OUT/hang/case.json that the watchdog or a rank writes after a fault. A node that is left
+out gets no rank; it is used again when it answers. `Processes` starts the launcher, passes signals
+on, and leaves no process behind. Read evidence.py and decisions.py first.
 """
 
 import contextlib
@@ -25,23 +27,25 @@ from supervisor.command import Command, answering_nodes, silent_nodes
 from supervisor.decisions import Action, Choice, Decision, Journal, decide, say
 from supervisor.fewer import Fewer
 
-STOPPED_EARLY = 75
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <sys/prctl.h>
+STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask the run to save and end
+PR_SET_PDEATHSIG = 1  # constants of <sys/prctl.h>
+PR_SET_CHILD_SUBREAPER = 36
 SECONDS_BETWEEN_ENDS = 0.05  # between two checks whether processes have ended
 SECONDS_BETWEEN_LOOKS = 1.0  # between two checks for a case, or for room on a full disk
 SECONDS_BETWEEN_LINES = 600.0  # between two printed lines while the disk is full
-SECONDS_TO_END = 10.0  # from a case to the end of the launcher, which is killed then
-SECONDS_TO_REST = 10.0  # from the launcher's end to the end of its processes, killed then
+SECONDS_TO_END = 10.0  # after a case the launcher has this time to end, and is killed then
+SECONDS_TO_REST = 10.0  # the launcher's other processes have this time after its end
 
 
 class Processes:
-    """Starts launchers, one after the other. srun: whether the launcher is srun.
+    """Starts the launcher again and again, and ends all its processes.
 
-    stopped: whether a signal has asked the supervisor to end.
+    srun: whether the launcher is srun. stopped: whether a signal has asked the supervisor to end.
     """
 
     def __init__(self, srun: bool):
+        """Take over the signals in STOPS, and become the parent of orphaned descendants."""
         self.srun = srun
         self.stopped = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,13 +55,15 @@ class Processes:
             signal.signal(number, self._forward)
 
     def run(self, words: Sequence[str], reported: Callable[[], bool]) -> int:
-        """Run a command and return its exit status: 128 + N if signal N ended the command.
+        """Run the launcher and return its exit status: 128 + N if signal N ended the launcher.
 
-        If a signal has asked for the end already, nothing is started and 75 is returned.
-        reported: returns whether the ranks have reported a fault; after a fault, the command has
-        SECONDS_TO_END to end. Raise UserError if the launcher cannot be started.
+        words: the launcher's command line. reported: a function that returns whether the ranks have
+        written a case; the launcher then has SECONDS_TO_END to end. If a signal has asked the
+        supervisor to end already, nothing is started and 75 is returned. Raise UserError if the
+        launcher cannot be started.
         """
         try:
+            # A signal between the check and the start would not reach the launcher.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             if self.stopped:
                 return STOPPED_EARLY
@@ -77,7 +83,7 @@ class Processes:
         return 128 - status if status < 0 else status
 
     def save(self) -> None:
-        """Send SIGUSR1, upon which the ranks save and end with status 75."""
+        """Ask the ranks by SIGUSR1 to save and to end with status 75."""
         if self._process and self._process.poll() is None:
             self._process.send_signal(signal.SIGUSR1)
 
@@ -91,7 +97,7 @@ class Processes:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on to the launcher.
+        """Pass a signal on to the launcher; called by Python for each signal in STOPS.
 
         srun ends its ranks at SIGTERM before they can save, and ignores SIGINT, so the first signal
         is passed on as SIGUSR1.
@@ -103,30 +109,36 @@ class Processes:
             self._process.send_signal(number)
 
     def _wait(self, process: subprocess.Popen[bytes], reported: Callable[[], bool]) -> int:
-        since: float | None = None  # the time at which the report was seen
+        """Wait for the launcher's end and return its status, which is negative after a signal.
+
+        reported: whether the ranks have written a case; SECONDS_TO_END later the launcher and all
+        its descendants are killed.
+        """
+        seen_at: float | None = None  # the time.monotonic() at which the case was seen
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(SECONDS_BETWEEN_LOOKS)
-            if since is None:
-                since = time.monotonic() if reported() else None
-            elif time.monotonic() - since > SECONDS_TO_END:
+            if seen_at is None:
+                seen_at = time.monotonic() if reported() else None
+            elif time.monotonic() - seen_at > SECONDS_TO_END:
                 say(f"the launcher has not ended {SECONDS_TO_END:g} s after the report: killed")
                 _kill(psutil.Process().children(recursive=True))
                 return process.wait()
 
     def _end_descendants(self) -> None:
         """Wait for processes that the launcher has left, and kill them after SECONDS_TO_REST."""
-        until = time.monotonic() + SECONDS_TO_REST
-        while left := _living_descendants():
-            if time.monotonic() > until:
-                say(f"{len(left)} processes are left after the launcher's end: killed")
-                _kill(left)
-                psutil.wait_procs(left, SECONDS_TO_REST)
+        deadline = time.monotonic() + SECONDS_TO_REST
+        while processes := _living_descendants():
+            if time.monotonic() > deadline:
+                say(f"{len(processes)} processes are left after the launcher's end: killed")
+                _kill(processes)
+                psutil.wait_procs(processes, SECONDS_TO_REST)
                 return
             time.sleep(SECONDS_BETWEEN_ENDS)
 
 
 def _kill(processes: list[psutil.Process]) -> None:
+    """Kill these processes; a process that has ended meanwhile is no error."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -137,19 +149,22 @@ def _living_descendants() -> list[psutil.Process]:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
-    found = psutil.Process().children(recursive=True)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        found = [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
-    return found
+    descendants = psutil.Process().children(recursive=True)
+    with contextlib.suppress(psutil.NoSuchProcess):  # a process has just ended
+        return [process for process in descendants if process.status() != psutil.STATUS_ZOMBIE]
+    return descendants
 
 
-SECONDS_FOR_AN_EARLIER_RUN = 60.0  # within which ranks of a killed supervisor should end
-SECONDS_BETWEEN_PROBES, SECONDS_OF_A_PROBE = 30.0, 5.0  # of nodes that may come back
+SECONDS_FOR_AN_EARLIER_RUN = 60.0  # ranks of a killed supervisor should end within this time
+SECONDS_BETWEEN_PROBES = 30.0  # how often nodes that were left out are asked for an answer
+SECONDS_OF_A_PROBE = 5.0  # within this time such a node must answer
 
 
 class Session:
-    """Keeps one run going. limit: most restarts in an hour; fewer: finds layouts for fewer nodes,
-    or None if the user has not asked for that.
+    """Keeps one run going, until it is finished or cannot be started again.
+
+    limit: the most restarts in an hour. fewer: finds layouts for fewer nodes; None if the user has
+    not asked for that.
     """
 
     def __init__(self, command: Command, limit: int, fewer: Fewer | None = None):
@@ -179,11 +194,14 @@ class Session:
         return STOPPED_EARLY
 
     def _used(self) -> int:
-        """Return the number of nodes that the ranks run on."""
+        """Return the number of nodes that the ranks run on: 0 if the launcher chooses the nodes."""
         return self._layout()[0] or self.command.used
 
     def _layout(self) -> tuple[int, list[str]]:
-        """Return the number of nodes and the flags of the layout on fewer nodes, or 0 and []."""
+        """Return the number of nodes and the flags of the layout on fewer nodes.
+
+        The result is 0 and [] while the run has the layout that the user has given.
+        """
         used, flags = self.journal.layout() if self.fewer else (0, ())
         return used, list(flags)
 
@@ -192,19 +210,23 @@ class Session:
         return [node for node in self.command.nodes if node not in self.journal.left_out()]
 
     def _nodes(self) -> list[str]:
-        """Return the nodes for the next start; empty if the launcher chooses nodes."""
+        """Return the nodes for the next start; [] if the launcher chooses the nodes."""
         return self._usable()[: self._used()]
 
     def _start(self) -> tuple[int, Decision]:
-        """Start the ranks, wait for their end, and return their status and the decision."""
+        """Start the ranks and wait for their end.
+
+        Return the launcher's exit status, and the decision about the next action.
+        """
         command = self.command
         journal = self.journal
         nodes = self._nodes()
         used, flags = self._layout()
         where = f" on {', '.join(nodes)}" if nodes else ""
         where += f" with {' '.join(flags) or 'the default layout'}" if used else ""
-        step = evidence.newest_checkpoint(command.out)[0]
-        say(f"starting{where}, {'from step 0' if step is None else f'from checkpoint {step}'}")
+        checkpoint, _ = evidence.newest_checkpoint(command.out)
+        first = "step 0" if checkpoint is None else f"checkpoint {checkpoint}"
+        say(f"starting{where}, from {first}")
         self.back = ()
         self.asked = time.monotonic()
         before = evidence.files_before(command.out)
@@ -212,27 +234,31 @@ class Session:
         stopped = self.processes.stopped
         failed = status not in (0, STOPPED_EARLY) and not stopped
         silent = silent_nodes(nodes) if failed else ()
-        found = evidence.read_evidence(command.out, status, before, silent, stopped)
-        found = replace(found, back=self.back)
+        end = evidence.read_evidence(command.out, status, before, silent, stopped)
+        end = replace(end, back=self.back)
         spare = len(self._usable()) - len(nodes) if nodes else None
-        decision = decide(found, journal.earlier(), Choice(spare, self.limit))
+        decision = decide(end, journal.earlier(), Choice(spare, self.limit))
         if decision.action == Action.QUEUE and self.fewer:
             decision = self._on_fewer(decision, self.fewer)
-        journal.add(found, decision)
+        journal.add(end, decision)
         return status, decision
 
     def _words(self, nodes: list[str]) -> list[str]:
-        """Return the command for these nodes: the given words until a node was ever left out."""
+        """Return the command line that starts the ranks on these nodes.
+
+        It is the user's command line until the first node is left out.
+        """
         used, flags = self._layout()
         as_given = len(nodes) == len(self.command.nodes) and not self.journal.has_left_out
         options = self.fewer.words(flags) if used and self.fewer else []
         return self.command.on([] if as_given else nodes, options)
 
     def _look(self, before: evidence.Files) -> bool:
-        """Return whether the ranks have reported a fault. Called every second while the ranks run.
+        """Return whether the ranks have written a case; called every second while the ranks run.
 
-        If left-out nodes answer again, and are enough for the layout as given, the ranks are asked
-        to save and end.
+        If nodes that were left out answer again, and the nodes now suffice for the layout that the
+        user has given, the ranks are asked to save and to end. before: the run's files as they were
+        before this start of the ranks.
         """
         silent = self.journal.silent()
         now = time.monotonic()
@@ -248,40 +274,47 @@ class Session:
         return evidence.case_is_written(self.command.out, before)
 
     def _on_fewer(self, decision: Decision, fewer: Fewer) -> Decision:
-        """Return a decision to restart on the nodes left, or `decision` with the reason why not."""
-        left = [node for node in self._usable() if node not in decision.out]
-        say(f"{decision.reason}: asking the planner for a layout on {len(left)} nodes")
+        """Return a decision to restart on the remaining nodes, if there is a layout for them.
+
+        decision: to queue the job, because nodes are left out and too few remain. Without a layout,
+        this decision is returned with the reason why there is none.
+        """
+        remaining = [node for node in self._usable() if node not in decision.out]
+        say(f"{decision.reason}: asking the planner for a layout on {len(remaining)} nodes")
         try:
-            found = fewer.best(len(left))
-        except UserError as none:
-            return replace(decision, reason=f"{decision.reason}; {none}")
-        reason = f"{decision.reason}; {found.reason}"
+            layout = fewer.best(len(remaining))
+        except UserError as refusal:
+            return replace(decision, reason=f"{decision.reason}; {refusal}")
+        reason = f"{decision.reason}; {layout.reason}"
         return replace(
             decision,
             action=Action.RESTART,
             reason=reason,
-            used=found.nodes,
-            flags=found.flags,
+            used=layout.nodes,
+            flags=layout.flags,
         )
 
     def _await_room(self) -> None:
-        """Return when another checkpoint fits on the disk, or at a signal."""
+        """Wait until another checkpoint fits on the disk, or a signal asks for the end."""
         out = self.command.out
-        said = -SECONDS_BETWEEN_LINES
+        printed_at = -SECONDS_BETWEEN_LINES  # so that the first line is printed at once
         while not self.processes.stopped:
             free = evidence.free_bytes(out)
             needed = evidence.bytes_needed(out)
             if free >= needed:
                 return self.journal.file.finish()  # writes rows that waited in memory
-            if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
+            if time.monotonic() - printed_at >= SECONDS_BETWEEN_LINES:
+                printed_at = time.monotonic()
                 say(f"waiting for room: {free / 1e6:.1f} MB free of {needed / 1e6:.1f} at {out}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _await_earlier_run(self) -> None:
-        """Wait until ranks of a killed supervisor have ended; they save and stop by a signal."""
-        limit = time.monotonic() + SECONDS_FOR_AN_EARLIER_RUN
-        while in_use(self.command.out) and time.monotonic() < limit:
+        """Wait until the ranks of a killed supervisor have ended, at most a minute.
+
+        The kernel has sent their launcher a signal, upon which the ranks save and end.
+        """
+        deadline = time.monotonic() + SECONDS_FOR_AN_EARLIER_RUN
+        while in_use(self.command.out) and time.monotonic() < deadline:
             if self.processes.stopped:
                 return
             time.sleep(SECONDS_BETWEEN_LOOKS)
