@@ -1,14 +1,15 @@
 """Finds out why the ranks of a run have ended, from the files in the run's folder.
 
-OUT/hang/case.json         the fault that the watchdog or the pre-flight saw, with ranks and nodes
+OUT/hang/case.json         a case: the fault that the watchdog or a check found, its ranks and nodes
 OUT/metrics.jsonl          the last step and its loss
 OUT/checkpoints            the newest complete checkpoint
-OUT/run.json               the bytes of another checkpoint
+OUT/run.json               the bytes of a checkpoint
 
-These files may come from an earlier start of the ranks. Their times do not show that, because the
+The supervisor starts the ranks of one run again and again, in the same folder OUT. So these files
+may come from an earlier start of the ranks. Their times do not show that, because the
 clock of a file server may differ from the clock of this node. So `files_before` reads the files
 before a start, and a file that is the same afterwards comes from an earlier start. Every case and
-every row holds the time at which it was made, so the files of two starts always differ.
+every row of metrics.jsonl holds its time, so the files of two starts always differ.
 """
 
 import contextlib
@@ -37,23 +38,22 @@ class Evidence:
     status: int  # exit status of the launcher
     kind: str = ""  # kind of case: dead, hang, missing, failed, preflight, audit, spike; or empty
     nodes: tuple[str, ...] = ()  # nodes that the case names
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # ranks that the case names
     error: str = ""  # the last line of an exception, or another error message
     silent: tuple[str, ...] = ()  # nodes on which no task can be started
     iteration: int = 1  # number of the training step during or before which the ranks ended
     newest: int | None = None  # step of the newest checkpoint
     finite: bool = True  # whether the last loss is finite
     free: int = 0  # free bytes on the disk of the run's folder
-    needed: int = 0  # bytes of another checkpoint
+    needed: int = 0  # bytes that must be free for another checkpoint
     requested: bool = False  # a signal asked for the end
     back: tuple[str, ...] = ()  # nodes that answer again, for which the ranks were asked to save
 
     @property
     def disk_is_full(self) -> bool:
         """Whether the run ended because it could not write."""
-        return any(text in self.error for text in NO_ROOM) or (
-            self.kind not in LOST and self.free < self.needed
-        )
+        reported = any(text in self.error for text in NO_ROOM)
+        return reported or (self.kind not in LOST and self.free < self.needed)
 
     @property
     def is_mistake(self) -> bool:
@@ -61,7 +61,7 @@ class Evidence:
         return self.status == 2 and self.kind not in (*LOST, *REFUSED, SPIKE)
 
     def describe(self) -> str:
-        """Return the evidence as a part of a sentence."""
+        """Return the evidence as text, such as `status 1; dead rank 3 on n7; ...`."""
         parts = [f"status {self.status}"]
         if self.kind:
             ranks = f" rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
@@ -81,7 +81,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Files:
-    """Contents of the files that every start of the ranks writes anew; empty for a missing file."""
+    """The contents of the files that differ after every start of the ranks.
+
+    A missing file counts as empty.
+    """
 
     case: bytes  # hang/case.json
     metrics_size: int  # bytes of metrics.jsonl
@@ -89,7 +92,10 @@ class Files:
 
 
 def files_before(out: str) -> Files:
-    """Return the files of an earlier start, read before the ranks are started."""
+    """Return the present contents of the files; called before the ranks are started.
+
+    out: the run's folder.
+    """
     return Files(_read(_case_file(out)), *_end_of_metrics(out))
 
 
@@ -100,14 +106,20 @@ def read_evidence(
     silent: tuple[str, ...] = (),
     requested: bool = False,
 ) -> Evidence:
-    """Return the evidence about a start that ended with this status. before: `files_before`."""
-    last, finite = _last_row(out, before)
+    """Return the evidence about the end of the ranks.
+
+    out: the run's folder. status: the launcher's exit status. before: the result of `files_before`
+    for this start. silent: nodes on which no task can be started. requested: whether a signal
+    asked for the end.
+    """
+    last_step, finite = _last_row(out, before)
     newest, _ = newest_checkpoint(out)
+    steps_done = last_step or newest or 0
     return Evidence(
         status,
         **_case(out, before),
         silent=silent,
-        iteration=1 + (last or newest or 0),
+        iteration=1 + steps_done,
         newest=newest,
         finite=finite,
         free=free_bytes(out),
@@ -141,21 +153,26 @@ def _case(out: str, before: Files) -> dict[str, Any]:
     case = _new_case(out, before)
     if not case:
         return {}
-    lists = {name: case.get(name) for name in ("culprits", "nodes")}
-    culprits, named = (value if isinstance(value, list) else [] for value in lists.values())
-    ranks = tuple(rank for rank in culprits if isinstance(rank, int))
+    ranks = tuple(rank for rank in _list(case, "culprits") if isinstance(rank, int))
     files = [Path(out, "hang", f"rank_{rank:05d}.json") for rank in ranks]
-    of_ranks = [read_object(_read(file)) for file in files]
-    nodes = {str(rank["node"]) for rank in of_ranks if rank.get("node")}
-    nodes |= set(map(str, named))
-    errors = [str(rank["error"]).rstrip() for rank in of_ranks if rank.get("error")]
-    errors += [str(case["error"])] if case.get("error") else []
+    reports = [read_object(_read(file)) for file in files]
+    nodes = {str(report["node"]) for report in reports if report.get("node")}
+    nodes |= set(map(str, _list(case, "nodes")))
+    errors = [str(report["error"]).rstrip() for report in reports if report.get("error")]
+    if case.get("error"):
+        errors.append(str(case["error"]))
     return {
         "kind": str(case.get("kind", "")),
         "nodes": tuple(sorted(nodes)),
         "ranks": ranks,
         "error": errors[0].splitlines()[-1] if errors else "",
     }
+
+
+def _list(case: dict[str, Any], name: str) -> list:
+    """Return a list of a case; [] if the case has no list of that name."""
+    value = case.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _read(file: Path) -> bytes:
@@ -178,11 +195,15 @@ def _end_of_metrics(out: str) -> tuple[int, bytes]:
 
 
 def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
-    """Return the last step of the current start, if any, and whether its loss is finite."""
+    """Return the last step in metrics.jsonl, and whether the last loss is finite.
+
+    The step is None, and the loss counts as finite, if the current start has written no row yet.
+    """
     size, end = _end_of_metrics(out)
     if (size, end) == (before.metrics_size, before.metrics_end):
         return None, True
-    rows = read_rows(b"\n".join(end.splitlines()[-2:]))
+    last_lines = end.splitlines()[-2:]  # two, because the last line may be cut short
+    rows = read_rows(b"\n".join(last_lines))
     rows = [row for row in rows if isinstance(row.get("iteration"), int)]
     if not rows:
         return None, True
@@ -191,13 +212,16 @@ def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
 
 
 def newest_checkpoint(out: str) -> tuple[int | None, int]:
-    """Return the step of the newest complete checkpoint, or None, and the bytes of another one."""
-    found = [
+    """Return the newest complete checkpoint's step and its bytes, which are at least LEAST_ROOM.
+
+    Without a complete checkpoint the result is None and LEAST_ROOM.
+    """
+    checkpoints = [
         (int(match[1]), folder)
         for folder in Path(out, "checkpoints").glob("step_*")
         if (match := re.fullmatch(r"step_(\d+)", folder.name))
     ]
-    for step, folder in sorted(found, reverse=True):
+    for step, folder in sorted(checkpoints, reverse=True):
         # A folder without a manifest is not complete. A folder that vanishes was deleted by the run
         # because it keeps enough newer checkpoints.
         with contextlib.suppress(OSError):
@@ -208,9 +232,9 @@ def newest_checkpoint(out: str) -> tuple[int | None, int]:
 
 
 def bytes_needed(out: str) -> int:
-    """Return the free bytes that the run needs to save a checkpoint.
+    """Return the free bytes that the run needs to save a checkpoint, by run.json.
 
-    run.json states them; for a run.json without them, the size of the newest checkpoint is taken.
+    If run.json does not have the number, the size of the newest checkpoint is returned.
     """
     stated = read_object(_read(Path(out, "run.json"))).get("checkpoint_bytes")
     needed = stated if isinstance(stated, int) else newest_checkpoint(out)[1]
