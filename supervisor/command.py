@@ -1,4 +1,9 @@
-"""The command that starts the ranks: its launcher, the folder of its run, the nodes it may use."""
+"""The command that starts the ranks: its launcher, the folder of its run, the nodes it may use.
+
+The user writes `supervise.py ... -- srun ... python train.py --out OUT --resume auto ...`. The
+words after `--` are the command: the launcher with its options, the Python program, and the options
+of the run. A spare node is a node of the Slurm job on which no rank runs.
+"""
 
 import subprocess
 import tomllib
@@ -10,30 +15,32 @@ from config.messages import Parser, UserError
 from config.run_options import Run
 from distributed.launch import SlurmJob, slurm_job
 
-# Options of srun that set the nodes or the number of tasks; each option with its short form.
+# Options of srun that set the nodes or the number of tasks, and the short forms of these options.
+# With one of them in the command the supervisor cannot choose the nodes.
 PLACES = {"nodes": "N", "ntasks": "n", "nodelist": "w", "exclude": "x", "ntasks-per-node": ""}
-SECONDS_TO_ANSWER = 20.0  # within which a node must start and end a task that does nothing
+SECONDS_TO_ANSWER = 20.0  # a node answers if a task that does nothing ends within this time
 
 
 def run_options(words: Sequence[str]) -> dict[str, str]:
-    """Return `out` and `resume` as train.py reads them: from a flag, the --config file, or default.
+    """Return the values of train.py's options `out` and `resume`, by name.
 
-    A file that cannot be read is ignored here, because train.py prints the error. Raise UserError
-    for an option without a value.
+    words: the options of the run. A flag comes before the --config file, and the file before the
+    default. A file that cannot be read is ignored here, because train.py prints the error. Raise
+    UserError for an option without a value.
     """
     parser = Parser(allow_abbrev=False, add_help=False)
     for name in ("--out", "--resume", "--config"):
         parser.add_argument(name)
-    given, _ = parser.parse_known_args(list(words))
+    flags, _ = parser.parse_known_args(list(words))
     try:
-        tree = tomllib.loads(Path(given.config).read_text()) if given.config else {}
+        tree = tomllib.loads(Path(flags.config).read_text()) if flags.config else {}
     except (OSError, ValueError, RecursionError):
         tree = {}
     tables = [tree, *(value for value in tree.values() if isinstance(value, dict))]
-    found = {"out": Run.out, "resume": ""}
+    options = {"out": Run.out, "resume": ""}
     for table in tables:
-        found |= {name: str(table[name]) for name in found if name in table}
-    return found | {name: getattr(given, name) for name in found if getattr(given, name)}
+        options |= {name: str(table[name]) for name in options if name in table}
+    return options | {name: getattr(flags, name) for name in options if getattr(flags, name)}
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class Command:
     """The command that starts the ranks.
 
     words: the launcher with its options, the program, and the options of the run. out: the run's
-    folder. nodes: all nodes of the Slurm job, in use or spare; () if the launcher chooses nodes.
+    folder. job: the Slurm job, or None. nodes: all nodes of the Slurm job, in use or spare; () if
+    the launcher chooses the nodes.
     """
 
     words: tuple[str, ...]
@@ -62,29 +70,34 @@ class Command:
 
     @property
     def _first_option(self) -> int:
-        at = program_at(self.words) or 0
-        options = (n for n in range(at, len(self.words)) if self.words[n].startswith("--"))
-        return next(options, len(self.words))
+        """The index of the run's first option in `words`; their number if there is no option."""
+        program = program_at(self.words) or 0
+        for index in range(program, len(self.words)):
+            if self.words[index].startswith("--"):
+                return index
+        return len(self.words)
 
     def on(self, nodes: Sequence[str], options: Sequence[str] = ()) -> list[str]:
         """Return the words that start the ranks on these nodes; without nodes, the given words.
 
-        options: replace the options of the run, unless empty.
+        options: words that replace the options of the run; empty to keep these.
         """
         words = [*self.words[: self._first_option], *(options or self.options)]
         if not nodes or self.job is None:
             return words
         tasks = len(nodes) * self.job.tasks_per_node
         places = [f"--nodes={len(nodes)}", f"--ntasks={tasks}", f"--nodelist={','.join(nodes)}"]
+        srun, *other_words = words
         # --overlap: Slurm releases the resources of an ended step minutes later if a node does not
         # answer, and the next step must not wait for them.
-        return [words[0], *places, "--overlap", *words[1:]]
+        return [srun, *places, "--overlap", *other_words]
 
 
 def read_command(words: Sequence[str], spare: int) -> Command:
-    """Return the command after `--`; raise UserError for a command that cannot be supervised.
+    """Return the command that the user wrote after `--`.
 
-    spare: number of the job's nodes that the ranks do not use.
+    spare: the number of the job's nodes that the ranks do not use. Raise UserError for a command
+    that cannot be supervised.
     """
     script = program_at(words)
     if script is None:
@@ -132,12 +145,17 @@ def silent_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
 
     If no node answers, Slurm itself may not answer, so nothing is known and () is returned.
     """
-    found = answering_nodes(nodes, SECONDS_TO_ANSWER)
-    return tuple(node for node in nodes if node not in found) if found else ()
+    answering = answering_nodes(nodes, SECONDS_TO_ANSWER)
+    if not answering:
+        return ()
+    return tuple(node for node in nodes if node not in answering)
 
 
 def answering_nodes(nodes: Sequence[str], seconds: float) -> tuple[str, ...]:
-    """Return the nodes of this Slurm job on which a task starts and ends within these seconds."""
+    """Return the nodes of this Slurm job that answer within these seconds.
+
+    A node answers if a task can be started on it and ends. All nodes are asked at once.
+    """
     words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--mpi=none", "--quiet"]
     started = {
         node: subprocess.Popen(
