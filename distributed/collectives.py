@@ -58,9 +58,10 @@ class _Pending:
 
     work: Any = None  # torch's handle; None: nothing was sent, as in a group of one rank
     complete: Callable[[], object] | None = None  # called once the data has arrived
-    sent: Tensor | None = None  # the tensor that is sent, kept alive until the wait
+    sent: Tensor | None = None  # the tensor that is sent: a reference keeps its memory
 
     def wait(self) -> None:
+        """Wait for the data, complete the operation, and free what it has kept alive."""
         if self.work is not None:
             self.work.wait()
         if self.complete is not None:
@@ -75,6 +76,7 @@ class _All:
     works: list
 
     def wait(self) -> None:
+        """Wait until all communications have ended."""
         for work in self.works:
             work.wait()
 
@@ -86,6 +88,7 @@ class _OnCurrentStream:
     run: Callable[[], object]
 
     def wait(self) -> None:
+        """Start the collective; kernels that follow on the stream run after it."""
         self.run()
 
 
@@ -149,14 +152,18 @@ class Group:
             self.at_once._on_current_stream = True
 
     def shard(self, tensor: Tensor) -> Tensor:
-        """Return this rank's slice of `tensor` along dimension 0, which size must divide."""
+        """Return this rank's slice of `tensor`: part `rank` of `size` equal parts of dimension 0.
+
+        The group's size must divide the length of dimension 0.
+        """
         rows = tensor.shape[0] // self.size
         return tensor[self.rank * rows : (self.rank + 1) * rows]
 
     def balanced_shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return chunks `rank` and `2 size - 1 - rank` of 2 x size equal chunks, joined.
+        """Return this rank's share of a sample: chunks `rank` and `2 size - 1 - rank`, joined.
 
-        dim: the dimension that is cut. With a causal mask every rank of cp then has the same work.
+        The tensor is cut into 2 x size equal chunks along dimension `dim`, the tokens. With a
+        causal mask every rank of cp then has the same work. A group of one rank has the whole.
         """
         if self.size == 1:
             return tensor
@@ -164,39 +171,43 @@ class Group:
         return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
 
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
-        """Replace `tensor` by its sum (or maximum) over the group; equal bits on every rank."""
+        """Start to replace `tensor` by its sum over the group, with equal bits on every rank.
+
+        op: SUM or MAX; with MAX the result is the maximum of each element.
+        """
         if self.size == 1:
             return _Pending()
         return self._start("all_reduce", tensor.nbytes, self._all_reduce, tensor, op)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
-        """`output` = this rank's slice, along dimension 0, of the sum of `source` over the group.
+        """Start to write this rank's slice of the sum of `source` over the group into `output`.
 
-        `output` may be that slice of `source` itself; the rest of `source` is then undefined.
+        The slices are equal parts of dimension 0, as in `shard`. `output` may be this rank's slice
+        of `source` itself; the other parts of `source` are then undefined.
         """
         return self._start("reduce_scatter", source.nbytes, self._reduce_scatter, output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Handle:
-        """`output` = every rank's `source`, joined along dimension 0 in group order.
+        """Start to write every rank's `source` into `output`, joined along dimension 0.
 
-        `source` may be this rank's slice of `output`.
+        The order is that of the group's ranks. `source` may be this rank's slice of `output`.
         """
         return self._start("all_gather", output.nbytes, self._all_gather, output, source)
 
     def all_to_all(
         self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] | None = None
     ) -> Handle:
-        """Block j of `output` = block `rank` of member j's `source`.
+        """Start to write block `rank` of member j's `source` into block j of `output`, for all j.
 
-        Both are contiguous, cut along dimension 0 into a block for each member, and must not
-        overlap. rows: the rows of each block of `output`, and of each block of `source`; None:
-        both have one shape, all blocks have the same rows, and the group's size divides them.
+        Both tensors are contiguous, cut along dimension 0 into a block for each member, and must
+        not overlap. rows: the numbers of rows of `output`'s blocks and of `source`'s blocks; None:
+        both tensors have one shape and all blocks have equally many rows.
         """
         run = partial(self._all_to_all, rows=rows or ([], []))
         return self._start("all_to_all", source.nbytes, run, output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        """Copy `tensor` from the group's rank `source` into `tensor` on all other members.
+        """Start to copy `tensor` from the group's rank `source` into `tensor` on all other members.
 
         On `source` the tensor must stay unchanged until the handle's wait.
         """
@@ -205,7 +216,7 @@ class Group:
         return self._start("broadcast", tensor.nbytes, self._broadcast, tensor, source)
 
     def reduce(self, tensor: Tensor, to: int) -> Handle:
-        """Sum `tensor` over the group, in place, on the group's rank `to`.
+        """Start to sum `tensor` over the group, in place, on the group's rank `to`.
 
         On the other ranks `tensor` is undefined afterwards.
         """
@@ -214,20 +225,27 @@ class Group:
         return self._start("reduce", tensor.nbytes, self._reduce, tensor, to)
 
     def send(self, tensor: Tensor, to: int) -> Handle:
-        """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
+        """Start to send `tensor` to the group's rank `to`.
+
+        The tensor must stay unchanged until the handle's wait.
+        """
         record = self.group_log.enter_send(tensor.nbytes, to) if self.group_log else None
         tensor = tensor.cpu() if self._gloo else tensor
         sending = dist.isend(tensor, self.ranks[to], group=self.handle)
-        work = _Pending(sending, sent=tensor)
-        return record.under_way(work) if record else work
+        handle = _Pending(sending, sent=tensor)
+        return record.under_way(handle) if record else handle
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
-        """Receive into `tensor` from the group's rank `source`."""
+        """Start to receive into `tensor` from the group's rank `source`."""
         record = self.group_log.enter_receive(tensor.nbytes, source) if self.group_log else None
-        host = torch.empty_like(tensor, device="cpu") if self._gloo and tensor.is_cuda else tensor
-        receiving = dist.irecv(host, self.ranks[source], group=self.handle)
-        work = _Pending(receiving, None if host is tensor else lambda: tensor.copy_(host))
-        return record.under_way(work) if record else work
+        received = tensor
+        if self._gloo and tensor.is_cuda:
+            received = torch.empty_like(tensor, device="cpu")
+        receiving = dist.irecv(received, self.ranks[source], group=self.handle)
+        handle = _Pending(receiving)
+        if received is not tensor:
+            handle.complete = lambda: tensor.copy_(received)
+        return record.under_way(handle) if record else handle
 
     def values(self, tensor: Tensor) -> list:
         """Return `tensor.tolist()`; the log records that the host waits for the device."""
@@ -239,10 +257,10 @@ class Group:
     # -- the operations by backend ----------------------------------------------------------
 
     def _start(self, kind: str, size: int, run: Callable, output: Tensor, other: Any) -> Handle:
-        """Record an operation of `size` bytes and start it with `run(output, other)`.
+        """Record an operation of `size` bytes, then start the operation by `run(output, other)`.
 
-        other: the source, the reduction or the rank, by operation. In a group of one rank `other`
-        is a source, and is copied to `output`.
+        kind: the operation's name in the record. other: the tensor `source`, the reduction `op` or
+        a rank, by operation. In a group of one rank it is always `source`, which is copied.
         """
         if self.size == 1:
             output.copy_(other)
@@ -256,7 +274,10 @@ class Group:
         return handle
 
     def _collective(self, function: Callable, *arguments: Any) -> Handle:
-        """Start a collective of torch, or let it start in its wait if this group is `at_once`."""
+        """Start a collective of torch; if this group is `at_once`, the handle's wait starts it.
+
+        function: torch's function. arguments: its arguments, without the group.
+        """
         if self._on_current_stream:
             return _OnCurrentStream(lambda: function(*arguments, group=self.handle))
         return function(*arguments, group=self.handle, async_op=True)
@@ -267,7 +288,9 @@ class Group:
         if not self._prefers_one_hop(tensor.nbytes):
             host = tensor.cpu()  # no copy if the tensor is on the CPU already
             work = self._collective(dist.all_reduce, host, op)
-            return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
+            if host is tensor:
+                return work
+            return _Pending(work, lambda: tensor.copy_(host))
         work, received = self._one_hop(tensor.reshape(1, -1))
         reduce = torch.sum if op == SUM else torch.amax
         return _Pending(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
@@ -276,15 +299,15 @@ class Group:
         if not self._gloo:
             return self._collective(_reduce_scatter, output, source)
         if self.size == 2:
-            return self._add_of_other(output, source.reshape(2, -1))
+            return self._exchange_halves(output, source.reshape(2, -1))
         work, received = self._one_hop(source.reshape(self.size, -1))
         return _Pending(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
-    def _add_of_other(self, output: Tensor, halves: Tensor) -> Handle:
-        """Reduce-scatter between two ranks over gloo: each sends the half that the other needs.
+    def _exchange_halves(self, output: Tensor, halves: Tensor) -> Handle:
+        """Start a reduce-scatter between two ranks over gloo, by one message in each direction.
 
-        halves: (2, n); row i is summed on rank i. On a CPU the only new memory is the n received
-        elements.
+        halves: (2, n), this rank's summands; rank i computes the sum of row i, which is n elements,
+        in `output`. On a CPU the only new memory is the n received elements.
         """
         other = self.ranks[1 - self.rank]
         sent = halves[1 - self.rank].cpu()
@@ -293,8 +316,9 @@ class Group:
         works = [sending, dist.irecv(received, other, group=self.handle)]
 
         def add() -> None:
-            both = halves[self.rank].view_as(output), received.to(output.device).view_as(output)
-            torch.add(*both, out=output)
+            """Add the received half to this rank's own half."""
+            summand = received.to(output.device).view_as(output)
+            torch.add(halves[self.rank].view_as(output), summand, out=output)
 
         return _Pending(_All(works), add, sent)
 
@@ -316,8 +340,10 @@ class Group:
         sent = source.cpu() if self._gloo else source  # no copy if `source` is on the CPU already
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
         work = self._collective(dist.all_to_all_single, received, sent, *rows)
-        complete = None if received is output else lambda: output.copy_(received)
-        return _Pending(work, complete, sent)
+        handle = _Pending(work, sent=sent)
+        if received is not output:
+            handle.complete = lambda: output.copy_(received)
+        return handle
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
         return self._collective(dist.broadcast, tensor, self.ranks[source])
@@ -325,15 +351,17 @@ class Group:
     def _reduce(self, tensor: Tensor, to: int) -> Handle:
         host = tensor.cpu() if self._gloo else tensor  # no copy if it is on the CPU already
         work = self._collective(dist.reduce, host, self.ranks[to])
-        return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
+        if host is tensor:
+            return work
+        return _Pending(work, lambda: tensor.copy_(host))
 
     def _prefers_one_hop(self, message: int) -> bool:
         """Whether sending `message` bytes to every other member is faster than gloo's rings."""
-        sent = message * (self.size - 1)
+        sent = message * (self.size - 1)  # bytes
         return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
 
     def _one_hop(self, rows: Tensor) -> tuple[Handle, Tensor]:
-        """Send row i of `rows` to member i of the group, in one all-to-all over gloo.
+        """Start to send row i of `rows` to member i of the group, in one all-to-all over gloo.
 
         rows: (size, n), or (1, n) to send the same row to every member. Return the handle, and a
         tensor (size, n) on the CPU whose row j has come from member j after the wait.
@@ -370,7 +398,7 @@ def sum_both_ways(x: Tensor, group: Group) -> Tensor:
 
 
 class _Reduce(torch.autograd.Function):
-    """g: all-reduce of s b h elements in the forward pass; the gradient passes unchanged."""
+    """Megatron's operator g: all-reduce of x, (s, b, h); backward passes the gradient unchanged."""
 
     @staticmethod
     def forward(ctx, x, tp):
@@ -384,7 +412,10 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
-    """g with sequence parallelism: reduce-scatter to (s/tp, b, h); backward is an all-gather."""
+    """Operator g with sequence parallelism: reduce-scatter of x, (s, b, h), to (s/tp, b, h).
+
+    Its backward is an all-gather of the gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, tp):
@@ -399,7 +430,11 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def reduce_from_tp(x: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
-    """Return x, (s, b, h), summed over tp; with sequence parallelism this rank's (s/tp, b, h)."""
+    """Return x, (s, b, h), summed over tp; called after a row-parallel matrix product.
+
+    With sequence parallelism the result is this rank's part of the sum, (s/tp, b, h). s: tokens, b:
+    samples, h: hidden size.
+    """
     if tp.size == 1:
         return x
     reduce = _ReduceScatterSequence if sequence_parallel else _Reduce
