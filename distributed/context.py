@@ -55,8 +55,8 @@ HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
 # than a network link. Gradients (dp, replicas) are reduced during the backward pass. Four and 16 of
 # a GPU's 132 SMs are estimates from published rates, not measured. NCCL: ncclConfig_t.maxCTAs.
 MOST_CTAS = {"forward": 4, "backward": 4, "vocabulary": 4, "dp": 16, "replicas": 16}
-SECONDS_FOR_MONITOR_TO_END = 5.0
-SECONDS_FOR_THREADS_TO_REST = 5.0
+SECONDS_FOR_MONITOR_TO_END = 5.0  # the longest wait of `stop` for the monitor
+SECONDS_FOR_THREADS_TO_REST = 5.0  # the longest wait of `stop` for threads of gloo
 M_ARENA_MAX = -8  # a constant of glibc's malloc.h
 # Rank 0's exit gives the launcher the job's status. Under srun rank 0 exits SECONDS_AFTER_OTHERS
 # after the other ranks. Under mpirun rank 0 ends them; they wait for it SECONDS_TO_BE_ENDED.
@@ -96,9 +96,10 @@ def share_heap() -> None:
     Called before any thread is started: existing threads would keep their heaps, and later threads
     would share those.
     """
-    chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    set_by_user = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in tunables
     libc = ctypes.CDLL(None)
-    if not chosen and hasattr(libc, "mallopt"):  # only glibc has mallopt
+    if not set_by_user and hasattr(libc, "mallopt"):  # only glibc has mallopt
         libc.mallopt(M_ARENA_MAX, 1)
 
 
@@ -109,21 +110,22 @@ def await_other_threads(seconds: float) -> None:
     operation, after the main thread's wait for that operation has returned. It needs the
     interpreter's lock for that, and would abort the process if the interpreter has begun to end.
     """
-    own = str(threading.get_native_id())
-    end = time.monotonic() + seconds
-    quiet = 0
-    # All must sleep in two looks in a row: a thread that sleeps because it waits for the
-    # interpreter's lock gets the lock during the sleep of this loop.
-    while quiet < 2 and time.monotonic() < end:
+    this_thread = str(threading.get_native_id())
+    deadline = time.monotonic() + seconds
+    quiet_looks = 0  # looks in a row at which all other threads slept
+    # Two looks are needed: a thread that sleeps because it waits for the interpreter's lock gets
+    # the lock during the sleep of this loop.
+    while quiet_looks < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-        threads = [path for path in Path("/proc/self/task").iterdir() if path.name != own]
-        quiet = quiet + 1 if all(map(_sleeps, threads)) else 0
+        threads = [path for path in Path("/proc/self/task").iterdir() if path.name != this_thread]
+        quiet_looks = quiet_looks + 1 if all(map(_sleeps, threads)) else 0
 
 
 def _sleeps(thread: Path) -> bool:
-    """Whether a thread sleeps or is gone. thread: its folder in /proc/self/task."""
-    with contextlib.suppress(OSError):
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+    """Whether a thread sleeps or has ended. thread: its folder in /proc/self/task."""
+    with contextlib.suppress(OSError):  # the thread has ended
+        _, _, fields = (thread / "stat").read_text().rpartition(")")  # of "(name) state ..."
+        return fields.split()[0] == "S"
     return True
 
 
@@ -140,7 +142,7 @@ class Context(Meeting):
     watchdog: Watchdog | None = None
     run_lock: RunLock | None = None  # on rank 0, set by `take`
     out: str = ""  # the folder of the run, set by `take`
-    _groups: dict = field(default_factory=dict)
+    _groups: dict = field(default_factory=dict)  # torch's process group by (ranks, role)
 
     def take(self, out: str) -> None:
         """Lock the run's folder until the end; rank 0 raises UserError if another run has it."""
@@ -157,13 +159,14 @@ class Context(Meeting):
     def group(self, rows: Sequence[tuple[int, ...]], role: str) -> "Group":
         """Make all groups of a role and return this rank's group; collective over all ranks.
 
-        rows: the ranks of each group. A rank that is in no row gets a group of itself alone.
+        rows: the ranks of each group. role: the groups' purpose, such as tp; each role has its own
+        process groups and streams. A rank that is in no row gets a group of itself alone.
         """
         import torch.distributed as dist
 
         from distributed.collectives import Group
 
-        own = next((row for row in rows if self.rank in row), (self.rank,))
+        members = next((row for row in rows if self.rank in row), (self.rank,))
         # With `device_id` NCCL connects the members of a new group at once, and not in the group's
         # first operation. The world's group has no device: with one, torch would split every other
         # group off the world, in which every rank has to take part.
@@ -177,17 +180,18 @@ class Context(Meeting):
                 if on_nccl:  # a build of torch without NCCL does not have this class of options
                     options["pg_options"] = _nccl_options(role)
                 self._groups[row, role] = dist.new_group(list(row), **options)
-        log = self.recorder.group_log(role, own) if own in rows else None
-        handle = self._groups.get((own, role))
+        log = self.recorder.group_log(role, members) if members in rows else None
+        handle = self._groups.get((members, role))
         # Collectives of the vocabulary's passes are actions of a schedule: a rank that waited where
         # one starts would not do the actions that other ranks need before they can join.
         blocking = self.blocking and not role.startswith("vocabulary")
-        return Group(own, own.index(self.rank), handle, log, blocking)
+        return Group(members, members.index(self.rank), handle, log, blocking)
 
     def clock(self) -> tuple[float, float]:
-        """Return the offset of a clock common to all ranks from time.monotonic(), and its error.
+        """Return the seconds to add to time.monotonic() for a clock common to all ranks.
 
-        Both in seconds. The error is 0 without a watchdog, where the clock is the node's.
+        The second result is the error of these seconds; it is 0 without a watchdog, where the
+        common clock is the node's.
         """
         if self.watchdog:
             return self.watchdog.clock_offset, self.watchdog.clock_error
@@ -197,9 +201,9 @@ class Context(Meeting):
         """Return launcher, ranks, nodes and devices of the run, for run.json."""
         import torch
 
-        cores = f"{psutil.cpu_count() or 1} CPU cores"
-        on_gpu = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if on_gpu else cores
+        device = f"{psutil.cpu_count() or 1} CPU cores"
+        if self.device.type == "cuda":
+            device = torch.cuda.get_device_name(self.device)
         return {
             "launcher": self.launch.launcher,
             "ranks": self.size,
@@ -233,8 +237,9 @@ class Context(Meeting):
         if self.size > 1:
             import torch.distributed as dist
 
-            on_nccl = self.backend == "nccl"  # without device_ids torch would warn there
-            dist.barrier(device_ids=[self.device.index] if on_nccl else None)
+            # Over NCCL torch warns about a barrier without device_ids.
+            device_ids = [self.device.index] if self.backend == "nccl" else None
+            dist.barrier(device_ids=device_ids)
             dist.destroy_process_group()
         if self.run_lock:
             self.run_lock.release()
@@ -283,8 +288,10 @@ class Context(Meeting):
         status = error.status if isinstance(error, UserError) else 0
         trace = "".join(traceback.format_exception(error))
         if self.watchdog is None or self.watchdog.fail(trace, status):
-            where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
-            print(f"error: {error}" if status else where + trace, file=sys.stderr, flush=True)
+            text = f"rank {self.rank} of {self.size} on {self.node} failed:\n{trace}"
+            if status:
+                text = f"error: {error}"
+            print(text, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
                 from watchdog import hang_report  # needed for this error alone
 
@@ -377,21 +384,29 @@ def _start_process_groups(context: Context) -> None:
 
 
 def _start_watchdog(context: Context, run: Run, host: str) -> None:
-    """Connect to the monitor, which rank 0 starts first; from here on hangs are found.
+    """Start this rank's watchdog, which finds hangs from here on; collective over all ranks.
 
-    host: the address of this node. Without a loopback network a single process goes on with a
-    note and no watchdog.
+    Rank 0 first starts the monitor, a process to which all watchdogs connect. host: the address of
+    this node. Without a loopback network a single process prints a note and has no watchdog.
     """
     address = None
     monitor = None
+    key = context.monitor_key
     try:
         if context.rank == 0:
-            job = context.node, context.size, run.out, run.hang_timeout, context.monitor_key
-            (*address, _), monitor = start_monitor(host, *job)
+            (*address, _), monitor = start_monitor(
+                host, context.node, context.size, run.out, run.hang_timeout, key
+            )
         exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
-        address = exchange.agree(address, lambda values: values[0])
-        own = context.rank, context.node, context.end_all_ranks, monitor
-        context.watchdog = Watchdog(context.recorder, (*address, context.monitor_key), *own)
+        address = exchange.agree(address, lambda values: values[0])  # rank 0's, on all ranks
+        context.watchdog = Watchdog(
+            context.recorder,
+            (*address, key),
+            context.rank,
+            context.node,
+            context.end_all_ranks,
+            monitor,
+        )
     except OSError as error:
         if monitor:
             monitor.kill()
