@@ -46,7 +46,7 @@ def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """The logical CPUs that Slurm, a cgroup or taskset allow this process."""
+    """Return the logical CPUs that Slurm, a cgroup or taskset allow this process, ascending."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
@@ -64,32 +64,34 @@ def threads_asked_for() -> int | None:
 
 
 def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Group logical CPUs by physical core: for each core, in the machine's order, its threads.
+    """Return the logical CPUs of each physical core, in the machine's order of cores.
 
-    logical: the CPUs to group; CPUs of a core that are not in `logical` are left out.
+    logical: the CPUs to group; other CPUs of the same cores are left out.
     """
     groups: dict[int, list[int]] = {}
     for cpu in logical:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
-            first = int(path.read_text().replace("-", ",").split(",")[0])
+            siblings = path.read_text().replace("-", ",").split(",")  # of "0,64" or "0-1"
+            first_cpu = int(siblings[0])
         except OSError:  # the kernel has no such file: take every CPU for a core
-            first = cpu
-        groups.setdefault(first, []).append(cpu)
-    return [tuple(groups[first]) for first in sorted(groups)]
+            first_cpu = cpu
+        groups.setdefault(first_cpu, []).append(cpu)
+    return [tuple(groups[first_cpu]) for first_cpu in sorted(groups)]
 
 
 def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tuple[int, ...] | None:
     """Return the logical CPUs for one of several ranks that share cores; None if cores < ranks.
 
-    cores: the threads of each core. ranks: how many ranks share the cores. index: this rank's
-    number among them. A share is adjacent cores, so that a rank stays on one socket; GPUs are
-    numbered by socket as well.
+    cores: the logical CPUs of each core. ranks: the number of ranks that share the cores. index:
+    this rank's number among these ranks. A share has adjacent cores, so that a rank stays on one
+    socket; GPUs are numbered by socket as well.
     """
     if ranks > len(cores):
         return None
-    own = cores[index * len(cores) // ranks : (index + 1) * len(cores) // ranks]
-    return tuple(sorted(cpu for core in own for cpu in core))
+    first = index * len(cores) // ranks
+    end = (index + 1) * len(cores) // ranks
+    return tuple(sorted(cpu for core in cores[first:end] for cpu in core))
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------
@@ -100,22 +102,25 @@ SHARE_FOR_TESTS = "TRINE_TEST_SHARE_GPU"
 
 
 def check_devices(places: list[Place]) -> None:
-    """Raise UserError if some ranks have a GPU and others none: these could not communicate."""
-    without = [rank for rank, place in enumerate(places) if place.device == "cpu"]
-    if not without or len(without) == len(places):
+    """Raise UserError if some ranks have a GPU and other ranks have none.
+
+    Ranks on CPUs use gloo and ranks on GPUs use NCCL, so they could not communicate.
+    """
+    cpu_ranks = [rank for rank, place in enumerate(places) if place.device == "cpu"]
+    if not cpu_ranks or len(cpu_ranks) == len(places):
         return
-    nodes = ", ".join(sorted({places[rank].node for rank in without}))
+    nodes = ", ".join(sorted({places[rank].node for rank in cpu_ranks}))
     raise UserError(
-        f"torch sees a CUDA device on {len(places) - len(without)} of {len(places)} ranks, and "
-        f"none on ranks {number_ranges(without)} (node {nodes}): leave that node out, mend its "
+        f"torch sees a CUDA device on {len(places) - len(cpu_ranks)} of {len(places)} ranks, and "
+        f"none on ranks {number_ranges(cpu_ranks)} (node {nodes}): leave that node out, mend its "
         f"driver, or give --device cpu"
     )
 
 
 def shared_gpus(places: list[Place]) -> dict[str, list[int]]:
     """Return the ranks of each GPU that several ranks have, by the GPU's identifier."""
-    ranks = ranks_by(place.gpu for place in places)
-    return {gpu: several for gpu, several in ranks.items() if gpu and len(several) > 1}
+    ranks_by_gpu = ranks_by(place.gpu for place in places)
+    return {gpu: ranks for gpu, ranks in ranks_by_gpu.items() if gpu and len(ranks) > 1}
 
 
 # ---- Warnings and the table at the start ---------------------------------------------------------
@@ -130,8 +135,8 @@ def placement_warnings(
 
     job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
-    found = [*_uneven_nodes(places, job_nodes), *_split_group(places, layout)]
-    return found + _cores_not_inherited(places) + _sharing(places)
+    warnings = [*_uneven_nodes(places, job_nodes), *_split_group(places, layout)]
+    return warnings + _cores_not_inherited(places) + _sharing(places)
 
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
@@ -150,7 +155,10 @@ def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
 
 
 def _split_group(places: list[Place], layout: Layout) -> list[str]:
-    """Return a warning of the first tp group that is on several nodes, or else of a cp group."""
+    """Return a warning about the first tp group whose ranks are on several nodes.
+
+    If there is none, the first such cp group; [] without any such group.
+    """
     for kind, axis, product in (("tensor", "tp", "tp"), ("context", "cp", "tp x cp")):
         for ranks in rows_along(layout.axes, (axis,)):
             nodes = sorted({places[rank].node for rank in ranks})
@@ -165,18 +173,20 @@ def _split_group(places: list[Place], layout: Layout) -> list[str]:
 
 
 def _cores_not_inherited(places: list[Place]) -> list[str]:
-    """Return a warning if ranks have fewer cores than --cpus-per-task."""
-    short = [rank for rank, p in enumerate(places) if len(p.cores) < (p.asked_cores or 0)]
+    """Return a warning if ranks have fewer cores than the job's --cpus-per-task; otherwise []."""
+    ranks = [rank for rank, p in enumerate(places) if len(p.cores) < (p.asked_cores or 0)]
+    if not ranks:
+        return []
+    first = places[ranks[0]]
     return [
-        f"{len(short)} ranks, the first is {rank} on {places[rank].node}, have "
-        f"{len(places[rank].cores)} cores, but the job asked for --cpus-per-task="
-        f"{places[rank].asked_cores}: since Slurm 22.05 srun does not inherit it; give it to srun "
-        f"as well"
-        for rank in short[:1]
+        f"{len(ranks)} ranks, the first is {ranks[0]} on {first.node}, have {len(first.cores)} "
+        f"cores, but the job asked for --cpus-per-task={first.asked_cores}: since Slurm 22.05 srun "
+        f"does not inherit it; give it to srun as well"
     ]
 
 
 def _sharing(places: list[Place]) -> list[str]:
+    """Return a warning for each GPU that several ranks share."""
     return [
         f"ranks {number_ranges(ranks)} share one GPU ({gpu}) and each takes its turn: for tests "
         f"(over nccl only {SHARE_FOR_TESTS} allows it), not for training"
@@ -191,23 +201,27 @@ def table(places: list[Place], layout: Layout) -> str:
     """
     if len(places) > RANKS_IN_FULL:
         return _table_of_nodes(places)
-    widths = {"tp": 4, "pp": 4} | ({"cp": 4} if layout.cp > 1 else {}) | {"dp": 5}
-    head = "".join(f"{axis:>{width}}" for axis, width in widths.items())
-    rows = [f"  rank  node                 local  device   {'cores':16} {head}"]
+    widths = {"tp": 4, "pp": 4, "cp": 4, "dp": 5}  # characters of the columns of coordinates
+    if layout.cp == 1:
+        del widths["cp"]
+    axis_names = "".join(f"{axis:>{width}}" for axis, width in widths.items())
+    lines = [f"  rank  node                 local  device   {'cores':16} {axis_names}"]
     for rank, place in enumerate(places):
-        at = coordinates(rank, layout.axes)
-        where = "".join(f"{at[axis]:{width}}" for axis, width in widths.items())
-        rows.append(
+        position = coordinates(rank, layout.axes)
+        columns = "".join(f"{position[axis]:{width}}" for axis, width in widths.items())
+        lines.append(
             f"{rank:6}  {place.node:20} {place.local_rank:5}  {place.device:8} "
-            f"{number_ranges(place.cores):16} {where}"
+            f"{number_ranges(place.cores):16} {columns}"
         )
-    return "\n".join(rows)
+    return "\n".join(lines)
 
 
 def _table_of_nodes(places: list[Place]) -> str:
-    rows = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (the place of each is in run.json)"]
-    for node, own in ranks_by(place.node for place in places).items():
-        devices = len({places[rank].gpu or rank for rank in own})
-        cores = {core for rank in own for core in places[rank].cores}
-        rows.append(f"{node:20} {devices:8}  {number_ranges(cores):16} {number_ranges(own)}")
-    return "\n".join(rows)
+    """Return the table with a row for each node: node, number of devices, cores and ranks."""
+    lines = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (the place of each is in run.json)"]
+    for node, ranks in ranks_by(place.node for place in places).items():
+        devices = {places[rank].gpu or rank for rank in ranks}  # a rank on a CPU is its own device
+        cores = {core for rank in ranks for core in places[rank].cores}
+        columns = f"{node:20} {len(devices):8}  {number_ranges(cores):16}"
+        lines.append(f"{columns} {number_ranges(ranks)}")
+    return "\n".join(lines)

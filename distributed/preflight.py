@@ -32,11 +32,12 @@ from distributed.store import NoAnswer, StoreExchange
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_ANSWER = 60.0  # then a rank is considered lost; slow imports have been done before
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the square matrices
-GEMM_REPEATS = 5
+GEMM_REPEATS = 5  # timed products, of which the fastest counts
 # A rank that is this many times slower than the median is reported. On CPUs other processes share
 # the cores.
 SLOW = {"cuda": 1.1, "cpu": 2.0}
-SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that is allocated and freed at once
+SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that a check allocates and frees again
+NAMED = 3  # ranks that an error message lists before it gives only the number of further ranks
 
 
 class Peers(StoreExchange):
@@ -66,9 +67,11 @@ class Peers(StoreExchange):
 
     def named(self, ranks: list[int]) -> str:
         """Return ranks and their nodes as text: `rank 3 (n2)`, `ranks 4, 5, 6 and 5 more (n3)`."""
-        first = ", ".join(map(str, ranks[:3]))
-        more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-        return f"rank{'s'[: len(ranks) > 1]} {first}{more} ({', '.join(self.nodes(ranks))})"
+        noun = "ranks" if len(ranks) > 1 else "rank"
+        numbers = ", ".join(map(str, ranks[:NAMED]))
+        if len(ranks) > NAMED:
+            numbers += f" and {len(ranks) - NAMED} more"
+        return f"{noun} {numbers} ({', '.join(self.nodes(ranks))})"
 
     def without(self, ranks: list[int]) -> str:
         """Return the text that explains how to start the job without the nodes of these ranks."""
@@ -78,7 +81,7 @@ class Peers(StoreExchange):
         return f"to run without it, leave {nodes} out of mpirun's hosts"
 
     def nodes(self, ranks: list[int]) -> list[str]:
-        """The nodes of these ranks."""
+        """Return the names of the nodes on which these ranks run, sorted, each name once."""
         return sorted({self.context.nodes[rank] for rank in ranks})
 
 
@@ -90,10 +93,10 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     began = time.perf_counter()
     context = peers.context
     check_versions(peers.gather("start", versions(config)), peers)
-    own = context.places[context.rank]
-    sharing = sum(other.gpu == own.gpu for other in context.places)
-    device = peers.gather("device", try_device(context.device, sharing))
-    speeds = check_devices(device, context.device.type, peers, say)
+    gpu = context.places[context.rank].gpu
+    sharing = sum(place.gpu == gpu for place in context.places)  # ranks on this rank's GPU
+    results = peers.gather("device", try_device(context.device, sharing))
+    speeds = check_devices(results, context.device.type, peers, say)
     check_groups(config, peers)
     say(
         f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, "
@@ -108,8 +111,8 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
 def versions(config: Config) -> dict[str, str]:
     """Return versions and hashes that must be the same on every rank, by name."""
     sources = hashlib.sha256()
-    wings = [path.parent for path in ROOT.glob("*/__init__.py")]
-    for path in sorted(file for folder in (ROOT, *wings) for file in folder.glob("*.py")):
+    packages = [path.parent for path in ROOT.glob("*/__init__.py")]
+    for path in sorted(file for folder in (ROOT, *packages) for file in folder.glob("*.py")):
         sources.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     options = json.dumps(config.as_dict(), sort_keys=True).encode()
     return {
@@ -127,14 +130,15 @@ def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
 
     of_ranks: the result of `versions` on every rank.
     """
-    for what in of_ranks[0]:
-        usual = Counter(own[what] for own in of_ranks).most_common(1)[0][0]
-        other = [rank for rank, own in enumerate(of_ranks) if own[what] != usual]
-        if other:
+    for name in of_ranks[0]:
+        values = [versions_of_rank[name] for versions_of_rank in of_ranks]
+        [(usual, _)] = Counter(values).most_common(1)
+        differing = [rank for rank, value in enumerate(values) if value != usual]
+        if differing:
             raise NodeError(
-                f"preflight: {what}: {of_ranks[other[0]][what]} on {peers.named(other)}, {usual} "
-                f"on the other ranks; make them equal, or: {peers.without(other)}",
-                peers.nodes(other),
+                f"preflight: {name}: {values[differing[0]]} on {peers.named(differing)}, {usual} "
+                f"on the other ranks; make them equal, or: {peers.without(differing)}",
+                peers.nodes(differing),
             )
 
 
@@ -167,7 +171,7 @@ def multiply(device: torch.device) -> float:
     a = rows[:, None].expand(edge, edge).contiguous()
     b = torch.ones_like(a)
     seconds = []
-    for _ in range(1 + GEMM_REPEATS):  # the first warms up
+    for _ in range(1 + GEMM_REPEATS):  # the first product is slow: it loads the kernel
         began = time.perf_counter()
         product = a @ b
         if device.type == "cuda":
@@ -245,11 +249,9 @@ def check_groups(config: Config, peers: Peers) -> None:
     if least == len(names):
         return
     stuck = [rank for rank, answer in enumerate(answers) if answer["at"] == least]
-    why = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
-    raise NodeError(
-        f"preflight: {names[least]} fails on {peers.named(stuck)}: {why}; {peers.without(stuck)}",
-        peers.nodes(stuck),
-    )
+    reason = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
+    text = f"preflight: {names[least]} fails on {peers.named(stuck)}: {reason}"
+    raise NodeError(f"{text}; {peers.without(stuck)}", peers.nodes(stuck))
 
 
 # ---- Room for checkpoints ------------------------------------------------------------------------
@@ -264,16 +266,17 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
     """
     run = config.run
     peers = Peers(context)
-    own = {"memory": available_memory(), "disk": free_bytes(run.out), "needed": needed}
-    answers = peers.gather("room", own)
+    answer = {"memory": available_memory(), "disk": free_bytes(run.out), "needed": needed}
+    answers = peers.gather("room", answer)
     needed = answers[0]["needed"]
     if run.saves and run.async_save:
         _check_memory(answers, needed, peers)
-    free, disk = min((answer["disk"], rank) for rank, answer in enumerate(answers))
+    # Ranks may see different disks under one name: the disk with the least room counts.
+    free, rank_at_disk = min((answer["disk"], rank) for rank, answer in enumerate(answers))
     if needed > free:
         sentence = (
             f"preflight: a checkpoint takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are "
-            f"free where {run.out} is, seen from {peers.named([disk])}"
+            f"free where {run.out} is, seen from {peers.named([rank_at_disk])}"
         )
         if run.saves:
             raise UserError(sentence)
@@ -303,8 +306,10 @@ def available_memory() -> int:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # no cgroups
         return available
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
-    folder = Path("/sys/fs/cgroup" + own) if own else None
+    prefix = "0::"  # of the line with the folder of this process's cgroup (version 2)
+    names = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+    folder = Path("/sys/fs/cgroup" + names[0]) if names and names[0] else None
+    # A limit of any folder above counts too.
     while folder and (folder / "memory.max").exists():
         limit = (folder / "memory.max").read_text().strip()
         if limit != "max":
