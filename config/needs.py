@@ -26,7 +26,7 @@ def _has_adam(config: Config) -> bool:
     return config.training.optimizer not in ("sgd", "adafactor")
 
 
-def _falls(config: Config) -> bool:
+def _lr_falls(config: Config) -> bool:
     return config.training.lr_schedule != "constant"
 
 
@@ -34,7 +34,7 @@ def _evaluates(config: Config) -> bool:
     return bool(config.data.eval_samples or config.data.eval_data)
 
 
-def _reads(config: Config) -> bool:
+def _reads_files(config: Config) -> bool:
     return config.data.data != ("synthetic",)
 
 
@@ -43,7 +43,7 @@ def _reads(config: Config) -> bool:
 NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (("max_positions",), "--positions learned", lambda c: c.model.positions == "learned"),
     (ROTARY, "--positions rotary", lambda c: c.model.positions == "rotary"),
-    (("min_lr", "lr_decay_samples"), "--lr-schedule cosine, linear or wsd", _falls),
+    (("min_lr", "lr_decay_samples"), "--lr-schedule cosine, linear or wsd", _lr_falls),
     (("lr_wsd_decay_samples",), "--lr-schedule wsd", lambda c: c.training.lr_schedule == "wsd"),
     (ADAM, "--optimizer adamw, apex, adamw8bit or muon", _has_adam),
     (("sgd_momentum",), "--optimizer sgd", lambda c: c.training.optimizer == "sgd"),
@@ -54,8 +54,12 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     ),
     (DYNAMIC, "a dynamic scale: --loss-scale 0", lambda c: not c.training.loss_scale),
     (("eval_every",), "--eval-samples or --eval-data: nothing is evaluated", _evaluates),
-    (("split", "order"), "the files of --data; now tokens are random", _reads),
-    (("cache",), "the files of --data or --eval-data", lambda c: _reads(c) or c.data.eval_data),
+    (("split", "order"), "the files of --data; now tokens are random", _reads_files),
+    (
+        ("cache",),
+        "the files of --data or --eval-data",
+        lambda c: _reads_files(c) or c.data.eval_data,
+    ),
     (OF_SAVES, "--save-every or --save-every-minutes: nothing is saved", lambda c: c.run.saves),
     (("keep_every",), "--keep-last: now all are kept", lambda c: c.run.keep_last),
     (("load_weights_only",), "--resume, to say which weights", lambda c: c.run.resume),
@@ -78,11 +82,14 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
 
 
 def check_used(config: Config, given: Collection[str]) -> None:
-    """Raise UserError if an option has no effect in this run. given: names of the given options."""
-    for names, needed, has_it in NEEDS:
-        useless = _as_typed(config, [name for name in names if name in given])
-        if useless and not has_it(config):
-            raise UserError(f"{useless[0]} needs {needed}")
+    """Raise UserError if a given option has no effect in this run.
+
+    given: the names of the options that flags or a file give.
+    """
+    for names, needed, is_met in NEEDS:
+        options = _as_typed(config, [name for name in names if name in given])
+        if options and not is_met(config):
+            raise UserError(f"{options[0]} needs {needed}")
 
 
 def unused_rotary(config: Config) -> list[str]:
@@ -92,16 +99,18 @@ def unused_rotary(config: Config) -> list[str]:
 
 def _as_typed(config: Config, names: Collection[str]) -> list[str]:
     """Return the named options that are not at their defaults, as flags with their values."""
-    found = []
+    texts = []
     for group in (config.model, config.training, config.data, config.run):
         for field in dataclasses.fields(group):
             value = getattr(group, field.name)
             flag = field.name.replace("_", "-")
-            usual = config.model.seq_length if field.name == "max_positions" else field.default
-            if field.name not in names or value == usual:
+            default = config.model.seq_length if field.name == "max_positions" else field.default
+            if field.name not in names or value == default:
                 continue
-            values = value if isinstance(value, tuple) else (value,)
-            words = [f"{each:g}" if isinstance(each, float) else str(each) for each in values]
-            sign = "" if value is True else " " + " ".join(words)
-            found.append(f"--no-{flag}" if value is False else f"--{flag}{sign}")
-    return found
+            if isinstance(value, bool):
+                texts.append(f"--{flag}" if value else f"--no-{flag}")
+                continue
+            numbers = value if isinstance(value, tuple) else (value,)
+            words = [f"{n:g}" if isinstance(n, float) else str(n) for n in numbers]
+            texts.append(f"--{flag} {' '.join(words)}")
+    return texts

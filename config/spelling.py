@@ -1,16 +1,17 @@
 """Spellings of options: Megatron-LM's names, underscores, and suggestions for unknown names.
 
-    found = translate(["--num_layers", "4", "--fp16"])
-    found.words      ["--layers", "4", "--precision", "fp16"]
-    found.notes      lines to print: how each name was understood
-    found.finish(values)    fills in what depends on other options, such as --eval-iters
+    translation = translate(["--num_layers", "4", "--fp16"])
+    translation.words             ["--layers", "4", "--precision", "fp16"]
+    translation.notes             lines to print: how each name was understood
+    translation.finish(values)    sets options that depend on others, such as --eval-iters
 
-The names are in other_names.toml.
+"Theirs" are names of Megatron-LM, "ours" the names in schema.py; other_names.toml has both.
 
-Models by name: the presets of presets.toml, and what a --model means, a preset or a path.
+The second part finds models by name: the presets of presets.toml. A --model is the name of a preset
+or a path.
 
     preset("gpt2-124m")                            a ModelShape
-    means_preset("meta-llama/Meta-Llama-3-8B")     True: preset_name finds llama-3-8b
+    means_preset("meta-llama/Meta-Llama-3-8B")     True: preset_name returns llama-3-8b
 """
 
 import difflib
@@ -31,13 +32,14 @@ FLAG = re.compile(r"--?[A-Za-z]")  # a negative number is a value
 
 @dataclass
 class Translation:
-    """A command line in the names of schema.py; see the module's example."""
+    """A command line in the names of schema.py."""
 
-    words: list[str] = field(default_factory=list)
-    ours: dict[str, str] = field(default_factory=dict)  # flag as written -> ours
+    words: list[str] = field(default_factory=list)  # the command line in our names
+    ours: dict[str, str] = field(default_factory=dict)  # our flag for each translated flag
     instead: list[str] = field(default_factory=list)  # a sentence per option without effect here
-    iterations: dict[str, float] = field(default_factory=dict)  # by our option of samples
-    warmup_fraction: float | None = None
+    # The number of iterations, for our options that count samples, by the name of our option.
+    iterations: dict[str, float] = field(default_factory=dict)
+    warmup_fraction: float | None = None  # warm-up as a share of the samples of the decay
 
     @property
     def notes(self) -> list[str]:
@@ -46,9 +48,11 @@ class Translation:
         return ([f"Megatron's names: {names}"] if names else []) + self.instead
 
     def finish(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return `values` (options by name, of flags and file) with options that count samples in
-        Trine, and iterations or a share of all samples in Megatron-LM. An iteration counts
-        --global-batch-size samples, even during a ramp-up, as in Megatron-LM.
+        """Return the options with numbers of samples in place of iterations and shares.
+
+        values: the options of flags and file by name. Some options count iterations in Megatron-LM
+        and samples here. An iteration counts --global-batch-size samples, even during a ramp-up, as
+        in Megatron-LM.
         """
         if not self.iterations and self.warmup_fraction is None:
             return values
@@ -56,32 +60,43 @@ class Translation:
         size = values.get("global_batch_size")
         if size is None:
             size = batch_schedule.parse_steps(tuple(steps))[-1][1] if steps else 8
-        found = values | {name: round(count * size) for name, count in self.iterations.items()}
+        finished = values | {name: round(count * size) for name, count in self.iterations.items()}
         if self.warmup_fraction is not None:
             total = values.get("train_samples") or values.get("steps", 0) * size
-            decay = found.get("lr_decay_samples", total)
-            found["lr_warmup_samples"] = round(self.warmup_fraction * decay)
-        return found
+            decay = finished.get("lr_decay_samples", total)
+            finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
+        return finished
 
 
 def translate(words: list[str]) -> Translation:
-    """Return a command line in our names; UserError if Trine does not have what an option asks for,
-    or if two names of one option have different values.
+    """Return a command line in our names.
+
+    words: the command line, with theirs and ours. Raise UserError if Trine does not have what an
+    option asks for, or if two names of one option have different values.
     """
-    found = Translation()
-    written = dict[str, tuple[str, list[str]]]()
-    for flag, rest in _flags(words):
+    translation = Translation()
+    first_use = dict[str, tuple[str, list[str]]]()  # by our flag: the name as written, our words
+    for flag, values_after in _flags(words):
         name, equals, value = flag.partition("=")
         name = name.replace("_", "-")
-        values = [value, *rest] if equals else rest
-        own = _own_words(name, values, found) if name.startswith("--") else None
-        meaning = [name, *values] if own is None else own or [name]
-        target = meaning[0].replace("--no-", "--")
-        other, before = written.setdefault(target, (name, meaning))
-        if {name, other} & found.ours.keys() and before != meaning:
-            raise UserError(f"{other} and {name} are one option, {target}: give one")
-        found.words += [name + equals + value] * bool(name) + rest if own is None else own
-    return _resumed(found)
+        values = [value, *values_after] if equals else values_after
+        translated = None
+        if name.startswith("--"):
+            translated = _our_words(name, values, translation)
+        meaning = translated or [name]
+        if translated is None:
+            meaning = [name, *values]
+        our_flag = meaning[0].replace("--no-", "--")
+        other_name, other_meaning = first_use.setdefault(our_flag, (name, meaning))
+        if {name, other_name} & translation.ours.keys() and other_meaning != meaning:
+            raise UserError(f"{other_name} and {name} are one option, {our_flag}: give one")
+        if translated is not None:
+            translation.words += translated
+            continue
+        if name:  # empty before the first flag
+            translation.words.append(name + equals + value)
+        translation.words += values_after
+    return _resumed(translation)
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -98,46 +113,55 @@ def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     yield flag, values
 
 
-def _own_words(flag: str, values: list[str], found: Translation) -> list[str] | None:
-    """Return our words for a flag of Megatron-LM, and note it in `found`; None for other flags."""
-    name = flag[2:]
+def _our_words(flag: str, values: list[str], translation: Translation) -> list[str] | None:
+    """Return the words of our command line for a flag of Megatron-LM; None for any other flag.
+
+    values: the words after the flag. translation: receives the notes, and the numbers that `finish`
+    needs. The result is [] if the flag has no effect here, or if `finish` sets the option.
+    """
+    name = flag.removeprefix("--")
     if name in NAMES["instead"]:
-        _check_instead(name, values, found)
+        _note_missing_option(name, values, translation)
         return []
     if name in NAMES["iterations"]:
         ours = NAMES["iterations"][name]
-        found.iterations[ours.replace("-", "_")] = _number(name, values)
-        found.ours[flag] = f"--{ours} (times --global-batch-size)"
+        translation.iterations[ours.replace("-", "_")] = _number(name, values)
+        translation.ours[flag] = f"--{ours} (times --global-batch-size)"
         return []
     if name == "lr-warmup-fraction":
-        found.warmup_fraction = _number(name, values)
-        found.ours[flag] = "--lr-warmup-samples (times --lr-decay-samples)"
+        translation.warmup_fraction = _number(name, values)
+        translation.ours[flag] = "--lr-warmup-samples (times --lr-decay-samples)"
         return []
     if name == "tensorboard-dir":  # Trine's folder is fixed
-        found.instead.append(f"{flag} {' '.join(values)}: the events are in OUT/tensorboard")
+        translation.instead.append(f"{flag} {' '.join(values)}: the events are in OUT/tensorboard")
         values = []
     if name in NAMES["words"]:
-        found.ours[flag] = NAMES["words"][name]
+        translation.ours[flag] = NAMES["words"][name]
         return [*NAMES["words"][name].split(), *values]
     if name not in NAMES["same"]:
         return None
-    found.ours[flag] = f"--{NAMES['same'][name]}"
-    spelled = NAMES["values"].get(name, {})
-    return [found.ours[flag], *(spelled.get(value, value) for value in values)]
+    translation.ours[flag] = f"--{NAMES['same'][name]}"
+    our_values = NAMES["values"].get(name, {})  # our value for each of theirs that differs
+    return [translation.ours[flag], *(our_values.get(value, value) for value in values)]
 
 
-def _check_instead(name: str, values: list[str], found: Translation) -> None:
-    facts = NAMES["instead"][name]
-    given = " ".join([f"--{name}", *values])
-    if "accepts" not in facts:
-        found.instead.append(f"{given}: {facts['text']}")
-    elif not values or values[0] not in facts["accepts"]:
-        raise UserError(f"{given}: {facts['text']}")
+def _note_missing_option(name: str, values: list[str], translation: Translation) -> None:
+    """Note that Trine lacks an option of Megatron-LM, or that it always has the given value.
+
+    Raise UserError if the option asks, with these values, for something that Trine does not do.
+    """
+    entry = NAMES["instead"][name]  # text: what Trine does; accepts: the values that mean the same
+    written = " ".join([f"--{name}", *values])
+    if "accepts" not in entry:
+        translation.instead.append(f"{written}: {entry['text']}")
+    elif not values or values[0] not in entry["accepts"]:
+        raise UserError(f"{written}: {entry['text']}")
     else:
-        found.instead.append(f"{given}: so it is here")
+        translation.instead.append(f"{written}: so it is here")
 
 
 def _number(name: str, values: list[str]) -> float:
+    """Return the single value of an option, a number from 0 up to 2^53; UserError for any other."""
     try:
         (value,) = values
         number = float(value)
@@ -148,17 +172,20 @@ def _number(name: str, values: list[str]) -> float:
     return number
 
 
-def _resumed(found: Translation) -> Translation:
-    """Turn --load into --resume auto if its folder is also that of --save, and return `found`."""
-    words = found.words
-    if "--load" not in found.ours or "--out" not in words:
-        return found
+def _resumed(translation: Translation) -> Translation:
+    """Turn --load FOLDER into --resume auto if --save has the same folder; return the translation.
+
+    --load was translated to --resume, and --save to --out.
+    """
+    words = translation.words
+    if "--load" not in translation.ours or "--out" not in words:
+        return translation
     load = words.index("--resume") + 1
     out = words.index("--out") + 1
-    if words[load : load + 1] == words[out : out + 1]:
+    if words[load : load + 1] == words[out : out + 1]:  # slices, since the values may be missing
         words[load] = "auto"
-        found.ours["--load"] = "--resume auto"
-    return found
+        translation.ours["--load"] = "--resume auto"
+    return translation
 
 
 def suggestion(name: str, options: Mapping[str, str]) -> str:
@@ -179,8 +206,10 @@ def suggestion(name: str, options: Mapping[str, str]) -> str:
         close = f"; did you mean {meant[other[0]]!r}?"
     if not close:
         parts = set(re.split(r"\W+", plain))
-        texts = {each: set(re.findall(r"\w+", f"{each} {text}")) for each, text in options.items()}
-        close = next((f"; did you mean {e!r}?" for e in known if parts <= texts[e]), "")
+        for option, text in options.items():
+            if parts <= set(re.findall(r"\w+", f"{option} {text}")):
+                close = f"; did you mean {option!r}?"
+                break
     close = close or nearest(plain, known)
     return close.replace(" '", f" '{dashes}")
 
@@ -189,7 +218,11 @@ def suggestion(name: str, options: Mapping[str, str]) -> str:
 
 
 def _load_presets() -> tuple[dict[str, ModelShape], dict[str, list[str]], dict[str, str]]:
-    """Named shapes in the file's order, what is left out of some, and other names for some."""
+    """Return three dictionaries of presets.toml: shapes, lacks and aliases.
+
+    Shapes and lacks are by the preset's name, in the file's order; the keys of the aliases are
+    other names of presets.
+    """
     tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
     shapes = {}
     lacks = {}
@@ -214,24 +247,29 @@ ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|v0\.1))+$")
 
 
 def preset_name(name: str) -> str:
-    """The name of a preset in lower case, where `name` may be that of a repository, such as
-    meta-llama/Meta-Llama-3-8B; of no preset if there is none.
+    """Return the name of the preset that `name` stands for: llama-3-8b, for example.
+
+    name: the preset's name, or a repository such as meta-llama/Meta-Llama-3-8B. If there is no such
+    preset, the result is the repository's name in lower case.
     """
-    plain = ENDINGS.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
+    repository = name.lower().rpartition("/")[2]
+    plain = ENDINGS.sub("", repository.removeprefix("meta-"))
     return ALIASES.get(plain, plain)
 
 
 def means_preset(name: str) -> bool:
-    """Whether a --model is meant as a preset and not as a path: OWNER/MODEL without a folder OWNER,
-    or a name that no file or folder has.
+    """Return whether a --model is the name of a preset and not a path.
+
+    It is if no file or folder has that name; for OWNER/MODEL, if there is no folder OWNER. The name
+    of a preset always means the preset.
     """
     owner = name.rpartition("/")[0]
-    path = name.endswith(".json") or "/" in owner or Path(owner or name).exists()
-    return not path or name.lower() in {*PRESETS, *ALIASES}
+    is_path = name.endswith(".json") or "/" in owner or Path(owner or name).exists()
+    return not is_path or name.lower() in {*PRESETS, *ALIASES}
 
 
 def preset(name: str) -> ModelShape:
-    """The shape of that name; UserError with the nearest name if there is none."""
+    """Return the shape of a preset; UserError with the nearest names if there is none."""
     key = preset_name(name)
     if key not in PRESETS:
         hint = nearest(key, list(PRESETS), 0.5, most=3) or "; train.py --help model lists them"
@@ -241,6 +279,6 @@ def preset(name: str) -> ModelShape:
 
 
 def listed() -> str:
-    """The help text of --model."""
+    """Return the help text of --model, with the names of all presets."""
     text = f"start from a named shape: {', '.join(PRESETS)}, or a repository's name for one"
     return text + ", or that of a config.json of transformers, a run's folder, a checkpoint"
