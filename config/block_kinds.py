@@ -1,10 +1,10 @@
 """Models with experts whose blocks are of two kinds: some have experts, and some have one MLP.
 
-    kinds(model)                  # [(58, blocks with experts), (3, blocks with one MLP)]
-    mean(model, block_flops)      # of one block, over all blocks of the model
+    kinds(model)                  # [(58, model with experts), (3, model with one MLP per block)]
+    mean(model, block_flops)      # mean FLOPs of a block over all blocks of the model
 
-Formulas about a block take a model whose blocks are alike. This module asks them for each kind.
-ModelShape.has_experts decides of which kind a block is. Read schema.py first.
+Formulas about a block take a model whose blocks are alike. This module applies them to a model for
+each kind of block. ModelShape.has_experts decides of which kind a block is. Read schema.py first.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any
 
 from config.schema import ModelShape
 
-# The options of experts as a model without experts has them.
+# The values of the options of experts in a model without experts.
 OF_ONE_MLP: dict[str, Any] = {
     "experts": 1,
     "experts_per_token": 1,
@@ -28,21 +28,21 @@ OF_ONE_MLP: dict[str, Any] = {
 
 @lru_cache(maxsize=256)
 def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
-    """Return how many blocks have experts, and how many have one MLP; only numbers above 0.
+    """Return (number of blocks, model of these blocks alone) for each kind of block in the model.
 
-    Beside each number stands a model of as many blocks, all of this kind, whose ffn_hidden is the
-    width of their MLPs.
+    The blocks with experts come first. A kind without blocks is left out. The ffn_hidden of the
+    model of a kind is the width of each of its MLPs.
     """
-    alike: dict[str, Any] = {"first_dense_layers": 0, "expert_interval": 1}
+    all_alike: dict[str, Any] = {"first_dense_layers": 0, "expert_interval": 1}
     sparse = blocks_with_experts(model, 0, model.layers)
     dense = model.layers - sparse
-    found: list[tuple[int, ModelShape]] = []
+    models: list[tuple[int, ModelShape]] = []
     if sparse:
         width: dict[str, Any] = {"ffn_hidden": model.expert_ffn_hidden}
-        found.append((sparse, replace(model, layers=sparse, **alike, **width)))
+        models.append((sparse, replace(model, layers=sparse, **all_alike, **width)))
     if dense:
-        found.append((dense, replace(model, layers=dense, **alike, **OF_ONE_MLP)))
-    return found
+        models.append((dense, replace(model, layers=dense, **all_alike, **OF_ONE_MLP)))
+    return models
 
 
 def blocks_with_experts(model: ModelShape, first: int, last: int) -> int:
@@ -51,21 +51,27 @@ def blocks_with_experts(model: ModelShape, first: int, last: int) -> int:
 
 
 def total(model: ModelShape, value: Callable[[ModelShape], Any], first: int, last: int) -> Any:
-    """Return the sum over the blocks [first, last) of `value`, which takes a model of one kind."""
+    """Return the sum of a number over the blocks [first, last), such as their FLOPs.
+
+    value: a function that takes a model whose blocks are alike and returns a block's number.
+    """
     sparse = blocks_with_experts(model, first, last)
-    found = 0
+    dense = last - first - sparse
+    number = 0
     for _, kind in kinds(model):
-        blocks = sparse if kind.experts > 1 else last - first - sparse
-        found += blocks * value(kind)
-    return found
+        blocks = sparse if kind.experts > 1 else dense
+        number += blocks * value(kind)
+    return number
 
 
 def mean(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any:
-    """Return the mean over all blocks of `value`, which takes a model of one kind.
+    """Return the mean of a number over all blocks of the model, such as the FLOPs of a block.
 
-    Where all blocks are alike it is the value itself, an integer if that is one.
+    value: a function that takes a model whose blocks are alike and returns a block's number. If all
+    blocks of the model are alike, the result is that number itself, which may be an integer.
     """
-    found = kinds(model)
-    if len(found) == 1:
-        return value(found[0][1])
+    models = kinds(model)
+    if len(models) == 1:
+        [(_, kind)] = models
+        return value(kind)
     return total(model, value, 0, model.layers) / model.layers

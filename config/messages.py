@@ -54,9 +54,10 @@ class SaveError(UserError):
 
 
 class NodeError(UserError):
-    """An error after which a run may start again, without the named nodes if there are any.
+    """An error after which the supervisor may start the run again, without the named nodes.
 
-    kind, ranks: of the case that is written for the supervisor.
+    nodes: may be empty. kind, ranks: the kind of fault and its ranks, for the file that the
+    supervisor reads (OUT/hang/case.json).
     """
 
     def __init__(
@@ -95,7 +96,10 @@ class Parser(argparse.ArgumentParser):
         return cls(description=head, epilog=rest, formatter_class=form, allow_abbrev=False)
 
     def add_gpus(self, text: str, default: int | None = None) -> None:
-        """Add --gpus, the number of ranks, and its other spellings, which --help does not list."""
+        """Add --gpus, the number of ranks, and its spellings --ranks and --world, both hidden.
+
+        text: the help text. default: the value if the option is not given.
+        """
         self.add_argument("--gpus", type=int, metavar="N", help=text, default=default)
         for flag in ("--ranks", "--world"):
             hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
@@ -116,8 +120,9 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def installed(how: str = SET_UP) -> Iterator[None]:
-    """Context around imports: if a package is not installed, print one error line, which ends with
-    how to install it, and exit with status 2.
+    """In a block with imports, turn a package that is not installed into one error line.
+
+    The program then exits with status 2. how: the end of the line, which tells how to install.
     """
     try:
         yield
@@ -127,9 +132,10 @@ def installed(how: str = SET_UP) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sentences() -> Iterator[None]:
-    """Context around a program: for a UserError, or an output that cannot be written, print one
-    error line and exit with the error's status; if no process reads the output any more (`| head`),
-    print nothing.
+    """In a block with a whole program, turn a UserError into one error line and its exit status.
+
+    An output that cannot be written is such an error too. If no process reads the output any more
+    (`| head`), nothing is printed.
     """
     try:
         yield
@@ -139,9 +145,11 @@ def sentences() -> Iterator[None]:
     except OSError as error:
         if error.errno not in NOT_WRITTEN or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the text left in the buffer
-        read = error.errno != errno.EPIPE
-        exit_with(UserError(f"cannot write the output: {error.strerror}"), read, delay=0.0)
+        # Python writes the text that is still buffered at its exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        is_read = error.errno != errno.EPIPE
+        mistake = UserError(f"cannot write the output: {error.strerror}")
+        exit_with(mistake, prints=is_read, delay=0.0)
 
 
 def check_decoded(flag: str, text: str) -> None:
@@ -180,20 +188,21 @@ def check_file(path: str | None) -> None:
 def check_folder(flag: str, path: str) -> None:
     """Raise UserError if the folder `path` cannot be made, or if no file can be made in it.
 
-    A nameless temporary file in the deepest folder of `path` that exists is the test.
+    The check makes a temporary file without a name in the deepest folder of `path` that exists.
+    flag: the option, for the message.
     """
-    found = os.path.abspath(path)
-    while not os.path.lexists(found):
-        found = os.path.dirname(found)
+    folder = os.path.abspath(path)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
     try:
-        with tempfile.TemporaryFile(dir=found), contextlib.suppress(FileNotFoundError):
+        with tempfile.TemporaryFile(dir=folder), contextlib.suppress(FileNotFoundError):
             os.stat(path)  # OSError if a name is too long
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot write in {found}: {error.strerror}") from None
+        raise UserError(f"{flag} {path}: cannot write in {folder}: {error.strerror}") from None
 
 
 def write_file(path: str | None, text: str) -> None:
-    """Write a file if a path was given for it; UserError if it cannot be written."""
+    """Write `text` into the file `path`; UserError if it cannot be written. None: do nothing."""
     try:
         if path is not None:
             Path(path).write_text(text)
@@ -214,10 +223,10 @@ def whole_number(text: str) -> int:
     """Return a whole number in any form that `number` reads; ValueError if it is not whole."""
     if text.lstrip("+-").isdecimal():
         return int(text)
-    found = number(text)
-    if not found.is_integer():  # inf and nan are not integers either
+    value = number(text)
+    if not value.is_integer():  # inf and nan are not integers either
         raise ValueError(text)
-    return int(found)
+    return int(value)
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -230,19 +239,23 @@ def printable(text: str, keep: str = "\n\t") -> str:
         return text
     shown = []
     for character in text:
-        controls = unicodedata.category(character) in ("Cc", "Cs")  # control characters, surrogates
-        if (controls or character in TURNS_TEXT) and character not in keep:
+        is_control = unicodedata.category(character) in ("Cc", "Cs")  # or a surrogate
+        if (is_control or character in TURNS_TEXT) and character not in keep:
             character = character.encode("unicode_escape").decode("ascii")
         shown.append(character)
     return "".join(shown)
 
 
 def nearest(name: str, known: Iterable[str], at_least: float = 0.6, most: int = 1) -> str:
-    """Return `; did you mean ...?` with up to three known names that have `name` between dashes,
-    else with up to `most` similar names; an empty string if there are none.
+    """Return `; did you mean ...?` with known names that are like `name`, or an empty string.
+
+    The shortest three names that have `name` between dashes come first. If there is none, up to
+    `most` names with a similarity of `at_least` (difflib's, from 0 to 1) are taken.
     """
-    names = sorted((each for each in known if f"-{name}-" in f"-{each}-"), key=len)
-    names = names[:3] or difflib.get_close_matches(name, [*known], most, at_least)
+    containing = [candidate for candidate in known if f"-{name}-" in f"-{candidate}-"]
+    names = sorted(containing, key=len)[:3]
+    if not names:
+        names = difflib.get_close_matches(name, [*known], most, at_least)
     return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
@@ -258,10 +271,10 @@ def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
 
 
 def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoReturn:
-    """Exit with the error's status; one rank prints the message.
+    """Exit with the error's status, after printing the message if `prints`.
 
-    A launcher ends the whole job when a rank exits with an error, so ranks that do not print first
-    wait `delay` seconds for the rank that prints.
+    If several ranks have the same error, only one prints it. A launcher ends the whole job when a
+    rank exits with an error, so the other ranks first wait `delay` seconds for the printing rank.
     """
     if prints:
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
@@ -281,8 +294,9 @@ def check_paths(config: Any) -> None:
         if path and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder, not a file that may appear")
         folder = os.path.dirname(os.path.abspath(path)) if path else os.sep
-        made = os.path.join(os.path.abspath(run.out), "").startswith(os.path.join(folder, ""))
-        if not os.path.isdir(folder) and not made:
+        out = os.path.join(os.path.abspath(run.out), "")  # with a slash at its end
+        made_by_run = out.startswith(os.path.join(folder, ""))
+        if not os.path.isdir(folder) and not made_by_run:
             raise UserError(f"{flag} {path} can never appear: there is no folder {folder}")
     if run.kill_switch and os.path.exists(run.kill_switch):
         raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
