@@ -3,9 +3,9 @@
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
 Types, choices and limits are checked here; config/validation.py checks what depends on several
-options. Modules that few command lines need are imported where they are used: models by name
-(spelling.py, families.py) and Megatron-LM's names of options (spelling.py).
-Read schema.py before this file.
+options. Given options are those that a flag or the file sets; the others have their defaults.
+Modules that few command lines need are imported where they are used: models by name (spelling.py,
+families.py) and Megatron-LM's names of options (spelling.py). Read schema.py before this file.
 """
 
 import argparse
@@ -43,6 +43,7 @@ FIRST = (
     *("data", "split"),
     *("out", "resume", "save_every", "eval_every", "device", "compile"),
 )
+# For each kind of limit: whether a value is within the limit, and the words of the error message.
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "minimum": (operator.ge, "at least"),
     "maximum": (operator.le, "at most"),
@@ -52,7 +53,10 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str]]:
-    """Return the shape of a preset or file, and sentences on what the engine cannot train of it."""
+    """Return a model's shape, and sentences on the parts of the model that cannot be trained.
+
+    name: the value of --model, a preset or a file. seq_length: the value of --seq-length, if given.
+    """
     from config import families, spelling
 
     if spelling.means_preset(name):
@@ -78,8 +82,9 @@ def make_model(values: dict[str, Any], where: str) -> ModelShape:
 class Request:
     """A configuration, and the names of the options that were given.
 
-    given: option names (`global_batch_size`, and `model` for a preset), by flag or by file.
-    notes: lines for the user, such as the meaning of Megatron-LM's names. model: value of --model.
+    given: option names such as `global_batch_size`, given by flag or by file; `model` for --model.
+    notes: lines for the user, such as the meaning of Megatron-LM's names. model: the value of
+    --model; None if it was not given.
     """
 
     config: Config
@@ -113,21 +118,21 @@ def parse_request(
         _print_help(description, arguments[1:])
     parser = _parser(description)
     flags, unknown = parser.parse_known_args(arguments)
-    translated: Translation | None = None
+    translation: Translation | None = None
     if unknown:  # the arguments may have Megatron-LM's names of options
         from config import spelling
 
-        translated = spelling.translate(arguments)
-        flags, unknown = parser.parse_known_args(translated.words)
+        translation = spelling.translate(arguments)
+        flags, unknown = parser.parse_known_args(translation.words)
         if unknown:
             names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
             raise UserError(_unknown("argument", names))
-    values = vars(flags)
-    file = values.pop("config", None)
-    options = _options_of_file(file) if file else {}
-    if BATCH_SIZES & values.keys():
-        options = {name: value for name, value in options.items() if name not in BATCH_SIZES}
-    given = options | values
+    by_flags = vars(flags)
+    file = by_flags.pop("config", None)
+    by_file = _options_of_file(file) if file else {}
+    if BATCH_SIZES & by_flags.keys():  # a flag for one of the two overrides both in the file
+        by_file = {name: value for name, value in by_file.items() if name not in BATCH_SIZES}
+    given = by_file | by_flags
     given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
     given = _with_resumed(given)
     if given.keys() >= BATCH_SIZES:
@@ -137,12 +142,12 @@ def parse_request(
         check_option("batch_tokens", tokens)
         model = build(defaults(given) | given, [] if plans else None).model
         given["global_batch_size"] = samples_of(tokens, model.seq_length)
-    given = translated.finish(given) if translated else given
+    given = translation.finish(given) if translation else given
     lacks: list[str] = []
     config = build(defaults(given) | given, lacks if plans else None)
     check_used(config, given)
-    notes = translated.notes if translated else []
-    notes += [f"planned, but not trained here: {each}" for each in lacks]
+    notes = translation.notes if translation else []
+    notes += [f"planned, but not trained here: {part}" for part in lacks]
     notes += _note_on_model(given.get("model", ""))
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
@@ -151,9 +156,7 @@ def parse_request(
 
 
 def _print_help(description: str, groups: Collection[str]) -> NoReturn:
-    """Print the help text of these groups, of every option for `all`, or without a group of the
-    options that people use first; then end the program.
-    """
+    """Print the help text of these groups, of all options or of those in FIRST; end the program."""
     if "all" in groups:
         text = _parser(description, lists_models=True).format_help()
     elif groups and GROUPS.keys() >= set(groups):
@@ -174,13 +177,12 @@ def _note_on_model(name: str) -> list[str]:
 
 
 def samples_of(tokens: int, length: int) -> int:
-    """Return how many samples of `length` tokens a batch of `tokens` has; UserError if not whole.
+    """Return tokens / length, the samples of a batch; UserError unless `length` divides `tokens`.
 
-    The number is never rounded. A unit such as M is a power of ten; if the power of two (Mi) would
-    give whole samples, the error shows how to write it.
+    If a power of two as the unit (Mi for M) would give whole samples, the error shows it.
     """
-    samples, rest = divmod(tokens, length)
-    if not rest:
+    samples, remainder = divmod(tokens, length)
+    if not remainder:
         return samples
     near = " and ".join(f"{n} x {length} = {n * length}" for n in (samples, samples + 1) if n)
     text = f"--batch-tokens {tokens} is not a whole number of samples of seq-length({length})"
@@ -193,8 +195,9 @@ def samples_of(tokens: int, length: int) -> int:
 
 
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given options with options of the run that --resume continues: its model if no
-    shape is given, and its precision if none is given, unless --load-weights-only is given.
+    """Return the given options, with the model and precision of the run that --resume continues.
+
+    A given shape or precision comes first, and --load-weights-only takes no precision.
     """
     resume = given.get("resume")
     if not isinstance(resume, str):
@@ -202,29 +205,31 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     from config import families
 
     folder = str(given.get("out", Run.out)) if resume == "auto" else resume
-    found = families.of_run(folder)
-    if not found:
+    run_file = families.of_run(folder)
+    if not run_file:
         return dict(given)
     resumed: dict[str, Any] = {}
     if not given.keys() & {"model", "layers", "hidden", "heads"}:
-        resumed["model"] = found
-    precision = families.precision_of_run(found)
+        resumed["model"] = run_file
+    precision = families.precision_of_run(run_file)
     if precision and not given.get("load_weights_only"):
         resumed["precision"] = precision
     return resumed | given
 
 
 def _unknown(what: str, names: list[str]) -> str:
-    """Return the error text for names that no option has, with options that they may mean."""
+    """Return the error text for unknown names, with suggestions. what: "argument" or "key"."""
     from config import spelling
 
     options = {name.replace("_", "-"): f.metadata["help"] for name, f in _options().items()}
     options |= {"config": "TOML file", "model": "preset"}
     if len(names) == 1:
         return f"unknown {what} {names[0]!r}{spelling.suggestion(names[0], options)}"
-    hints = [spelling.suggestion(name, options) for name in names]
-    shown = [name if not hint else f"{name} ({hint[2:]})" for name, hint in zip(names, hints)]
-    return f"unknown {what}s: {', '.join(shown)}"
+    texts = []
+    for name in names:
+        hint = spelling.suggestion(name, options).removeprefix("; ")
+        texts.append(f"{name} ({hint})" if hint else name)
+    return f"unknown {what}s: {', '.join(texts)}"
 
 
 def to_words(
@@ -256,8 +261,9 @@ def to_words(
 
 
 def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
-    """Return a Config of flat option names; `model`, if given, is the preset or file to start from.
+    """Return a Config of the options `values`, by name; other options have their defaults.
 
+    The option `model` is a preset or a file, whose shape the other options of the model change.
     lacks: a list that receives sentences about parts of that file's model which the engine cannot
     train; if it is None, these parts are a UserError.
     """
@@ -267,30 +273,33 @@ def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
     groups: dict[str, Any] = {}
     base = None
     if "model" in values:
-        base, found = _base_shape(values["model"], values.get("seq_length"))
+        base, untrained = _base_shape(values["model"], values.get("seq_length"))
         if lacks is not None:
-            lacks += found
-        elif found:
-            raise UserError(f"--model {values['model']}: {'; '.join(found)}")
+            lacks += untrained
+        elif untrained:
+            raise UserError(f"--model {values['model']}: {'; '.join(untrained)}")
     for group, cls in GROUPS.items():
-        own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        groups[group] = reshape(base, own) if group == "model" and base else cls(**own)
+        options = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+        groups[group] = reshape(base, options) if group == "model" and base else cls(**options)
     return Config(**groups)
 
 
 def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
-    """Return `base` with the fields `own` changed; fields at derived values are derived again."""
+    """Return `base` with the values `own` by field name; derived fields, such as ffn_hidden, are
+    derived again unless `own` or `base` set them to another value.
+    """
     defaults = base.derived()
     derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
     return dataclasses.replace(base, **(derived | own))
 
 
 def _options() -> dict[str, dataclasses.Field[Any]]:
+    """Return the dataclass field of every option, by the option's name."""
     return {f.name: f for cls in GROUPS.values() for f in dataclasses.fields(cls)}
 
 
 def options_help(*groups: str) -> str:
-    """Return the help text of the options in these of GROUPS, for a program that takes them."""
+    """Return the help text of the options in `groups`, keys of GROUPS."""
     text = _parser("", groups, lists_models=True).format_help()
     return text[text.index("  --config") :]
 
@@ -301,9 +310,9 @@ def _parser(
     names: Collection[str] | None = None,
     lists_models: bool = False,
 ) -> argparse.ArgumentParser:
-    """Return the parser of these groups' options, or with `names` of the options among them.
+    """Return the parser of the options in `groups`, all of them or those in `names`.
 
-    lists_models: whether the help text lists the presets.
+    description: the first text of --help. lists_models: whether the help text lists the presets.
     """
     usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"
     form = RawDescriptionHelpFormatter
@@ -329,12 +338,14 @@ def _parser(
 
 
 def _list_of_models() -> str:
-    from config import spelling
+    """Return the help text of --model with the names of all presets."""
+    from config import spelling  # imported here: few command lines need this module
 
     return spelling.listed()
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
+    """Add the flag of an option to argparse's `section`; for a bool also the flag --no-OPTION."""
     meta = f.metadata
     name = "--" + f.name.replace("_", "-")
     kind: Any = meta["item"] if meta["nargs"] else f.type
@@ -366,9 +377,9 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
 
 
 def _options_of_file(path: str) -> dict[str, Any]:
-    """Return flat option values of a TOML file; its tables only group keys for the reader."""
-    flat: dict[str, Any] = {}
-    tables: dict[str, str] = {}
+    """Return the values of a TOML file by option name; its tables only group keys for readers."""
+    options: dict[str, Any] = {}
+    tables: dict[str, str] = {}  # the table in which an option stands
     known = [*_options(), "model"]
     tree = read_toml(path, f"--config {path}")
     top = {key: value for key, value in tree.items() if not isinstance(value, dict)}
@@ -377,7 +388,7 @@ def _options_of_file(path: str) -> dict[str, Any]:
         if table not in GROUPS:
             names = ", ".join(f"[{name}]" for name in GROUPS)
             raise UserError(f"--config {path} has an unknown table [{table}]: there are {names}")
-    named = {"at the top": top} | {f"in [{table}]": groups[table] for table in groups}
+    named = {"at the top": top} | {f"in [{table}]": values for table, values in groups.items()}
     keys = [key for values in named.values() for key in values]
     if unknown := [key for key in keys if key.replace("-", "_") not in known]:
         article = "an " if len(unknown) == 1 else ""
@@ -385,19 +396,20 @@ def _options_of_file(path: str) -> dict[str, Any]:
     for table, values in named.items():
         for key, value in values.items():
             name = key.replace("-", "_")
-            if name in flat:
+            if name in options:
                 where = f"{tables[name]} and {table}"
                 raise UserError(f"--config {path} gives {key!r} twice: {where}")
-            flat[name], tables[name] = tuple(value) if isinstance(value, list) else value, table
+            options[name] = tuple(value) if isinstance(value, list) else value
+            tables[name] = table
             try:
-                check_option(name, flat[name])
+                check_option(name, options[name])
             except UserError as error:
                 raise UserError(f"--config {path}: {error}") from None
-    return flat
+    return options
 
 
 def check_option(name: str, value: Any) -> None:
-    """Raise UserError if an option of a flag or a file has a wrong type or exceeds its limits."""
+    """Raise UserError if an option's value has a wrong type or is outside the option's limits."""
     flag = "--" + name.replace("_", "-")
     if name == "model":
         return _checked(flag, str, value)
@@ -409,21 +421,21 @@ def check_option(name: str, value: Any) -> None:
         if not isinstance(value, tuple) or not value or len(value) != (count or len(value)):
             shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
             raise UserError(f"{flag} takes a list of {count or 'one or more'} values, not {shown}")
-        for each in value:
-            is_weight = name == "data" and isinstance(each, (int, float))  # in TOML
-            _checked(flag, float if is_weight else meta["item"], each)
+        for item in value:
+            is_weight = name == "data" and isinstance(item, (int, float))  # a number, in TOML
+            _checked(flag, float if is_weight else meta["item"], item)
         return None
     _checked(flag, kind, value)
     if meta["choices"] and value not in meta["choices"]:
         choices = ", ".join(map(str, meta["choices"]))
         raise UserError(f"{flag} is one of {choices}, not {value!r}")
-    for limit, (holds, words) in LIMITS.items():
-        if meta[limit] is not None and not holds(value, meta[limit]):
+    for limit, (is_within, words) in LIMITS.items():
+        if meta[limit] is not None and not is_within(value, meta[limit]):
             raise UserError(f"{flag} must be {words} {meta[limit]}, not {value}")
 
 
 def _checked(flag: str, kind: Any, value: Any) -> None:
-    """Raise UserError unless the value is of type `kind`, and a finite number or readable text."""
+    """Raise UserError unless the value is of type `kind`, and a finite number or printable text."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise UserError(f"{flag} must be below 2^63, not a number of {value.bit_length()} bits")
     accepted: Any = (int, float) if kind is float else kind
