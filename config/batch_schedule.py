@@ -44,18 +44,19 @@ class BatchSchedule:
 
     def batch(self, consumed: int) -> int:
         """Return the samples in the step that begins after `consumed` samples."""
-        place = bisect.bisect_right(self.starts, consumed, key=lambda start: start[0])
-        return self.starts[place - 1][1]
+        later = bisect.bisect_right(self.starts, consumed, key=lambda start: start[0])
+        _, size = self.starts[later - 1]  # the last start at or before `consumed`
+        return size
 
     def levels(self, consumed: int = 0) -> list[Level]:
-        """Return the batch sizes from `consumed` samples on; a size changes only between two steps.
+        """Return the levels from `consumed` samples on; a size changes only between two steps.
 
-        The last level has no end.
+        The steps of the result count from there, from 0. The last level has no end.
         """
         levels = []
         step = 0
         for (_, batch), (end, _) in pairwise(self.starts):
-            steps = -((consumed - end) // batch)  # rounded up
+            steps = -((consumed - end) // batch)  # (end - consumed) / batch, rounded up
             if steps > 0:
                 levels.append(Level(batch, step, consumed, steps))
                 step += steps
@@ -75,7 +76,10 @@ class BatchSchedule:
         return level.first_step + (samples - level.consumed) // level.batch
 
     def rounded(self, divisor: int) -> "BatchSchedule":
-        """Round every size down to a multiple of `divisor`; no size may be smaller than it."""
+        """Return the schedule with every size rounded down to a multiple of `divisor`.
+
+        validation.check_batches refuses a size below `divisor`, which would become 0.
+        """
         return _joined([(start, batch - batch % divisor) for start, batch in self.starts])
 
 
@@ -91,12 +95,13 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
             f"a ramp-up from {start} by {increment} over {samples} samples does not reach "
             f"global-batch-size({target})"
         )
-    count = (target - start) // increment
-    per_level = samples / count  # a float, rounded as in Megatron
+    increments = (target - start) // increment
+    samples_per_size = samples / increments  # a float, as in Megatron, with its rounding errors
     starts = [(0, start)]
-    for i in range(1, count + 1):
-        first = math.ceil(i * per_level) - 1
-        while first <= samples and int(first / per_level) < i:
+    for i in range(1, increments + 1):
+        # The least number of consumed samples for which Megatron's formula gives the next size.
+        first = math.ceil(i * samples_per_size) - 1
+        while first <= samples and int(first / samples_per_size) < i:
             first += 1
         starts.append((first, start + i * increment))
     return _joined(starts)
@@ -111,9 +116,10 @@ def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
 
 
 def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
-    """Return the levels that a start of the run uses, from `begin` to `stop` consumed samples.
+    """Return the levels that a start of the run uses.
 
-    A level is used if it ends after `begin` and begins before `stop`. stop: 0 if there is no end.
+    begin, stop: the consumed samples at which the start begins and ends; stop is 0 if it has no
+    end. A level is used if it ends after `begin` and begins before `stop`.
     """
     return [
         level
@@ -124,9 +130,10 @@ def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
 
 
 def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Return (tokens, size) for each word of `0:192 5B:1024 ...`; UserError if one is malformed.
+    """Return (tokens, batch size) for each word of --batch-schedule, such as 0:192 5B:1024.
 
-    K, M, B and T are powers of a thousand.
+    A size is used from its number of consumed tokens on. K, M, B and T are powers of a thousand. Raise UserError
+    if a word is malformed or the tokens do not ascend from 0.
     """
     text = " ".join(map(str, words))
     steps = []
@@ -137,7 +144,8 @@ def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
             wanted = f"TOKENS:SIZE such as 5B:1024, not {word!r} (SIZE: at most {LARGEST})"
             raise UserError(f"--batch-schedule takes {wanted}")
         steps.append((number, int(size)))
-    if steps[0][0] != 0:
+    first_tokens, _ = steps[0]
+    if first_tokens != 0:
         raise UserError(f"--batch-schedule {text}: the first size is for 0 tokens, as in 0:192")
     for (before, _), (after, _) in pairwise(steps):
         if after <= before:
@@ -157,7 +165,11 @@ def _tokens(text: str) -> int | None:
 
 
 def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
-    """Return a schedule without starts of zero samples and without starts that keep the size."""
+    """Return the schedule of these starts, without starts that have no effect.
+
+    A start has no effect if the next start is at the same sample, or if its size is the size
+    before it. starts: (consumed samples, batch size from there on), ascending.
+    """
     kept: list[tuple[int, int]] = []
     for start, batch in starts:
         if kept and kept[-1][0] == start:
@@ -168,7 +180,10 @@ def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
 
 
 def parse_ranges(words: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Return ascending ranges [A, B) of samples by words A:B; UserError if they overlap."""
+    """Return the ranges [A, B) of samples of --skip-samples, ascending.
+
+    words: texts A:B. Raise UserError if a word is malformed or two ranges overlap.
+    """
     ranges = []
     for word in words:
         first, _, end = str(word).partition(":")
@@ -178,7 +193,8 @@ def parse_ranges(words: tuple[str, ...]) -> list[tuple[int, int]]:
             )
         ranges.append((int(first), int(end)))
     ranges.sort()
-    for (a, b), (c, d) in pairwise(ranges):
-        if c < b:
-            raise UserError(f"--skip-samples: {a}:{b} and {c}:{d} overlap")
+    for (start, stop), (next_start, next_stop) in pairwise(ranges):
+        if next_start < stop:
+            text = f"{start}:{stop} and {next_start}:{next_stop} overlap"
+            raise UserError(f"--skip-samples: {text}")
     return ranges

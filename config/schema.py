@@ -22,9 +22,11 @@ from config.run_options import Data, Run, Training, option
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
-# Gradients of a bucket, reduced in one operation: enough to use the links, few enough to overlap.
+# The most gradients that are reduced in one operation: enough to use the links, few enough that
+# the reduction overlaps with the backward pass.
 BUCKET_ELEMENTS = 16 * 2**20
-# A small model has BUCKETS buckets, if each has LEAST_BUCKET gradients, so that reductions overlap.
+# A small model has BUCKETS buckets, so that reductions overlap, unless a bucket would then have
+# fewer than LEAST_BUCKET gradients.
 BUCKETS, LEAST_BUCKET = 8, 2**20
 # Logits that the loss holds in fp32 at a time. They must stay in a cache between kernels: 17 MB in
 # a GPU's L2 cache, which has 40 MB or more from A100 on, or 0.5 MB in the L2 cache of a CPU core.
@@ -35,7 +37,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 
 
 def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
-    """Return the most gradients of a bucket of several parameters if a rank holds `held`."""
+    """Return the most gradients in a bucket of several parameters.
+
+    held: the number of gradients on this rank. most: an upper limit.
+    """
     return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
 
 
@@ -134,36 +139,39 @@ class ModelShape:
 
     @property
     def rotary_width(self) -> int:
-        """Columns of a head that rotary positions turn."""
+        """The number of columns of a head that rotary positions turn."""
         return int(self.head_size * self.rotary_fraction)
 
     @property
     def attention_width(self) -> int:
-        """Columns of all attention heads together: queries, and the attention's output."""
+        """The columns of the queries of all heads, and of the attention's output."""
         return self.heads * self.head_size
 
     @property
     def qkv_width(self) -> int:
-        """Columns of queries, keys and values together."""
+        """The columns of queries, keys and values together."""
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
     @property
     def up_matrices(self) -> int:
-        """Matrices that read an MLP's input: with SwiGLU that of the gates too."""
+        """The number of matrices that read an MLP's input: 2 with SwiGLU, which has gates, or 1."""
         return 2 if self.activation == "swiglu" else 1
 
     @property
     def up_width(self) -> int:
-        """Columns of the MLP's first matrix; SwiGLU's gates double their number."""
+        """The columns of the MLP's first matrix; SwiGLU's gates double their number."""
         return self.ffn_hidden * self.up_matrices
 
     @property
     def mlps(self) -> tuple[int, int]:
-        """MLPs in a block with experts, and those that compute a token, without the shared MLP."""
+        """The number of experts in a block, and the number of experts that compute each token.
+
+        (1, 1) for a model without experts. The shared MLP does not count.
+        """
         return self.experts, self.experts_per_token
 
     def has_experts(self, block: int) -> bool:
-        """Return whether the block of that number, from 0, has experts in place of one MLP."""
+        """Return whether the block with number `block`, from 0, has experts in place of one MLP."""
         if self.experts == 1 or block < self.first_dense_layers:
             return False
         return (block + 1) % self.expert_interval == 0
@@ -192,7 +200,11 @@ def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rows_along(axes: Mapping[str, int], names: Collection[str]) -> list[tuple[int, ...]]:
-    """Return groups of ranks that differ only along the named axes; each group ascends."""
+    """Return all groups of ranks that differ only along the named axes, such as the tp groups.
+
+    axes: the sizes of all axes. names: the axes along which the ranks of a group differ. The ranks
+    of a group ascend.
+    """
     rows: dict[tuple, list[int]] = {}
     for rank in range(math.prod(axes.values())):
         place = coordinates(rank, axes)
@@ -255,23 +267,26 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Ranks along every axis of the mesh; dp must be filled in."""
+        """The number of ranks along every axis of the mesh; dp must be filled in."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     def over_heads(self, model: ModelShape) -> int:
-        """Return the ranks per group of cp that exchange tokens for heads (context_parallel.py)."""
+        """Return the number of cp ranks that exchange tokens for heads (context_parallel.py).
+
+        It divides cp and the number of key/value heads on a tp rank.
+        """
         return math.gcd(self.cp, model.kv_heads // self.tp)
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages on each rank of pp; if there are several, they are virtual stages."""
+        """The pipeline stages on each rank of pp; several are virtual stages."""
         if self.schedule == "interleaved":
             return self.virtual_stages or 2
         return 2 if self.schedule.endswith("-v") else 1
 
     @property
     def stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
 
     @property
@@ -283,22 +298,27 @@ class Layout:
         """Return the layout with defaults that depend on the machine; dp must be filled in."""
         fits = {"sequence_parallel": self.tp > 1 and seq_length % (self.tp * self.cp) == 0}
         fits["overlap_param_gather"] = self.zero in (1, 2) and (self.dp, self.cp) != (1, 1)
-        left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
-        left = {name: on for name, on in left.items() if getattr(self, name) is None}
-        return dataclasses.replace(self, **left)
+        chosen: dict[str, Any] = {}
+        for name, is_possible in fits.items():
+            if getattr(self, name) is None:
+                chosen[name] = on_gpu and is_possible
+        return dataclasses.replace(self, **chosen)
 
     @property
     def recomputed_of_stage(self) -> tuple[int, ...] | None:
-        """Recomputed blocks of each stage, by --recompute-blocks; None if it is not given."""
+        """The recomputed blocks of each stage by --recompute-blocks; None if it is not given."""
         text = self.recompute_blocks
         return None if text is None else tuple(map(int, text.split(",")))
 
     def recomputed_blocks(self, blocks: int, stage: int) -> int:
-        """Return how many of a stage's `blocks` blocks are recomputed: the first ones."""
+        """Return the number of recomputed blocks of a stage, which are the stage's first blocks.
+
+        blocks: the number of blocks in the stage. stage: the stage's number, from 0.
+        """
         if self.recompute == "none":
             return 0
-        each = self.recomputed_of_stage
-        most = self.recompute_layers if each is None else each[stage]
+        by_stage = self.recomputed_of_stage
+        most = self.recompute_layers if by_stage is None else by_stage[stage]
         return blocks if most is None else min(blocks, most)
 
 
@@ -324,7 +344,7 @@ class Config:
 
     @property
     def levels(self) -> list[Level]:
-        """The batch sizes of this start, which is from --begin-at-samples to --stop-at-samples."""
+        """The batch sizes of this start, from --begin-at-samples to --stop-at-samples."""
         run = self.run
         return batches.between(self.batches.levels(), run.begin_at_samples, run.stop_at_samples)
 
@@ -346,7 +366,7 @@ class Config:
 
     @property
     def total_samples(self) -> int:
-        """Samples of the whole run; with --train-samples the last incomplete batch is not read."""
+        """The samples of the whole run; with --train-samples an incomplete batch is not read."""
         if self.training.steps is not None:
             return self.batches.consumed(self.training.steps)
         return self.training.train_samples
@@ -357,16 +377,17 @@ class Config:
         return self.steps_after(0, 0)
 
     def steps_after(self, iteration: int, consumed: int) -> int:
-        """Return the run's last step, computed at step `iteration`, after `consumed` samples.
+        """Return the number of the run's last step, as a resumed run computes it.
 
-        This step differs from `total_steps` if an earlier part of the run had other batch sizes.
+        iteration, consumed: the steps and samples before this start. The result differs from
+        `total_steps` if an earlier part of the run had other batch sizes.
         """
         if self.training.steps is not None:
             return self.training.steps
         return iteration + self.batches.steps(self.training.train_samples, consumed)
 
     def micro_batches(self, batch: int) -> int:
-        """Return the micro-batches per replica in a step on `batch` samples."""
+        """Return the number of micro-batches of a replica in a step on `batch` samples."""
         return batch // (self.layout.micro_batch_size * self.layout.dp)
 
     def as_dict(self) -> dict[str, Any]:
@@ -378,8 +399,12 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 
 
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
-    """Return the batch sizes by the options, before rounding; UserError if inconsistent."""
-    size, steps = training.global_batch_size, training.batch_schedule
+    """Return the batch sizes by the options, before rounding; UserError if inconsistent.
+
+    seq_length: the tokens of a sample, because --batch-schedule counts tokens.
+    """
+    size = training.global_batch_size
+    steps = training.batch_schedule
     if training.rampup_batch_size and steps:
         raise UserError("give one of --rampup-batch-size and --batch-schedule; both were given")
     if training.rampup_batch_size:
@@ -387,8 +412,8 @@ def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
         return batches.ramp(start, increment, samples, size)
     if not steps:
         return BatchSchedule(((0, size),))
-    last = batches.parse_steps(steps)[-1][1]
-    if last != size:
+    _, last_size = batches.parse_steps(steps)[-1]
+    if last_size != size:
         raise UserError(
             f"global-batch-size({size}) is not the last of --batch-schedule "
             f"{' '.join(map(str, steps))}: leave it out"
