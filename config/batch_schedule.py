@@ -132,8 +132,8 @@ def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
 def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
     """Return (tokens, batch size) for each word of --batch-schedule, such as 0:192 5B:1024.
 
-    A size is used from its number of consumed tokens on. K, M, B and T are powers of a thousand. Raise UserError
-    if a word is malformed or the tokens do not ascend from 0.
+    A size is used from its number of consumed tokens on. K, M, B and T are powers of a thousand.
+    Raise UserError if a word is malformed or the tokens do not ascend from 0.
     """
     text = " ".join(map(str, words))
     steps = []

@@ -43,7 +43,7 @@ def check(config: Config, ranks: int) -> Config:
 
 
 def check_any_length(config: Config, ranks: int) -> Config:
-    """Run `check` on a run whose length may not be given; if so, the run is one step long."""
+    """Return the result of `check` for a run whose length may be missing: then it is one step."""
     training = config.training
     if training.steps is None and training.train_samples is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
@@ -100,8 +100,8 @@ def rotary_scaling(text: str) -> tuple[str, list[float]]:
     kind, *parts = text.split(":")
     with contextlib.suppress(ValueError):
         numbers = [float(part) for part in parts]
-        known = len(numbers) == len(ROTARY_SCALING.get(kind, ("unknown",) * 9))
-        if known and all(0 < number < math.inf for number in numbers):
+        is_known = kind in ROTARY_SCALING and len(numbers) == len(ROTARY_SCALING[kind])
+        if is_known and all(0 < number < math.inf for number in numbers):
             if kind == "llama3" and numbers[1] >= numbers[2]:
                 raise UserError(f"--rotary-scaling {text}: LOW must be below HIGH")
             return kind, numbers
@@ -113,9 +113,10 @@ def rotary_scaling(text: str) -> tuple[str, list[float]]:
 
 def check_split(model: ModelShape, layout: Layout) -> None:
     """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
-    parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
-    parts |= {"ffn-hidden": model.ffn_hidden} if model.experts == 1 else {}  # tp cuts no expert
-    for name, size in parts.items():
+    sizes = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
+    if model.experts == 1:  # tp cuts a block's one MLP, but no experts
+        sizes["ffn-hidden"] = model.ffn_hidden
+    for name, size in sizes.items():
         if size % layout.tp:
             raise UserError(f"tp({layout.tp}) does not divide {name}({size})")
     if product := _uncut(layout, model.seq_length):
@@ -137,11 +138,11 @@ def _check_experts(
 ) -> None:
     """Raise UserError if options of experts do not go together, or were given without experts."""
     if model.experts > 1:
-        from config import expert_checks  # here, since most runs have no experts
+        from config import expert_checks  # imported here: most runs have no experts
 
         expert_checks.check(model, layout, training)
         return
-    given = {
+    is_given = {
         "--experts-per-token": model.experts_per_token > 1,
         "--router-groups": model.router_groups > 1,
         "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
@@ -150,12 +151,15 @@ def _check_experts(
         "--balance": training is not None and training.balance != "none",
         "--router-z-loss": training is not None and training.router_z_loss > 0,
     }
-    for flag in filter(given.get, given):
+    for flag in filter(is_given.get, is_given):
         raise UserError(f"{flag} needs --experts N, with N above 1")
 
 
 def _uncut(layout: Layout, length: int) -> str:
-    """Return the product that must divide the tokens of a sample but does not, or an empty text."""
+    """Return the text of the product that must divide a sample's tokens but does not; else "".
+
+    length: the tokens of a sample.
+    """
     tp = layout.tp
     cp = layout.cp
     if cp > 1 and length % (2 * cp):
@@ -180,8 +184,9 @@ def _check_schedule(layout: Layout) -> None:
 
 
 def explicit_costs(layout: Layout) -> list[float] | None:
-    """Return the six numbers of --schedule-costs (F, B, W of a block and of the head), or None for
-    counted and measured; raise UserError for any other text.
+    """Return the six numbers of --schedule-costs: costs of F, B, W of a block and of the head.
+
+    None for counted and measured; raise UserError for any other text.
     """
     text = layout.schedule_costs
     if text in ("counted", "measured"):
@@ -270,7 +275,10 @@ def _check_recomputed_counts(layout: Layout, layers: int) -> None:
 
 
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
-    """Return blocks per stage if --partition is a list, else None; UserError if it does not fit."""
+    """Return the number of blocks of each stage if --partition is a list; None if it is a name.
+
+    layers: the blocks of the model. Raise UserError if the list does not fit the stages or layers.
+    """
     text = layout.partition
     if text in ("balanced", "blocks", "layers"):
         return None
@@ -281,17 +289,20 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
             f"--partition is balanced, blocks, layers or a list like 3,4,4,3, not {text!r}"
         ) from None
     if len(blocks) != layout.stages:
-        there = f"pp is {layout.pp}"
+        ranks = f"pp is {layout.pp}"
         if layout.stages_per_rank > 1:
-            there += f", each with {layout.stages_per_rank} stages"
-        raise UserError(f"--partition {text} has {len(blocks)} stages, but {there}")
+            ranks += f", each with {layout.stages_per_rank} stages"
+        raise UserError(f"--partition {text} has {len(blocks)} stages, but {ranks}")
     if min(blocks) < 0 or sum(blocks) != layers:
         raise UserError(f"--partition {text} places {sum(blocks)} blocks, but layers is {layers}")
     return blocks
 
 
 def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None:
-    """Raise UserError, ending in `when`, unless micro-batch-size x dp divides `samples`."""
+    """Raise UserError unless micro-batch-size x dp divides a number of samples.
+
+    name: the number's name in the message. when: the end of the message.
+    """
     micro = layout.micro_batch_size
     dp = layout.dp
     if samples % (micro * dp):
@@ -307,7 +318,8 @@ def check_batches(config: Config) -> None:
     share = layout.micro_batch_size * layout.dp
     levels = batch_schedule(config.training, config.model.seq_length).levels()
     for level in between(levels, config.run.begin_at_samples, config.run.stop_at_samples):
-        name, when = "global-batch-size", ""
+        name = "global-batch-size"
+        when = ""
         if level.consumed or level.steps:
             name = "batch"
             when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
@@ -371,6 +383,7 @@ def _check_objective(config: Config) -> None:
 
 
 def _check_precision(training: Training) -> None:
+    """Raise UserError if --precision does not go with --grad-dtype or the optimizer."""
     precision = training.precision
     if training.grad_dtype == "bf16" and precision != "bf16":
         raise UserError(f"--grad-dtype bf16 needs --precision bf16, not {precision}")
@@ -379,6 +392,7 @@ def _check_precision(training: Training) -> None:
 
 
 def _check_length(config: Config) -> None:
+    """Raise UserError if the run has no length, or two, or if the learning rate would rise."""
     training = config.training
     if (training.steps is None) == (training.train_samples is None):
         given = "neither was" if training.steps is None else "both were"
@@ -392,6 +406,10 @@ def _check_length(config: Config) -> None:
 
 
 def _check_run(run: Run, steps: int) -> None:
+    """Raise UserError for options of Run that name steps or samples beyond the run's.
+
+    steps: the number of steps in the run.
+    """
     begin = run.begin_at_samples
     stop = run.stop_at_samples
     if stop and stop <= begin:
