@@ -1,4 +1,4 @@
-"""Which options of models with experts go together; validation.py calls it for such a model.
+"""Checks the options of models with experts; validation.py calls it for such a model.
 
 Read schema.py, which has the options, before this file.
 """
@@ -8,8 +8,9 @@ from config.schema import Layout, ModelShape, Training
 
 
 def check(model: ModelShape, layout: Layout | None, training: Training | None) -> None:
-    """Raise UserError if the model, with a layout and with the options of a run if these are given,
-    cannot be trained.
+    """Raise UserError if the options of experts do not go together.
+
+    layout, training: None while these options are not known yet; they are then not checked.
     """
     check_router(model)
     if layout is not None:
@@ -21,12 +22,15 @@ def check(model: ModelShape, layout: Layout | None, training: Training | None) -
 def check_router(model: ModelShape) -> None:
     """Raise UserError if no block has experts, or the groups of experts do not go together."""
     if not any(map(model.has_experts, range(model.layers))):
-        dense, interval = model.first_dense_layers, model.expert_interval
+        dense = model.first_dense_layers
+        interval = model.expert_interval
         raise UserError(
             f"first-dense-layers({dense}) and expert-interval({interval}) leave no block of "
             f"layers({model.layers}) with experts"
         )
-    experts, chosen, groups = model.experts, model.experts_per_token, model.router_groups
+    experts = model.experts
+    chosen = model.experts_per_token
+    groups = model.router_groups
     if chosen > experts:
         raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")
     if experts % groups:

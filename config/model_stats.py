@@ -6,8 +6,8 @@ The parts of a model are the embedding (tokens, positions, their norm), the bloc
 Symbols: L layers, h hidden, s sequence length, V vocabulary, f MLP width, a heads of size d,
 g key/value heads, B samples.
 
-A model may have blocks with experts beside blocks with one MLP (block_kinds.py). What is said of
-one block is then the mean over all blocks.
+A model may have blocks with experts beside blocks with one MLP (block_kinds.py). Numbers of one
+block are then means over all blocks.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,18 @@ def head_norm_parameters(model: ModelShape) -> int:
 
 
 def normed_width(model: ModelShape) -> int:
-    """Columns of queries and keys together that --qk-norm normalises, (a + g) d or 0."""
+    """Columns of queries and keys together, (a + g) d, if --qk-norm normalises them; else 0."""
     return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
 
 
 def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any:
-    """Return the mean over a model's blocks of `value`, which takes a model of one kind."""
+    """Return the mean of a number over a model's blocks, such as the FLOPs of a block.
+
+    value: a function that takes a model whose blocks are alike and returns a block's number.
+    """
     if model.experts == 1:
         return value(model)
-    from config import block_kinds  # here, since only models with experts need the module
+    from config import block_kinds  # imported here: only models with experts need this module
 
     return block_kinds.mean(model, value)
 
@@ -52,7 +55,7 @@ def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
     """Parameters of the blocks [first, last) of a model."""
     if model.experts == 1:
         return (last - first) * _block_parameters(model)
-    from config import block_kinds  # here, since only models with experts need the module
+    from config import block_kinds  # imported here: only models with experts need this module
 
     return block_kinds.total(model, _block_parameters, first, last)
 
@@ -61,7 +64,7 @@ def _block_parameters(model: ModelShape) -> int:
     """Parameters of one block of a model whose blocks are alike."""
     h = model.hidden
     qkv = model.qkv_width
-    mlps = model.mlps[0]
+    mlps, _ = model.mlps
     attention = h * (qkv + model.attention_width) + (qkv if model.qkv_bias else 0)
     attention += h if model.bias else 0
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
@@ -109,7 +112,7 @@ FORMULAS = ("megatron-2025", "megatron-2021", "bigscience")
 
 
 def block_flops(model: ModelShape) -> float:
-    """Forward FLOPs of one block for one token, by GEMM; attention counts its causal half."""
+    """Forward FLOPs of one block for one token: its GEMMs, and the causal half of attention."""
     return mean_of_blocks(model, _block_flops)
 
 
@@ -130,7 +133,7 @@ def head_flops(model: ModelShape) -> float:
 
 
 def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[float, float]:
-    """Forward FLOPs for one token of (one block, the head), by one of the published formulas.
+    """Forward FLOPs for one token of one block, and of the head, by a published formula.
 
     * megatron-2025: every GEMM, the causal half of attention; as in Megatron-LM since core 0.12.
     * megatron-2021: equation 3 of arXiv 2104.04473, full attention, f = 4h and g = a assumed.
@@ -147,7 +150,10 @@ def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[fl
 
 
 def model_flops(model: ModelShape, samples: int, formula: str = "megatron-2025") -> float:
-    """FLOPs that a step on `samples` samples needs: a backward pass has twice the forward's."""
+    """FLOPs that a step on `samples` samples needs: three times the forward FLOPs.
+
+    The backward pass has twice the FLOPs of the forward pass.
+    """
     block, head = forward_flops(model, formula)
     return 3.0 * samples * model.seq_length * (model.layers * block + head)
 
@@ -159,26 +165,28 @@ def hardware_flops(
     formula: str = "megatron-2025",
     blocks: int | None = None,
 ) -> float:
-    """FLOPs that a step executes: model_flops, and the FLOPs that recomputation repeats.
+    """FLOPs that a step on `samples` samples executes: `model_flops` and the recomputed FLOPs.
 
-    `full` repeats a block's forward pass, `selective` only its q k^T and p v; the head is never
-    recomputed.
-    blocks: the number of recomputed blocks of the model, default: all.
+    recompute: `full` repeats a block's forward pass, `selective` only its q k^T and p v; the head
+    is never recomputed. blocks: the number of recomputed blocks of the model, default: all.
     """
-    again = {"none": 0.0, "full": forward_flops(model, formula)[0]}
-    again["selective"] = 2.0 * model.seq_length * model.attention_width
+    block, _ = forward_flops(model, formula)
+    selective = 2.0 * model.seq_length * model.attention_width
+    repeated_by_mode = {"none": 0.0, "full": block, "selective": selective}  # of a block and token
     blocks = model.layers if blocks is None else blocks
-    repeated = samples * model.seq_length * blocks * again[recompute]
+    repeated = samples * model.seq_length * blocks * repeated_by_mode[recompute]
     return model_flops(model, samples, formula) + repeated
 
 
 def elements_of_run(config: Config) -> int:
-    """Return about how many numbers a run holds at once if nothing is split over ranks: weights,
-    inputs of the blocks and logits of a micro-batch, and the order of the samples.
+    """Return an estimate of the numbers that a run on one rank holds at once.
+
+    They are the weights, the inputs of the blocks and the logits of a micro-batch, and the order of
+    the samples.
     """
     model = config.model
-    words = max(model.vocab_size, config.layout.pad_vocab_multiple)
+    vocabulary = max(model.vocab_size, config.layout.pad_vocab_multiple)
     tokens = config.layout.micro_batch_size * model.seq_length
-    activations = tokens * (words + model.hidden * model.layers)
+    activations = tokens * (vocabulary + model.hidden * model.layers)
     samples = config.total_samples + config.data.eval_samples
-    return parameters(model) + words * model.hidden + activations + samples
+    return parameters(model) + vocabulary * model.hidden + activations + samples
