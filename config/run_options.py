@@ -171,12 +171,12 @@ class Data:
 
     @property
     def masks_attention(self) -> bool:
-        """Whether the attention of a sample is other than causal over the whole sample."""
+        """Whether attention has another mask than the causal mask over the whole sample."""
         return self.reset_attention or self.objective == "prefix"
 
     @property
     def masks_loss(self) -> bool:
-        """Whether the loss leaves out some labels, so that only reading a sample tells how many."""
+        """Whether the loss leaves out some tokens; their number is known once a sample is read."""
         return self.mask_eod_loss or self.answers_only or self.objective == "prefix"
 
     @property
@@ -195,7 +195,11 @@ SPLIT_NAMES = ("validation", "test")  # splits of --data, which name the losses 
 
 
 class EvalSet(NamedTuple):
-    """An evaluation set. samples: how many samples of the corpus; None: all of them."""
+    """An evaluation set of --eval-data.
+
+    prefix: the path of the corpus, without the ending. samples: the number of samples of the corpus
+    that are evaluated; None: all of them.
+    """
 
     name: str
     prefix: str
@@ -203,7 +207,10 @@ class EvalSet(NamedTuple):
 
 
 def parse_eval_sets(words: tuple) -> list[EvalSet]:
-    """Return the sets of words NAME=PREFIX[:SAMPLES]; UserError if malformed or a name repeats."""
+    """Return the evaluation sets of --eval-data.
+
+    words: texts NAME=PREFIX[:SAMPLES]. Raise UserError if a word is malformed or a name repeats.
+    """
     sets: dict[str, EvalSet] = {}
     for word in map(str, words):
         match = EVAL_SET.fullmatch(word)
@@ -351,7 +358,7 @@ class Run:
 
     @property
     def routing_file(self) -> str | None:
-        """The file of the experts of every token, which the run writes or takes them from."""
+        """The file with the experts of every token, which the run writes or reads; else None."""
         return self.pin_routing or self.record_routing
 
     @property

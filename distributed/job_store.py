@@ -32,12 +32,12 @@ from distributed.early_end import node_name
 from distributed.launch import Launch, Local
 
 TIMEOUT = timedelta(minutes=30)  # torch's time limit for a call of the store
-CONNECTIONS = 2  # of each rank to the store
+CONNECTIONS = 2  # connections of each rank to the store
 OTHER_FILES = 256  # files that a rank may have open besides the connections to the store
-PAUSE = 0.05  # seconds between two looks
-SECONDS_TO_CONNECT = 60.0  # to rank 0, which listens already; the network may need several attempts
-SECONDS_FOR_FILE = 60.0  # until a file of rank 0 is seen on the other nodes
-SECONDS_TO_CLOSE = 10.0  # until connections that have ended are gone from rank 0's list
+PAUSE = 0.05  # seconds between two looks for a value, a file or a closed connection
+SECONDS_TO_CONNECT = 60.0  # limit for a connection to rank 0: the network may need several attempts
+SECONDS_FOR_FILE = 60.0  # a file of rank 0 must be seen on the other nodes within this time
+SECONDS_TO_CLOSE = 10.0  # ended connections must be gone from rank 0's list within this time
 KEY = "trine rendezvous"  # the key in torchrun's store under which rank 0 puts the file's name
 
 
@@ -57,8 +57,8 @@ class JobStore:
     """
 
     secret: str = field(repr=False)
-    first: Any = None
-    second: Any = None
+    first: Any = None  # torch's store over the first connection
+    second: Any = None  # the same store over the second connection
 
     def key(self, purpose: str) -> str:
         """Return a name or key for one purpose, from which the secret cannot be computed."""
@@ -104,11 +104,12 @@ def allow_open_files(size: int) -> None:
 
     size: the number of ranks. Raise UserError if the hard limit is too low for the store of rank 0.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the soft limit is often 1,024
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The soft limit is often 1,024.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     needed = CONNECTIONS * size + OTHER_FILES
-    if most != resource.RLIM_INFINITY and most < needed:
-        where = f"{needed:,} open files on {node_name()}, and the limit there is {most:,}"
+    if hard_limit != resource.RLIM_INFINITY and hard_limit < needed:
+        where = f"{needed:,} open files on {node_name()}, and the limit there is {hard_limit:,}"
         text = f"the store of {size:,} ranks needs {where} (ulimit -Hn): have it raised"
         raise UserError(text)
 
@@ -135,6 +136,7 @@ class Server:
     """The server of the store, on rank 0, and the port at which it listens."""
 
     def __init__(self, host: str, size: int) -> None:
+        """Start the server. host: this node's address. size: the number of ranks."""
         import torch.distributed as dist
 
         listener = socket.create_server((host, 0), backlog=max(128, CONNECTIONS * size))
@@ -156,20 +158,21 @@ class Server:
         connections: the number that the ranks have made. Raise UserError if the server still has
         another number of connections after SECONDS_TO_CLOSE.
         """
-        nowhere = os.open(os.devnull, os.O_RDONLY)
+        null = os.open(os.devnull, os.O_RDONLY)
         # This closes the listening socket; torch has no call that ends only the listening.
-        os.dup2(nowhere, self.descriptor)
-        os.close(nowhere)
-        limit = time.monotonic() + SECONDS_TO_CLOSE
-        while (found := self._count()) != connections:
-            if time.monotonic() > limit:
+        os.dup2(null, self.descriptor)
+        os.close(null)
+        deadline = time.monotonic() + SECONDS_TO_CLOSE
+        while (present := self._count()) != connections:
+            if time.monotonic() > deadline:
                 raise UserError(
-                    f"the store of this job has {found} connections, and its ranks have "
+                    f"the store of this job has {present} connections, and its ranks have "
                     f"{connections}: another program connects to the ports of {node_name()}"
                 )
             time.sleep(PAUSE)
 
     def _count(self) -> int:
+        """Return the number of connections that the server has now."""
         all_ends = psutil.Process().net_connections("tcp")
         own_ends = [end for end in all_ends if end.laddr.port == self.address.port]
         return sum(end.status == psutil.CONN_ESTABLISHED for end in own_ends)
@@ -222,14 +225,14 @@ def _check_reachable(address: Address) -> None:
 def _address_over_torchrun(address: Address | None, out: str) -> Iterator[Address]:
     """Yield the address of rank 0's store on every rank; the ranks were started by torchrun.
 
-    address: the address on rank 0, None on the others. Rank 0 writes it into a file, which is
-    removed when the block ends. torchrun's store, which any program can read, holds only the file's
-    name.
+    address: on rank 0 the address, on the other ranks None. Rank 0 writes the address into a file,
+    which is removed when the block ends. torchrun's store, which any program can read, holds only
+    the file's name. out: the folder of the file.
     """
     import torch.distributed as dist
 
     try:
-        open_to_all = next(dist.rendezvous("env://"))[0]
+        torchruns_store, *_ = next(dist.rendezvous("env://"))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -239,10 +242,11 @@ def _address_over_torchrun(address: Address | None, out: str) -> Iterator[Addres
             f"job on this node: give torchrun another --master-port, or --standalone on one node"
         ) from None
     if address is None:
-        yield read_address(Path(out, open_to_all.get(KEY).decode(errors="replace")))
+        name = torchruns_store.get(KEY).decode(errors="replace")
+        yield read_address(Path(out, name))
         return
     with address_file(address, out) as name:
-        open_to_all.set(KEY, name)
+        torchruns_store.set(KEY, name)
         yield address
 
 
@@ -271,9 +275,9 @@ def read_address(path: Path) -> Address:
     Raise UserError if the file is not seen within SECONDS_FOR_FILE, or if it is not a regular file
     of this user that no other user can read or write.
     """
-    limit = time.monotonic() + SECONDS_FOR_FILE
+    deadline = time.monotonic() + SECONDS_FOR_FILE
     while not os.path.lexists(path):
-        if time.monotonic() > limit:
+        if time.monotonic() > deadline:
             raise UserError(
                 f"rank 0 wrote {path}, and {socket.gethostname()} did not see it within "
                 f"{SECONDS_FOR_FILE:g} s: torchrun on several nodes needs --out on a file system "

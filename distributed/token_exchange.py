@@ -1,6 +1,8 @@
 """The exchange of tokens between the ranks that divide a block's experts (`--ep`).
 
-    rows for each expert, counted by this rank         exchange_counts: what comes from whom
+A row is the hidden state of one token for one expert, (h,): a token with k experts has k rows.
+
+    counts: this rank's rows for each expert           exchange_counts tells the other ranks
         --Exchange, an all-to-all of unequal blocks--> rows by rank, then expert
         --order_by_expert--> rows by expert, then rank
 
@@ -16,7 +18,10 @@ from distributed.collectives import Group
 
 
 def share(count: int, group: Group) -> tuple[int, int]:
-    """Return the first and the last place of this rank's part of `count` tokens, in group order."""
+    """Return the range [start, stop) of this rank's part of `count` tokens.
+
+    The ranks of the group have adjacent parts, in the group's order.
+    """
     return count * group.rank // group.size, count * (group.rank + 1) // group.size
 
 
@@ -37,8 +42,10 @@ class OwnTokens(torch.autograd.Function):
 
 
 def counts_on_host(group: Group, counts: Tensor, rows: int) -> list:
-    """Return counts.tolist(). rows: of this rank's tokens, of which a rehearsal, whose tensors have
-    no elements, makes the counts.
+    """Return `counts`, a tensor of whole numbers on the device, as a list on the host.
+
+    rows: the sum of this rank's counts. Only a rehearsal uses it: it replaces this function,
+    because its tensors have no elements, and invents counts with that sum.
     """
     return group.values(counts)
 
@@ -46,10 +53,12 @@ def counts_on_host(group: Group, counts: Tensor, rows: int) -> list:
 def exchange_counts(
     group: Group, counts: Tensor, rows: int
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return the rows that go to each rank of `group`, those that come from each, and the latter by
-    this rank's experts. counts: this rank's rows by expert, (E,); rows: their sum.
+    """Return three numbers of rows for each rank of `group`: sent, received, received by expert.
 
-    The host waits for the device here, once in a forward pass.
+    counts: this rank's rows for each of the E experts, (E,). rows: the sum of `counts`. The first
+    result is the rows that this rank sends to each rank; the second the rows that it receives from
+    each rank; the third divides these by this rank's experts. The host waits for the device here,
+    once in a forward pass.
     """
     by_rank = counts.view(group.size, -1)
     arriving = torch.empty_like(by_rank)
@@ -61,14 +70,15 @@ def exchange_counts(
 
 
 def order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:
-    """Return the order in which rows that arrived by rank, then expert, are by expert, then rank.
+    """Return the permutation, (n,), that sorts n received rows by expert, then rank.
 
-    counts: the number of rows from each rank for each of this rank's experts.
+    The rows have arrived by rank, then expert. counts: for each rank, the number of its rows for
+    each of this rank's experts.
     """
     experts = torch.arange(len(counts[0])).repeat(len(counts))
     rows = sum(map(sum, counts))
-    of_rows = experts.repeat_interleave(torch.tensor(counts).flatten(), output_size=rows)
-    return of_rows.argsort(stable=True).to(device)
+    expert_of_row = experts.repeat_interleave(torch.tensor(counts).flatten(), output_size=rows)
+    return expert_of_row.argsort(stable=True).to(device)
 
 
 class Exchange(torch.autograd.Function):
@@ -87,6 +97,10 @@ class Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
+    """Return the rows, (sum of `received`, h), that the ranks of `group` have sent to this rank.
+
+    rows: (sum of `sent`, h), by receiving rank. received, sent: the number of rows for each rank.
+    """
     output = rows.new_empty(sum(received), rows.shape[-1])
     group.at_once.all_to_all(output, rows.contiguous(), (received, sent)).wait()
     return output
