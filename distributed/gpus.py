@@ -16,7 +16,8 @@ from distributed.placement import SHARE_FOR_TESTS, Place, shared_gpus
 def are_usable(required: bool) -> bool:
     """Return whether torch sees a GPU on this node.
 
-    Raise UserError if it sees none and one is required, or the node has one all the same.
+    required: whether --device cuda was given. Raise UserError if torch sees no GPU although a GPU
+    is required, or although the node has a GPU.
     """
     import torch
 
@@ -30,7 +31,11 @@ def are_usable(required: bool) -> bool:
 
 
 def take(local: Local, node: str, sharing: bool) -> tuple[Any, str]:
-    """Take this rank's GPU; return its torch.device and its identifier; arguments of choose_gpu."""
+    """Make a GPU this rank's device; return its torch.device and its identifier in the job.
+
+    node: the name of this node. sharing: whether several ranks may use one GPU. Raise UserError if
+    the node has too few GPUs or torch has no kernels for the GPU.
+    """
     import torch
 
     gpu = choose_gpu(local.rank, local.size, torch.cuda.device_count(), node, sharing)
@@ -82,11 +87,12 @@ def check_kernels(name: str, capability: tuple[int, int], built: list[str], vers
     a minor number of at least Y, sm_XYa only on that GPU, and compute_XY is compiled for any newer
     GPU when it is loaded.
     """
-    for each in built:
-        kind, _, number = each.partition("_")
-        of = divmod(int(number.rstrip("af")), 10)
-        same = of == capability or (of[0] == capability[0] and not number.endswith("a"))
-        if of <= capability and (same or kind == "compute"):
+    for architecture in built:
+        kind, _, number = architecture.partition("_")
+        built_for = divmod(int(number.rstrip("af")), 10)
+        same_major = built_for[0] == capability[0]
+        runs = built_for == capability or (same_major and not number.endswith("a"))
+        if built_for <= capability and (runs or kind == "compute"):
             return
     advice = "install a build of torch for it"
     if capability < (7, 5):
@@ -132,21 +138,21 @@ def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda is None or (shown is not None and not re.match(r"\s*(\d|GPU-|MIG-)", shown)):
         return
-    found = sorted(path.name for path in Path(devices).glob("nvidia[0-9]*"))
-    if found:
+    gpus = sorted(path.name for path in Path(devices).glob("nvidia[0-9]*"))
+    if gpus:
         raise UserError(
-            f"--device auto: this node has {devices}/{found[0]}, but torch can use no GPU{why}; "
+            f"--device auto: this node has {devices}/{gpus[0]}, but torch can use no GPU{why}; "
             f"to run on the CPU all the same, give --device cpu"
         )
 
 
 def check_gpus(places: list[Place]) -> None:
     """Raise UserError if two ranks have the same GPU."""
-    for gpu, several in shared_gpus(places).items():
-        place = places[several[0]]
+    for gpu, ranks in shared_gpus(places).items():
+        place = places[ranks[0]]
         on_node = sum(other.node == place.node for other in places)
         raise UserError(
-            f"ranks {', '.join(map(str, several))} on node {place.node} have the same GPU "
+            f"ranks {', '.join(map(str, ranks))} on node {place.node} have the same GPU "
             f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
             f"--gpus-per-task=1), or share GPUs with --backend gloo"
         )

@@ -25,7 +25,7 @@ from config.messages import UserError, exit_with
 from distributed.early_end import SECONDS_TO_FLUSH, StartWatch
 from distributed.placement import allowed_cores, threads_asked_for
 
-SECONDS_FOR_SIGNALS = 0.02  # for the thread of Signals to handle a signal that came just before
+SECONDS_FOR_SIGNALS = 0.02  # in this time the thread of Signals handles a signal that came before
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
 
 
 def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    """Return the numbers in two variables, by their names; UserError unless rank < size."""
     return _number(env, rank, below=size), _number(env, size)
 
 
@@ -106,14 +107,16 @@ def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -
             _number(env, "MASTER_PORT")
             if not env.get("MASTER_ADDR"):
                 raise UserError("torchrun's MASTER_ADDR is not set, where the ranks meet")
-        sizes = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
-        outer = max((_number(env, name) for name in sizes), default=1)
-        outer = max(outer, tasks if "SLURM_STEP_ID" in env else 1)
-        if outer > 1 and env.get("GROUP_WORLD_SIZE") == "1":
+        # mpirun or srun may have started several torchruns.
+        names = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
+        torchruns = max((_number(env, name) for name in names), default=1)
+        if "SLURM_STEP_ID" in env:
+            torchruns = max(torchruns, tasks)
+        if torchruns > 1 and env.get("GROUP_WORLD_SIZE") == "1":
             raise UserError(
-                f"{outer} torchruns were started, and each is alone (--nnodes 1): {outer} runs "
-                f"would overwrite one another; start train.py itself with srun or mpirun, or give "
-                f"torchrun --nnodes {outer} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+                f"{torchruns} torchruns were started, and each is alone (--nnodes 1): {torchruns} "
+                f"runs would overwrite one another; start train.py itself with srun or mpirun, or "
+                f"give torchrun --nnodes {torchruns} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
             )
     in_job = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env
     if launch.launcher == "python" and in_job and tasks > 1:
@@ -125,12 +128,13 @@ def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
+    """Return the number of tasks of the Slurm step or job; 1 without Slurm."""
     names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
     return _number(env, names[0]) if names else 1
 
 
 def end_job(launch: Launch, mistake: UserError) -> NoReturn:
-    """Print an error that only this rank looked for, and end all ranks with status 2.
+    """Print an error that only this rank has found, and end all ranks with status 2.
 
     MPICH's mpirun does not end ranks that wait in MPI_Init for a rank that has exited. So this rank
     first joins the others in MPI_Init, and then calls MPI_Abort.
@@ -152,10 +156,10 @@ def end_job(launch: Launch, mistake: UserError) -> NoReturn:
 
 @dataclass(frozen=True)
 class Local:
-    """This rank's number among the ranks of its node, and among those with the same cores."""
+    """This rank's number among the ranks of its node, and among the ranks with the same cores."""
 
-    rank: int
-    size: int
+    rank: int  # this rank's number among the ranks of the node
+    size: int  # the number of ranks on the node
     one_node: bool  # all ranks of the job are on this node
     sharing: int  # the number of ranks on the node that may use the same cores, this one included
     place_among_sharing: int  # this rank's number among these ranks
@@ -201,10 +205,10 @@ def cores_asked_for() -> int | None:
 
 
 def find_local(launch: Launch) -> Local:
-    """Return this rank's place on its node; starts MPI if the launcher is MPI's or srun.
+    """Return this rank's place on its node.
 
-    Collective over all ranks then. Raise UserError if launcher and MPI disagree about rank or size,
-    or MPI cannot be loaded.
+    If the launcher is mpirun or srun, this starts MPI and is collective over all ranks. Raise
+    UserError if launcher and MPI disagree about rank or size, or if MPI cannot be loaded.
     """
     if launch.mpi:
         return _local_by_mpi(launch)
@@ -260,12 +264,12 @@ def _ended_by_signals() -> Iterator[None]:
     written in Python could run. A launcher ends the other ranks when one dies of a signal.
     """
     numbers = signal.SIGTERM, signal.SIGINT
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     time.sleep(SECONDS_FOR_SIGNALS)
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before):
+        for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)
 
 
@@ -296,7 +300,10 @@ def _prefer_libfabric(library: str) -> None:
 
 
 def _right_launcher(launch: Launch, library: str) -> str:
-    """Return the text that names the launcher which fits the MPI library that was loaded."""
+    """Return the text that names the launcher which fits the MPI library that was loaded.
+
+    library: the name and version of that library.
+    """
     name, kind = ("Open MPI", "pmix") if "Open MPI" in library else ("MPICH", "pmi2")
     if launch.launcher.startswith("mpirun"):
         return f"mpi4py has loaded {name}: start the ranks with {name}'s own mpirun"

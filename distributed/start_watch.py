@@ -22,9 +22,8 @@ import time
 
 from distributed.early_end import SECONDS_TO_MEET, abort_by_pmi, node_name, place_of_rank
 
-# Seconds between two looks at the rank's state, and seconds that a rank may be stopped.
-SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_STOPPED = 5.0
+SECONDS_BETWEEN_LOOKS = 1.0  # between two looks at the rank's state
+SECONDS_STOPPED = 5.0  # a rank that is stopped for this time is killed
 # Seconds until the job is ended after `outlive`: longer than Launch.exit_delay, for which ranks
 # wait that have found the same mistake as another rank.
 SECONDS_TO_OUTLIVE = 12.0
@@ -96,12 +95,14 @@ class Watched:
         from watchdog.hang_report import Case
         from watchdog.monitor import Rank, report
 
-        (number, size), now = self._rank(), time.monotonic()
+        number, size = self._rank()
+        now = time.monotonic()
         rank = Rank(number, now, now, node_name(), self.pid, state="gone", error=self.error)
         case = Case("dead", size, first=number, gone=[number], culprits=[number])
         report(case, {number: rank.to_dict(now)}, self.out)
 
     def _rank(self) -> tuple[int, int]:
+        """Return the watched rank's number and the number of ranks."""
         rank, size = place_of_rank() or ("0", "1")
         return int(rank), int(size)
 

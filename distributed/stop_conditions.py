@@ -114,6 +114,7 @@ class Signals:
             time.sleep(0.1)
 
     def _read(self) -> None:
+        """Handle signals as they arrive, until `close`; runs in a thread of its own."""
         while received := self._reader.recv(1):
             number = signal.Signals(received[0])
             if number in HANDLED:
@@ -121,6 +122,7 @@ class Signals:
         self._reader.close()
 
     def _handle(self, number: signal.Signals) -> None:
+        """Record a signal; a second signal, or one before all ranks have met, ends all ranks."""
         now = time.monotonic()
         self.first = self.first or number
         if number in ENDING:
@@ -130,15 +132,17 @@ class Signals:
         self._end_meeting()
         # SIGTERM and SIGINT count as one kind: under torchrun the ranks receive SIGINT at the first
         # Ctrl-C and SIGTERM at the second.
-        since = self._since.setdefault(number == signal.SIGUSR1, now)
-        if now - since >= SECONDS_OF_ONE_SIGNAL:
+        first_time = self._since.setdefault(number == signal.SIGUSR1, now)
+        if now - first_time >= SECONDS_OF_ONE_SIGNAL:
             self._end_now(f"{number.name} as the second signal", 128 + number)
 
     def _end_meeting(self) -> None:
+        """End all ranks if a SIGTERM or SIGINT came before all ranks had met."""
         if self._meeting and self._ending:
             self._end_now(f"{self._ending.name} before all ranks have met", 128 + self._ending)
 
     def _end_now(self, why: str, status: int) -> None:
+        """Print the reason, and end all ranks at once with this status."""
         with contextlib.suppress(OSError):  # standard error may be closed
             print(f"{why}: ending at once, without a save", file=sys.stderr, flush=True)
         self.end(status)
@@ -153,16 +157,16 @@ class StopConditions:
         self.first = first
         self._save_switch = run.save_switch if first else None
         self.reason: str | None = None  # why this rank requests a stop
-        self._began = psutil.Process().create_time()
-        self._boundary: float | None = None
-        self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._saving = False
+        self._began = psutil.Process().create_time()  # seconds since 1970
+        self._boundary: float | None = None  # time.monotonic() at the last step boundary
+        self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # seconds of the last steps
+        self._saving = False  # a save that the file of --save-switch requested is not complete
 
     def requested_action(self, ahead: float | None = None) -> RequestedAction:
         """Return the action that this rank requests at this step boundary.
 
-        ahead: expected seconds until the next boundary besides the step itself, for evaluation and
-        a save. None: no step has just ended; called after an evaluation or before the first step.
+        ahead: the seconds that an evaluation and a save will probably take before the next
+        boundary. None: no step has just ended; called after an evaluation or before the first step.
         """
         now = time.monotonic()
         if self._boundary is not None and ahead is not None:
