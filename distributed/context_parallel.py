@@ -46,9 +46,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """Exchange tokens for heads: (s, b, heads, d) each -> (n s, b, heads/n, d).
+    """Return q, k and v with the tokens of the group's n ranks, and 1/n of the heads.
 
-    The result has the tokens of the group's n ranks, in the sample's order.
+    Each argument is (s, b, heads, d), each result (n s, b, heads/n, d), in the sample's order.
     """
     n = group.size
     if n == 1:
@@ -113,6 +113,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     if k.shape[1] != heads and not (q.is_cuda and chunk_kernel(q) == "flash_attention"):
         # Kernels other than flash attention on a GPU need a key/value head for every query head.
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    # The chunks are `rank` and `2 size - 1 - rank`: each attends to all tokens up to its own end.
     ends = (group.rank + 1) * half, (2 * group.size - group.rank) * half
     parts = [
         _attend_last(chunk, k[:, :, :end], v[:, :, :end])
@@ -122,27 +123,30 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
 
 
 def chunk_kernel(q: Tensor) -> str:
-    """Return which of torch's kernels `causal_attention` runs for this dtype, head size, device."""
+    """Return the name of torch's kernel that `causal_attention` runs for these queries.
+
+    It depends on the dtype, the head size and the device of q, (..., d).
+    """
     if not q.is_cuda:
         return "flash_attention"
-    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    is_supported = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
     # Flash attention is written for GPUs from Ampere on.
-    if half and torch.cuda.get_device_capability(q.device) >= (8, 0):
+    if is_supported and torch.cuda.get_device_capability(q.device) >= (8, 0):
         return "flash_attention"
     return "math" if q.dtype == torch.float64 else "efficient_attention"
 
 
 def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention of queries that belong to the last of the keys' tokens.
+    """Return causal attention of queries that belong to the last s of the keys' t tokens.
 
-    q, k and v are (b, heads, s, d) each, with fewer tokens in q than in k and v, or as many.
+    q is (b, heads, s, d), k and v are (b, heads, t, d) with t >= s; the result has q's shape.
     """
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if not q.is_cuda:
         return _LastOnCpu.apply(q, k, v)
-    from torch.nn.attention.bias import causal_lower_right  # 110 MB, which no other run needs
+    from torch.nn.attention.bias import causal_lower_right  # loads 110 MB, which other runs save
 
     mask = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
@@ -159,12 +163,14 @@ class _LastOnCpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        (before, sums), (own, own_sums) = (
+        # Each result, (b, heads, s, d), with the logarithms of its softmax sums, (b, heads, s).
+        (past, past_sums), (present, present_sums) = (
             kernel(q, keys, values, 0.0, causal) for keys, values, causal in _parts(q, k, v)
         )
-        log_sum = torch.logaddexp(sums, own_sums)
-        shares = ((part - log_sum).exp()[..., None] for part in (sums, own_sums))
-        mixed = sum(part * share for part, share in zip((before, own), shares, strict=True))
+        log_sum = torch.logaddexp(past_sums, present_sums)
+        past_weight = (past_sums - log_sum).exp()[..., None]
+        present_weight = (present_sums - log_sum).exp()[..., None]
+        mixed = past * past_weight + present * present_weight
         mixed = mixed.to(q.dtype)
         ctx.save_for_backward(q, k, v, mixed, log_sum)
         return mixed
@@ -173,19 +179,20 @@ class _LastOnCpu(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, mixed, log_sum = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = [
+        gradients = [
             kernel(grad, q, keys, values, mixed, log_sum, 0.0, causal)
             for keys, values, causal in _parts(q, k, v)
         ]
-        dq, dk, dv = zip(*found, strict=True)
-        return dq[0] + dq[1], torch.cat(dk, 2), torch.cat(dv, 2)
+        (past_dq, present_dq), dk, dv = zip(*gradients, strict=True)
+        return past_dq + present_dq, torch.cat(dk, 2), torch.cat(dv, 2)
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-    """Return (k, v, causal) for the tokens before the queries and for the queries' tokens.
+    """Return (k, v, causal) for the tokens before the queries, then for the queries' own tokens.
 
-    Attention to the former is not causal; attention to the latter is.
+    Attention to the tokens before the queries needs no mask; attention to their own is causal.
     """
-    past = k.shape[2] - q.shape[2]
-    before = k[:, :, :past], v[:, :, :past], False
-    return [before, (k[:, :, past:], v[:, :, past:], True)]
+    split = k.shape[2] - q.shape[2]  # the number of tokens before the queries
+    past = k[:, :, :split], v[:, :, :split], False
+    present = k[:, :, split:], v[:, :, split:], True
+    return [past, present]

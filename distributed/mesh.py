@@ -66,19 +66,22 @@ class Mesh:
         self.recorder.coordinates = {name: self.place[name] for name in shown}
 
         def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
+            """Make the groups with these ranks; return the group that has this rank."""
             return context.group(rows, role) if context else Group((self.rank,))
 
         def along(role: str, *names: str) -> Group:
+            """Make the groups along the named axes; return the group that has this rank."""
             return own_group(rows_along(self.axes, names), role)
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
         self.heads, self.kv = Group((self.rank,)), self.cp
         if over_heads > 1:
-            shared = rows_along(self.axes, ("cp",))
-            n, starts = over_heads, range(0, self.cp.size, over_heads)
-            self.heads = own_group([row[i : i + n] for row in shared for i in starts], "heads")
-            self.kv = own_group([row[i::n] for row in shared for i in range(n)], "kv")
+            cp_groups = rows_along(self.axes, ("cp",))
+            n = over_heads
+            starts = range(0, self.cp.size, n)
+            self.heads = own_group([row[i : i + n] for row in cp_groups for i in starts], "heads")
+            self.kv = own_group([row[i::n] for row in cp_groups for i in range(n)], "kv")
         self.experts, self.expert_replicas = Group((self.rank,)), self.replicas
         if ep and (ep > 1 or self.tp.size > 1):
             self.experts, self.expert_replicas = self._expert_groups(ep, own_group)
@@ -93,15 +96,16 @@ class Mesh:
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))
+        # The ranks with the embedding and the head, which have the same weights if they are tied.
         ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
         self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")
 
     def _expert_groups(self, ep: int, own_group: Callable[..., Group]) -> tuple[Group, Group]:
         """Return the groups `experts`, of `ep` neighbouring ranks, and `expert_replicas`."""
-        stage = rows_along(self.axes, ("dp", "cp", "tp"))
-        starts = range(0, len(stage[0]), ep)
-        experts = own_group([row[i : i + ep] for row in stage for i in starts], "experts")
-        replicas = [row[i::ep] for row in stage for i in range(ep)]
+        stages = rows_along(self.axes, ("dp", "cp", "tp"))  # the ranks of each pipeline position
+        starts = range(0, len(stages[0]), ep)
+        experts = own_group([row[i : i + ep] for row in stages for i in starts], "experts")
+        replicas = [row[i::ep] for row in stages for i in range(ep)]
         return experts, own_group(replicas, "expert replicas")
 
     def channel(self, kind: str, source: int, to: int) -> Group:
@@ -113,10 +117,16 @@ class Mesh:
         directions: a message that waits for its receiver delays only later messages to the same
         receiver.
         """
-        return self._channels[kind][2 * (to < source) + source % 2]
+        channel = source % 2  # an index of CHANNELS
+        if to < source:
+            channel += 2
+        return self._channels[kind][channel]
 
     def group(self, role: str) -> Group:
-        """Return the group with a name of ROLES; the specs of parameters name groups so."""
+        """Return the group with this name, such as tp: an attribute of the mesh.
+
+        The specs of parameters have names of groups.
+        """
         return getattr(self, role)
 
 

@@ -38,7 +38,7 @@ class Meeting:
     places: list[Place]  # the place of every rank, in rank order
     device: Any  # torch.device
     backend: str  # nccl, gloo, or none for a single process
-    threads: int  # of torch on the CPU, for this rank
+    threads: int  # the number of torch's threads on the CPU for this rank
     store: Any  # torch's key-value store, shared by all ranks; None for a single process
     # The same store over another connection, for a thread that must not wait for `store`'s users.
     second_store: Any = None
@@ -68,10 +68,10 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         opened = open_store(launch, local, run.out)
         store = opened.part("values")
         index = launch.rank
-        own = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
+        this_place = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
         seconds = MEETING_TIMEOUT.total_seconds()
         exchange = StoreExchange(store, launch.rank, launch.size, "places", seconds=seconds)
-        gathered = exchange.gather("place", dataclasses.asdict(own))
+        gathered = exchange.gather("place", dataclasses.asdict(this_place))
         places = [Place(**place | {"cores": tuple(place["cores"])}) for place in gathered]
         faulthandler.cancel_dump_traceback_later()
         try:

@@ -19,9 +19,9 @@ from typing import Any
 from watchdog.flight_recorder import FlightRecorder
 
 PAUSE = 0.005  # seconds between two looks of rank 0 for a value that is not there yet
-# A rank that has sent nothing for so long is considered lost. A save on a slow disk takes minutes.
+# A rank that sends nothing for this time is considered lost. A save on a slow disk takes minutes.
 SECONDS_TO_ANSWER = 3600.0
-SECONDS_TO_LEAVE = 10.0  # rank 0 waits so long in `leave` for the other ranks
+SECONDS_TO_LEAVE = 10.0  # the longest wait of rank 0 for the other ranks in `leave`
 
 
 class NoAnswer(TimeoutError):
@@ -53,7 +53,7 @@ class StoreExchange:
         recorder: FlightRecorder | None = None,
         seconds: float = SECONDS_TO_ANSWER,
     ):
-        """Number this exchange among those of its name; does not wait for other ranks."""
+        """Number this exchange among the exchanges of its name; does not wait for other ranks."""
         import torch.distributed as dist
 
         self.store = dist.HashStore() if store is None else store
@@ -62,7 +62,7 @@ class StoreExchange:
         self.seconds = seconds
         self.recorder = recorder or FlightRecorder()
         self._name = f"{name}/{self.store.add(f'{name}s/{rank}', 1)}"
-        self._agreed = 0
+        self._agreed = 0  # calls of `agree`, so that each call has other keys
 
     def gather(self, key: str, value: Any) -> list[Any]:
         """Return every rank's value in rank order, on every rank; every rank must call it.
