@@ -8,11 +8,14 @@ from config.messages import UserError
 
 
 def check(kernels: dict[str, str], device: str, node: str) -> None:
-    """Raise UserError if this node lacks a compiler or triton; see start_checks.check_compiler."""
+    """Raise UserError if this node lacks a compiler or triton; see start_checks.check_compiler.
+
+    kernels: the chosen kernels by kind. device: cpu or cuda. node: the name of this node.
+    """
     on_gpu = device == "cuda"
     what = "--compile" if "compiled" in kernels else kernels["attention"]
-    variable, usual = ("CC", "gcc") if on_gpu else ("CXX", "g++")
-    name = os.environ.get(variable, usual)
+    variable, default = ("CC", "gcc") if on_gpu else ("CXX", "g++")
+    name = os.environ.get(variable, default)
     if shutil.which(name) is None:
         raise UserError(
             f"{what} needs a compiler, and {node} has no {name}: install g++ there, load the "

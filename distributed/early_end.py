@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages
 # Not `-m`, which does not search the current folder if PYTHONSAFEPATH is set.
 WATCH = "import sys; sys.path.insert(0, '.'); from distributed import start_watch as s; s.main()"
 SECONDS_TO_MEET = 1800.0  # the limit until all ranks have met; the watchdog does not run yet
-SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on printed lines before the job is ended
-SECONDS_FOR_PMI = 2.0  # for an answer of the launcher, and for the launcher to end this process
+SECONDS_TO_FLUSH = 0.5  # mpirun needs this time to pass on printed lines before the job is ended
+SECONDS_FOR_PMI = 2.0  # the longest wait for the launcher to answer, or to end this process
 # The variables with the rank and the number of ranks, in the order in which `discover` reads them.
 PLACES = (
     ("RANK", "WORLD_SIZE"),
@@ -98,6 +98,7 @@ class StartWatch:
                 process.kill()
 
     def _tell(self, message: dict[str, Any]) -> None:
+        """Send values of attributes of start_watch.Watched to the process, if there is one."""
         if self._process and self._process.stdin:
             with contextlib.suppress(OSError):  # the process was killed
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -134,7 +135,8 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
 
 def place_of_rank() -> tuple[str, str] | None:
     """Return this rank and the number of ranks from the launcher's variables; None for one rank."""
-    for rank, size in PLACES[0 if "TORCHELASTIC_RUN_ID" in os.environ else 1 :]:
+    first = 0 if "TORCHELASTIC_RUN_ID" in os.environ else 1  # RANK is torchrun's only
+    for rank, size in PLACES[first:]:
         if os.environ.get(size, "1") != "1":
             return os.environ.get(rank, ""), os.environ[size]
     return None

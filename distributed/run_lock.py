@@ -20,13 +20,13 @@ from distributed.early_end import node_name
 
 HELD = (errno.EACCES, errno.EAGAIN)  # errors of lockf when another process has the lock
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # if the file system has no locks
-BYTES = 1024  # the most that is read of the text that names the owner of a lock
+BYTES = 1024  # the most bytes that are read of the text that names the owner of a lock
 
 
 def in_use(out: str) -> bool:
-    """Whether another process has the lock of the folder `out`.
+    """Return whether another process has the lock of the folder `out`.
 
-    False if this user cannot write the file of the lock: then it is not known.
+    If this user cannot write the lock's file, it is not known and the result is False.
     """
     try:
         file = open(Path(out, ".lock"), "r+b")  # noqa: SIM115

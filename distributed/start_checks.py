@@ -26,9 +26,13 @@ COMPILED = (
 
 
 def checks_nodes(config: Config, context: Context) -> bool:
-    """Whether nodes are checked: as --preflight or --no-preflight; by default on several nodes."""
-    given = config.run.preflight
-    return len(set(context.nodes)) > 1 if given is None else given
+    """Return whether nodes are checked before step 1: by default if there are several nodes.
+
+    --preflight and --no-preflight override the default.
+    """
+    if config.run.preflight is None:
+        return len(set(context.nodes)) > 1
+    return config.run.preflight
 
 
 def introduce(config: Config, context: Context, decided: str) -> None:
@@ -39,6 +43,7 @@ def introduce(config: Config, context: Context, decided: str) -> None:
     """
 
     def say(line: str) -> None:
+        """Print a line on rank 0."""
         if context.rank == 0:
             print(line, flush=True)
 
@@ -121,7 +126,7 @@ def check_parameter_count(
 
 
 def warms_up(config: Config, device: str) -> bool:
-    """Return whether the run calls trainer.warm_up before its first step on that kind of device.
+    """Return whether the run calls trainer.warm_up before step 1. device: cpu or cuda.
 
     It does with --compile, and on GPUs with several stages. A kernel is loaded at its first launch,
     which waits until nothing runs on the device, messages included. With several micro-batches, two
