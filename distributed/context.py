@@ -124,7 +124,7 @@ def await_other_threads(seconds: float) -> None:
 def _sleeps(thread: Path) -> bool:
     """Whether a thread sleeps or has ended. thread: its folder in /proc/self/task."""
     with contextlib.suppress(OSError):  # the thread has ended
-        _, _, fields = (thread / "stat").read_text().rpartition(")")  # of "(name) state ..."
+        _, _, fields = (thread / "stat").read_text().rpartition(")")  # "PID (NAME) STATE ..."
         return fields.split()[0] == "S"
     return True
 

@@ -72,7 +72,7 @@ def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
     for cpu in logical:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
-            siblings = path.read_text().replace("-", ",").split(",")  # of "0,64" or "0-1"
+            siblings = path.read_text().replace("-", ",").split(",")  # such as "0,64" or "0-1"
             first_cpu = int(siblings[0])
         except OSError:  # the kernel has no such file: take every CPU for a core
             first_cpu = cpu

@@ -306,7 +306,7 @@ def available_memory() -> int:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # no cgroups
         return available
-    prefix = "0::"  # of the line with the folder of this process's cgroup (version 2)
+    prefix = "0::"  # begins the line that names the folder of cgroup version 2
     names = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     folder = Path("/sys/fs/cgroup" + names[0]) if names and names[0] else None
     # A limit of any folder above counts too.
