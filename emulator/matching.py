@@ -1,9 +1,10 @@
-"""Whether the operations of all ranks of a world meet: in every group the same ones in one order.
+"""Compares the recorded operations of all ranks of a world, and finds deadlocks among them.
 
-world = World(rows, traces)
-sentences = mismatches(world)      # empty: every operation of every group is the same everywhere
+    world = World(rows, traces)
+    sentences = mismatches(world)    # empty if all members of each group do the same, in one order
+    sentence = deadlock(world)       # None if every rank reaches the end of its trace
 
-Runs all ranks' traces by the rules of NCCL and CUDA, without time: do all come to an end?
+`deadlock` simulates all ranks' traces by the rules of NCCL and CUDA, without durations:
 
     operation   goes to the stream of its group's communicator, which runs one after the other; it
                 begins after what the compute stream had to wait for before, and ends on all members
@@ -14,10 +15,10 @@ Runs all ranks' traces by the rules of NCCL and CUDA, without time: do all come 
                 C++ Programming Guide, Lazy Loading; meta-pytorch/torchcomms pull request 2334)
     connection  the first message from one rank to another in a group blocks both hosts until both
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
-    --blocking  without stages the host waits for every operation where it starts; that it waits
-                where the stream does changes nothing: what follows is behind that on the stream
+    --blocking  without stages the host waits for every operation where it starts
 
-Ranks that do the same among the same neighbours are simulated once.
+Ranks have one kind if they do the same with the same kinds of neighbours. One rank of each kind is
+simulated.
 """
 
 import itertools
@@ -29,161 +30,196 @@ from functools import cached_property
 from emulator.recording import COPY, LOAD, MESSAGES, READ, Event
 
 MOST_SENTENCES = 20
+MOST_NAMED = 8  # the most ranks that a message lists
 ONE_SIDED = ("broadcast", "reduce")
 NOT_COLLECTIVE = ("wait", READ, COPY, LOAD, *MESSAGES)
 
 
 class Operations:
-    """The operations of one trace by group."""
+    """The operations of one rank's trace, by the role of their group.
+
+    collectives: by role, in the rank's order. messages: by (role, "send" or "receive", position of
+    the peer in the group): each message with the place (step, action and micro-batch) that sends
+    it, or that waits for the received tensor; None: the receiver does not wait.
+    """
 
     def __init__(self, events: Sequence[Event]):
         self.collectives: dict[str, list[Event]] = {}
-        # By role, kind and peer; with where the receiver waits for it, or None.
         self.messages: dict[tuple[str, str, int], list[tuple[Event, str | None]]] = {}
-        waited = {e.number: e.place for e in events if e.kind == "wait"}
+        # The number of a wait is the index of the operation that it waits for.
+        place_of_wait = {event.number: event.place for event in events if event.kind == "wait"}
         for index, event in enumerate(events):
             if event.kind in MESSAGES:
                 key = event.role, event.kind, event.peer
-                taken = event.place if event.kind == "send" else waited.get(index)
-                self.messages.setdefault(key, []).append((event, taken))
+                place = event.place if event.kind == "send" else place_of_wait.get(index)
+                self.messages.setdefault(key, []).append((event, place))
             elif event.kind not in NOT_COLLECTIVE:
                 self.collectives.setdefault(event.role, []).append(event)
 
 
 @dataclass
 class World:
-    """All ranks. rows: the ranks of every group by role; traces: the events of every rank, of which
-    ranks that do the same share one. ran: the ranks whose trace is their own; None: all.
+    """The traces of all ranks of a run.
+
+    rows: the ranks of every group, by role. traces: the events of every rank; ranks that do the
+    same share one list. ran: the ranks that were run, and have their own trace; None: all ranks.
     """
 
     rows: dict[str, list[tuple[int, ...]]]
     traces: list[list[Event]]
     ran: frozenset[int] | None = None
-    _of: dict[int, Operations] = field(default_factory=dict)
+    _operations: dict[int, Operations] = field(default_factory=dict)  # by the id of the trace
 
     def operations(self, rank: int) -> Operations:
-        """The operations of a rank by group."""
+        """Return the operations of a rank by group."""
         key = id(self.traces[rank])
-        if key not in self._of:
-            self._of[key] = Operations(self.traces[rank])
-        return self._of[key]
+        if key not in self._operations:
+            self._operations[key] = Operations(self.traces[rank])
+        return self._operations[key]
 
     @cached_property
     def row_of(self) -> dict[tuple[str, int], tuple[int, ...]]:
-        """The ranks of a rank's group of a role."""
-        return {(role, r): row for role, rows in self.rows.items() for row in rows for r in row}
+        """The ranks of the group that a rank is in, by (role of the group, rank)."""
+        groups = [(role, row) for role, rows in self.rows.items() for row in rows]
+        return {(role, rank): row for role, row in groups for rank in row}
 
 
 def mismatches(world: World) -> list[str]:
-    """A sentence for each group whose members do not do the same, or not in one order: both ranks,
-    the operation, both versions and source lines. At most MOST_SENTENCES.
+    """Return a sentence for each group whose members do not do the same operations in one order.
+
+    A sentence names two ranks, the operation, what each rank does, and the source lines. At most
+    MOST_SENTENCES are returned.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     compared = set()
     for role, rows in world.rows.items():
         for row in rows:
-            alike: tuple = (role, *(id(world.traces[rank]) for rank in row))
-            alike += tuple(rank for rank in row if world.ran and rank in world.ran)
-            if len(row) == 1 or alike in compared:
+            # Groups with the same traces at the same positions have the same mismatches.
+            traces: tuple = (role, *(id(world.traces[rank]) for rank in row))
+            traces += tuple(rank for rank in row if world.ran and rank in world.ran)
+            if len(row) == 1 or traces in compared:
                 continue
-            compared.add(alike)
-            found += _collectives(world, role, row)
-            found += _messages(world, role, row)
-            found += _unequal_blocks(world, role, row)
-            if len(found) >= MOST_SENTENCES:
-                return found[:MOST_SENTENCES]
-    return found
+            compared.add(traces)
+            sentences += _collectives(world, role, row)
+            sentences += _messages(world, role, row)
+            sentences += _unequal_blocks(world, role, row)
+            if len(sentences) >= MOST_SENTENCES:
+                return sentences[:MOST_SENTENCES]
+    return sentences
 
 
 def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
-    """Sentences about a group's collectives: each other member against the first."""
-    first = row[0]
-    compared = {id(world.traces[row[0]])}
-    for other in row[1:]:
+    """Compare the collectives of a group's first member with those of each other member.
+
+    Yield a sentence for the first difference of each pair.
+    """
+    first, *others = row
+    compared = {id(world.traces[first])}
+    firsts_events = world.operations(first).collectives.get(role, [])
+    for other in others:
         if id(world.traces[other]) in compared:
             continue
         compared.add(id(world.traces[other]))
-        pair = [world.operations(rank).collectives.get(role, []) for rank in (first, other)]
-        for number in range(max(map(len, pair))):
-            one, two = (events[number] if number < len(events) else None for events in pair)
-            if one is None or two is None or _common(one) != _common(two):
-                yield _differ(
-                    f"operation {number + 1} of {_group(role, row)}",
-                    first,
-                    one,
-                    other,
-                    two,
-                )
+        others_events = world.operations(other).collectives.get(role, [])
+        pairs = itertools.zip_longest(firsts_events, others_events)
+        for number, (event, others_event) in enumerate(pairs, start=1):
+            if event is None or others_event is None or _common(event) != _common(others_event):
+                name = f"operation {number} of {_group(role, row)}"
+                yield _differ(name, first, event, other, others_event)
                 break
 
 
 def _common(event: Event) -> Event:
     """Return the event with only those values that must be equal on all members of its group.
 
-    In a broadcast or reduce the root's code may run at another line and place than the others'.
-    The rows of unequal blocks are compared by _unequal_blocks.
+    In a broadcast or reduce the root may call from another source line than the other members. The
+    rows of an all-to-all with unequal blocks differ from member to member, see `_unequal_blocks`.
     """
     event = event._replace(rows=())
-    return event._replace(line="", place="") if event.kind in ONE_SIDED else event
+    if event.kind in ONE_SIDED:
+        return event._replace(line="", place="")
+    return event
 
 
 def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
-    """Sentences about messages: what each member sends to another against what that receives."""
+    """Compare the messages that a member of a group sends with those that the receiver expects.
+
+    Yield a sentence for the first difference of each pair of sender and receiver.
+    """
+    missing = (None, None)
     for source, sender in enumerate(row):
         for to, receiver in enumerate(row):
             sent = world.operations(sender).messages.get((role, "send", to), [])
             received = world.operations(receiver).messages.get((role, "receive", source), [])
-            for number in range(max(len(sent), len(received))):
-                one, action = sent[number] if number < len(sent) else (None, None)
-                two, taken = received[number] if number < len(received) else (None, None)
-                name = f"message {number + 1} of {role} from rank {sender} to rank {receiver}"
-                if one is None or two is None or (one.bytes, one.dtype) != (two.bytes, two.dtype):
-                    yield _differ(name, sender, one, receiver, two)
+            pairs = itertools.zip_longest(sent, received, fillvalue=missing)
+            for number, ((send, sent_at), (receive, waited_at)) in enumerate(pairs, start=1):
+                name = f"message {number} of {role} from rank {sender} to rank {receiver}"
+                if send is None or receive is None:
+                    yield _differ(name, sender, send, receiver, receive)
                     break
-                if taken is not None and taken != action:
-                    lines = f"{one.line} and {two.line}"
-                    yield f"{name}: sent by {action}, received for {taken}, at {lines}"
+                if (send.bytes, send.dtype) != (receive.bytes, receive.dtype):
+                    yield _differ(name, sender, send, receiver, receive)
+                    break
+                if waited_at is not None and waited_at != sent_at:
+                    lines = f"{send.line} and {receive.line}"
+                    yield f"{name}: sent by {sent_at}, received for {waited_at}, at {lines}"
                     break
 
 
 def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
-    """Sentences about all-to-alls: what each member sends to another against what that expects.
+    """Compare the rows that a member sends in an all-to-all with the rows that the other expects.
 
-    The rows depend on a member's place in the group, so only ranks that were run are compared.
+    Yield a sentence for the first difference of each pair. The rows depend on a member's position
+    in the group, so only ranks that were run are compared.
     """
-    unequal: dict[int, list[Event]] = {}  # by place in the group
-    for place, rank in enumerate(row):
+    unequal: dict[int, list[Event]] = {}  # all-to-alls with unequal blocks, by position
+    for position, rank in enumerate(row):
         if world.ran is None or rank in world.ran:
             events = world.operations(rank).collectives.get(role, [])
-            unequal[place] = [event for event in events if event.rows]
-    unequal = {place: events for place, events in unequal.items() if events}
-    for i, j in itertools.permutations(unequal, 2):
-        for one, two in zip(unequal[i], unequal[j]):
-            sent = one.rows[1][j]
-            expected = two.rows[0][i]
+            with_rows = [event for event in events if event.rows]
+            if with_rows:
+                unequal[position] = with_rows
+    for sender, receiver in itertools.permutations(unequal, 2):
+        for event, receivers_event in zip(unequal[sender], unequal[receiver]):
+            _, rows_sent = event.rows
+            rows_expected, _ = receivers_event.rows
+            sent = rows_sent[receiver]
+            expected = rows_expected[sender]
             if sent != expected:
-                sides = f"{row[i]} sends {sent} rows, {row[j]} expects {expected}"
-                yield f"operation {one.number} of {_group(role, row)}: {sides}, at {one.line}"
+                sides = f"{row[sender]} sends {sent} rows, {row[receiver]} expects {expected}"
+                yield f"operation {event.number} of {_group(role, row)}: {sides}, at {event.line}"
                 break
 
 
 def _group(role: str, row: tuple[int, ...]) -> str:
-    ranks = ", ".join(map(str, row[:8])) + (", ..." if len(row) > 8 else "")
+    """Return the name of a group in a message: its role and its first ranks."""
+    ranks = ", ".join(map(str, row[:MOST_NAMED]))
+    if len(row) > MOST_NAMED:
+        ranks += ", ..."
     return f"{role} (ranks {ranks})"
 
 
-def _differ(name: str, one: int, its: Event | None, other: int, others: Event | None) -> str:
-    return f"{name}: rank {one} {_version(its)}; rank {other} {_version(others)}"
+def _differ(
+    name: str, rank: int, event: Event | None, other: int, others_event: Event | None
+) -> str:
+    """Return a sentence that compares what two ranks do in place of the operation `name`.
+
+    event: what `rank` does; others_event: what the rank `other` does. None: the rank does nothing.
+    """
+    return f"{name}: rank {rank} {_version(event)}; rank {other} {_version(others_event)}"
 
 
 def _version(event: Event | None) -> str:
+    """Return the predicate of a sentence on what a rank does."""
     if event is None:
         return "has none"
     return f"does {describe(event)}"
 
 
 def describe(event: Event) -> str:
-    """An operation in words: `all_reduce SUM of 512 bytes float32 at model.py:246 (step 1, F 0)`"""
+    """Return an operation in words, such as "all_reduce SUM of 512 bytes float32 at model.py:246
+    (step 1, F 0)".
+    """
     kind = f"{event.kind} {event.op}".strip()
     size = f"{event.bytes:,} bytes {event.dtype}"
     return f"{kind} of {size} at {event.line} ({event.place})"
@@ -194,9 +230,12 @@ def describe(event: Event) -> str:
 
 @dataclass
 class _Rank:
-    """One rank of each kind. at: the host's next event; waits: operations (by their index) that the
-    compute stream waits for, passed: so many of them have ended; queues: by role, operations that
-    have started, with how many waits are before them.
+    """The state of a simulated rank.
+
+    at: the index of the host's next event. waits: the indices of the operations that the compute
+    stream waits for, in its order; passed: the number of these waits that are over. queues: by role
+    of a group, the operations that the host has started: (index, number of waits before it).
+    ended: the indices of the operations that have ended.
     """
 
     rank: int
@@ -206,10 +245,10 @@ class _Rank:
     passed: int = 0
     queues: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    started: bool = False  # the operation at `at`, on which the host is blocked
+    started: bool = False  # whether the operation at index `at`, which blocks the host, is queued
 
     def holds_host(self, event: Event) -> bool:
-        """Whether the host waits for the device at an event that is no operation."""
+        """Return whether a read or the load of a kernel blocks the host now."""
         computes = self.passed < len(self.waits)
         if event.kind == LOAD:
             return computes or any(self.queues.values())
@@ -222,27 +261,31 @@ class _Rank:
 
 
 def deadlock(world: World, blocking: bool = False) -> str | None:
-    """Which ranks wait for one another, where, if the world does not come to an end; else None.
+    """Return a sentence that names the ranks that wait for one another, and where; None: no deadlock.
 
-    blocking: launches block the host. The world's operations must match.
+    blocking: whether the host waits for the end of each operation, see --blocking above. The
+    world's operations must match, see `mismatches`.
     """
     return _Simulation(world, blocking).run()
 
 
 class _Simulation:
+    """Runs one rank of each kind until all are at their end, or none can continue."""
+
     def __init__(self, world: World, blocking: bool):
         self.world = world
         self.blocking = blocking
         self.kind_of = kinds(world)
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
-        self.arrived: dict[tuple, set] = {}  # hosts, by connection
-        self.ready: dict[tuple, set] = {}  # kinds whose operation may run, by meeting
-        self.changed: deque[int] = deque()
+        self.arrived: dict[tuple, set] = {}  # "send", "receive": hosts at a connection, by its key
+        self.ready: dict[tuple, set] = {}  # kinds whose operation may run, by `_meeting`'s key
+        self.changed: deque[int] = deque()  # kinds that may be able to continue
+        # By (role, kind): the kinds of all members of the group.
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def run(self) -> str | None:
-        """Let every rank go as far as it can; what stands still then, or None."""
+        """Simulate until no rank can continue; return a sentence on a deadlock, or None."""
         self.changed.extend(self.ranks)
         while self.changed:
             kind = self.changed.popleft()
@@ -251,11 +294,14 @@ class _Simulation:
             while self._host(kind, rank):
                 pass
             self._streams(kind, rank)
-        stuck = [k for k, r in self.ranks.items() if r.at < len(r.events) or any(r.queues.values())]
+        stuck = []
+        for kind, rank in self.ranks.items():
+            if rank.at < len(rank.events) or any(rank.queues.values()):
+                stuck.append(kind)
         return self._describe(stuck) if stuck else None
 
     def _host(self, kind: int, rank: _Rank) -> bool:
-        """Do the host's next event; False if it is blocked there, or at its end."""
+        """Do the next event of the rank's host; return False if the host is blocked, or at its end."""
         if rank.at == len(rank.events):
             return False
         event = rank.events[rank.at]
@@ -278,42 +324,50 @@ class _Simulation:
         return True
 
     def _connected(self, kind: int, event: Event) -> bool:
-        """Whether both hosts of a message have come to the first one between them."""
-        key = self._meeting(kind, event)[:-1]
-        there = self.arrived.setdefault(key, set())
-        if event.kind not in there:
-            there.add(event.kind)
-            if len(there) == 2:
-                self.changed.extend(key[2:])
-        return len(there) == 2
+        """Note that a host is at a message; return whether sender and receiver are connected.
+
+        They are once both hosts have reached their first message.
+        """
+        *connection, _ = self._meeting(kind, event)
+        _, _, *ends = connection
+        arrived = self.arrived.setdefault(tuple(connection), set())
+        if event.kind not in arrived:
+            arrived.add(event.kind)
+            if len(arrived) == 2:
+                self.changed.extend(ends)
+        return len(arrived) == 2
 
     def _streams(self, kind: int, rank: _Rank) -> None:
-        """Run what may run at the head of each of the rank's communicators."""
+        """Run the first operations of each of the rank's communicators, as far as they can run."""
         for role, queue in rank.queues.items():
             while queue:
-                index, needs = queue[0]
-                if rank.passed < needs:
+                index, waits_before = queue[0]
+                if rank.passed < waits_before:
                     break
-                event = rank.events[index]
-                key = self._meeting(kind, event)
-                members = key[2:4] if event.kind in MESSAGES else key[2]
-                there = self.ready.setdefault(key, set())
-                there.add(kind)
-                if len(there) < len(members):
+                key = self._meeting(kind, rank.events[index])
+                _, _, *members, _ = key
+                ready = self.ready.setdefault(key, set())
+                ready.add(kind)
+                if len(ready) < len(members):
                     break
                 for member in members:
                     other = self.ranks[member]
-                    other.ended.add(other.queues[role].popleft()[0])
+                    ended_index, _ = other.queues[role].popleft()
+                    other.ended.add(ended_index)
                     self.changed.append(member)
 
     def _meeting(self, kind: int, event: Event) -> tuple:
-        """Return a key of the operation, which is the same for all its members."""
+        """Return a key that identifies the operation on all ranks that take part in it.
+
+        ("collective", role, kind of each member ..., number), or ("message", role, kind of the
+        sender, kind of the receiver, number).
+        """
         row = self.world.row_of[event.role, self.first[kind]]
         if event.kind not in MESSAGES:
             if (event.role, kind) not in self._members:
                 members = tuple(sorted({self.kind_of[rank] for rank in row}))
                 self._members[event.role, kind] = members
-            return ("collective", event.role, self._members[event.role, kind], event.number)
+            return ("collective", event.role, *self._members[event.role, kind], event.number)
         peer = self.kind_of[row[event.peer]]
         ends = (kind, peer) if event.kind == "send" else (peer, kind)
         return ("message", event.role, *ends, event.number)
@@ -321,16 +375,19 @@ class _Simulation:
     # -- what stands still ------------------------------------------------------------------
 
     def _describe(self, stuck: list[int]) -> str:
-        """The ranks of a circle of waits, or all that are stuck if there is none."""
+        """Return a sentence on the ranks that wait for one another in a circle.
+
+        If there is no circle, it names all kinds of ranks in `stuck`.
+        """
         path = [stuck[0]]
-        while (after := self._blocked_by(path[-1])) is not None and after not in path:
-            path.append(after)
-        circle = path[path.index(after) :] if after in path else stuck
-        lines = [f"rank {self.ranks[k].rank} {self._where(k)}" for k in circle[:8]]
+        while (blocking := self._blocked_by(path[-1])) is not None and blocking not in path:
+            path.append(blocking)
+        circle = path[path.index(blocking) :] if blocking in path else stuck
+        lines = [f"rank {self.ranks[k].rank} {self._where(k)}" for k in circle[:MOST_NAMED]]
         return "deadlock: " + "; ".join(lines)
 
     def _head(self, kind: int) -> Event:
-        """The operation that has to end before the rank, which is stuck, can go on."""
+        """Return the operation that has to end before a rank, which is stuck, can continue."""
         rank = self.ranks[kind]
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
@@ -338,21 +395,26 @@ class _Simulation:
         if event is not None and event.kind not in (READ, COPY, LOAD, "wait"):
             role = event.role
         elif rank.passed < len(rank.waits):
-            role = rank.events[rank.waits[rank.passed]].role
+            awaited = rank.waits[rank.passed]
+            role = rank.events[awaited].role
         else:
             role = next(role for role, queue in rank.queues.items() if queue)
-        return rank.events[rank.queues[role][0][0]]
+        index, _ = rank.queues[role][0]
+        return rank.events[index]
 
     def _blocked_by(self, kind: int) -> int | None:
-        """A kind of rank that has not come to the operation that this one needs."""
+        """Return the kind of a rank that has not reached the operation for which `kind` waits."""
         event = self._head(kind)
         key = self._meeting(kind, event)
+        _, _, *members, _ = key
         if event.kind in MESSAGES:
-            return key[3] if event.kind == "send" else key[2]
-        there = self.ready.get(key, set())
-        return next((member for member in key[2] if member not in there), None)
+            sender, receiver = members
+            return receiver if event.kind == "send" else sender
+        ready = self.ready.get(key, set())
+        return next((member for member in members if member not in ready), None)
 
     def _where(self, kind: int) -> str:
+        """Return the predicate of a sentence on a stuck rank: the operation that it waits for."""
         rank = self.ranks[kind]
         event = self._head(kind)
         if event is None:
@@ -367,30 +429,34 @@ class _Simulation:
 
 
 def kinds(world: World) -> list[int]:
-    """A number for every rank; equal for those that do the same among ranks that do the same.
+    """Return the kind of every rank, a number; ranks have one kind if they do the same with ranks
+    of the same kinds.
 
-    Refined until each group of one kind of rank has the same kinds of ranks in it.
+    First, ranks with one trace have one kind. Kinds are split until all ranks of a kind have groups
+    with the same kinds of members.
     """
     numbers: dict[tuple, int] = {}
     kind_of = [numbers.setdefault((id(trace),), len(numbers)) for trace in world.traces]
-    with_messages = {role for r in range(len(kind_of)) for role, *_ in world.operations(r).messages}
+    roles_with_messages = set[str]()  # in their groups the members' positions make a difference
+    for rank in range(len(kind_of)):
+        roles_with_messages |= {role for role, _, _ in world.operations(rank).messages}
     while True:
-        of_row = {}
+        kinds_of_row = {}
         for role, rows in world.rows.items():
             for row in rows:
                 members = [kind_of[rank] for rank in row]
-                of_row[role, row] = tuple(
-                    members if role in with_messages else sorted(set(members))
-                )
+                if role not in roles_with_messages:
+                    members = sorted(set(members))
+                kinds_of_row[role, row] = tuple(members)
         numbers = {}
         refined = []
         for rank, kind in enumerate(kind_of):
-            about: list = [kind]
+            neighbours: list = [kind]
             for role in world.rows:
                 row = world.row_of.get((role, rank), (rank,))
-                about.append(of_row.get((role, row)))
-                about.append(row.index(rank) if role in with_messages else 0)
-            refined.append(numbers.setdefault(tuple(about), len(numbers)))
+                position = row.index(rank) if role in roles_with_messages else 0
+                neighbours += [kinds_of_row.get((role, row)), position]
+            refined.append(numbers.setdefault(tuple(neighbours), len(numbers)))
         if len(set(refined)) == len(set(kind_of)):
             return refined
         kind_of = refined
