@@ -132,8 +132,7 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
 def _common(event: Event) -> Event:
     """Return the event with only those values that must be equal on all members of its group.
 
-    In a broadcast or reduce the root may call from another source line than the other members. The
-    rows of an all-to-all with unequal blocks differ from member to member, see `_unequal_blocks`.
+    The root of a broadcast or reduce may call it at another line. Rows: see `_unequal_blocks`.
     """
     event = event._replace(rows=())
     if event.kind in ONE_SIDED:
@@ -202,10 +201,7 @@ def _group(role: str, row: tuple[int, ...]) -> str:
 def _differ(
     name: str, rank: int, event: Event | None, other: int, others_event: Event | None
 ) -> str:
-    """Return a sentence that compares what two ranks do in place of the operation `name`.
-
-    event: what `rank` does; others_event: what the rank `other` does. None: the rank does nothing.
-    """
+    """Return a sentence on an operation: what `rank` does in its place, and what `other` does."""
     return f"{name}: rank {rank} {_version(event)}; rank {other} {_version(others_event)}"
 
 
@@ -217,9 +213,7 @@ def _version(event: Event | None) -> str:
 
 
 def describe(event: Event) -> str:
-    """Return an operation in words, such as "all_reduce SUM of 512 bytes float32 at model.py:246
-    (step 1, F 0)".
-    """
+    """Return e.g. "all_reduce SUM of 512 bytes float32 at model.py:246 (step 1, F 0)"."""
     kind = f"{event.kind} {event.op}".strip()
     size = f"{event.bytes:,} bytes {event.dtype}"
     return f"{kind} of {size} at {event.line} ({event.place})"
@@ -261,10 +255,9 @@ class _Rank:
 
 
 def deadlock(world: World, blocking: bool = False) -> str | None:
-    """Return a sentence that names the ranks that wait for one another, and where; None: no deadlock.
+    """Return a sentence on the ranks that wait for one another, and where; None: no deadlock.
 
-    blocking: whether the host waits for the end of each operation, see --blocking above. The
-    world's operations must match, see `mismatches`.
+    blocking: as with --blocking, see above. `mismatches` must have found nothing.
     """
     return _Simulation(world, blocking).run()
 
@@ -301,7 +294,7 @@ class _Simulation:
         return self._describe(stuck) if stuck else None
 
     def _host(self, kind: int, rank: _Rank) -> bool:
-        """Do the next event of the rank's host; return False if the host is blocked, or at its end."""
+        """Do the host's next event; return False if the host is blocked, or at its end."""
         if rank.at == len(rank.events):
             return False
         event = rank.events[rank.at]
@@ -324,10 +317,7 @@ class _Simulation:
         return True
 
     def _connected(self, kind: int, event: Event) -> bool:
-        """Note that a host is at a message; return whether sender and receiver are connected.
-
-        They are once both hosts have reached their first message.
-        """
+        """Note that a host is at a message; return whether both hosts reached their first one."""
         *connection, _ = self._meeting(kind, event)
         _, _, *ends = connection
         arrived = self.arrived.setdefault(tuple(connection), set())
@@ -375,10 +365,7 @@ class _Simulation:
     # -- what stands still ------------------------------------------------------------------
 
     def _describe(self, stuck: list[int]) -> str:
-        """Return a sentence on the ranks that wait for one another in a circle.
-
-        If there is no circle, it names all kinds of ranks in `stuck`.
-        """
+        """Return a sentence on the ranks that wait in a circle; if none do, on all stuck kinds."""
         path = [stuck[0]]
         while (blocking := self._blocked_by(path[-1])) is not None and blocking not in path:
             path.append(blocking)
@@ -429,11 +416,10 @@ class _Simulation:
 
 
 def kinds(world: World) -> list[int]:
-    """Return the kind of every rank, a number; ranks have one kind if they do the same with ranks
-    of the same kinds.
+    """Return the kind of every rank, a number.
 
-    First, ranks with one trace have one kind. Kinds are split until all ranks of a kind have groups
-    with the same kinds of members.
+    At first, ranks with one trace have one kind. Kinds are split until all ranks of a kind have
+    groups with the same kinds of members.
     """
     numbers: dict[tuple, int] = {}
     kind_of = [numbers.setdefault((id(trace),), len(numbers)) for trace in world.traces]

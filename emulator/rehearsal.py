@@ -1,24 +1,25 @@
-"""Runs the trainer of the ranks of a world on fake devices: build, two steps, save and the checks.
+"""Runs the trainer of some ranks of a large run on fake GPUs: build, two steps, save, the checks.
 
     run = rehearse(Case(config, world=384, nodes=48, gpu="A100"))
-    run.world                       # what matching.py judges
-    run.records                     # memory, kernels and stops of the ranks that were run
+    run.world                       # the operations of all ranks, for matching.py
+    run.records                     # memory and stops of the ranks that were run
 
-The trainer is the real one. What is replaced: elements (there are none), the other ranks, the disk,
-the store, and the tokens. Numbers that the host reads are ones.
+The trainer is the real one. Replaced are the tensors' elements (there are none), the other ranks,
+the disk, the store, and the tokens. Every number that the host reads is 1.
 
-The second step has as many micro-batches as the run's, without gpipe no more than stages + 2: then
-every stage has reached its steady state; more would repeat it and hold no more memory. The first
-step has two of them at most: it makes the optimizer's state.
+The second step has as many micro-batches as a step of the run, but at most stages + 2 (unless the
+schedule is gpipe): then every stage has reached its steady state, and more micro-batches would hold
+no more memory. The first step, which makes the optimizer's state, has at most two micro-batches.
 
-Which ranks of a world a rehearsal runs, and as which of them every other rank is taken to do.
+A rehearsal runs only some ranks of the world; each other rank is assumed to do what one of them
+does.
 
     chosen(config)              # the ranks that are run
-    taken_as(config, ran)       # for every rank of the world, the one of `ran` that stands for it
+    taken_as(config, ran)       # for every rank of the world, the rank of `ran` that represents it
 
-What a rank does depends on its stage, on its place among those that gather keys, and on whether it
-is first, last or between on an axis of the mesh: the first rank reports and holds what is not
-split, the last one holds padding.
+The actions of a rank depend on its stage, on its place among the cp ranks that gather keys, and on
+whether it is first, last or between on an axis of the mesh: the first rank reports and holds the
+tensors that are not split, the last rank holds padding.
 """
 
 import contextlib
@@ -55,8 +56,9 @@ from telemetry import replica_check, step_stats
 
 FIRST, BETWEEN, LAST = range(3)
 AXES = ("pp", "dp", "cp", "tp")
-# Nine ranks by their kind of place on each of AXES. On any two axes each pair of kinds is there
-# once: an orthogonal array of strength two, which needs 9 of the 81 combinations.
+# Nine ranks, each given by its kind of position (FIRST, BETWEEN or LAST) on each of AXES. On any two
+# axes each pair of kinds occurs once: an orthogonal array of strength two, which needs 9 of the 81
+# combinations.
 PAIRS = [
     (stage, replica, (stage + 2 * replica) % 3, (stage + replica) % 3)
     for stage in (FIRST, BETWEEN, LAST)
@@ -67,85 +69,100 @@ ENDS = [(stage, LAST, LAST, LAST) for stage in (FIRST, LAST)]
 
 
 def chosen(config: Config) -> list[int]:
-    """The ranks to run: the first one of every stage and place among those that gather keys, and
-    those of PAIRS and ENDS.
+    """Return the ranks to run, ascending.
+
+    They are the ranks of PAIRS and ENDS, and of each stage and each place among the ranks that
+    gather keys the first rank.
     """
     sizes = [config.layout.axes[axis] for axis in AXES]
     wanted = set()
     for kinds in (*PAIRS, *ENDS):
         wanted.add(tuple(_position(kind, size) for kind, size in zip(kinds, sizes)))
-    places = _places(config)
-    ranks = {rank for rank, place in enumerate(places) if place in wanted}
-    if config.model.experts > 1:  # two ranks of one group, whose exchanges are compared
-        stage_size = len(places) // config.layout.pp
-        ranks |= set(range((config.layout.ep or 1) - 1, len(places), stage_size))
-    return sorted(ranks | {group[0] for group in _alike(config, places)})
+    all_positions = _positions(config)
+    ranks = {rank for rank, positions in enumerate(all_positions) if positions in wanted}
+    if config.model.experts > 1:
+        # The last rank of a group of --ep is run too: its exchanges are compared with the first's.
+        stage_size = len(all_positions) // config.layout.pp
+        last_of_group = (config.layout.ep or 1) - 1
+        ranks |= set(range(last_of_group, len(all_positions), stage_size))
+    return sorted(ranks | {group[0] for group in _similar_ranks(config, all_positions)})
 
 
 def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
-    """For every rank of the world the one of `ran`, which holds all of `chosen`, that does the
-    same: of its stage and its place among those that gather keys, with the most axes on which both
-    are first, between or last, and of these the lowest.
+    """Return, for every rank of the world, the rank of `ran` that represents it: (world,).
+
+    It has the same stage and the same place among the ranks that gather keys. Of several such
+    ranks it has the same kind of position on the most axes, and of these it is the lowest rank.
+    ran: the ranks that were run, at least those of `chosen`; they represent themselves.
     """
-    places = _places(config)
-    kinds = [_kinds(config, place) for place in places]
-    own = set(ran)
-    found = list(range(len(places)))
-    for group in _alike(config, places):
-        candidates = [rank for rank in group if rank in own]
-        nearest: dict[tuple[int, ...], int] = {}  # by what a rank is on each axis
+    all_positions = _positions(config)
+    kinds = [_kinds(config, positions) for positions in all_positions]
+    ran_ranks = set(ran)
+    representatives = list(range(len(all_positions)))
+    for group in _similar_ranks(config, all_positions):
+        candidates = [rank for rank in group if rank in ran_ranks]
+        nearest: dict[tuple[int, ...], int] = {}  # by kinds of position
         for rank in group:
             kind = kinds[rank]
             if kind not in nearest:
                 common = [sum(map(operator.eq, kind, kinds[other])) for other in candidates]
                 nearest[kind] = candidates[common.index(max(common))]
-            if rank not in own:
-                found[rank] = nearest[kind]
-    return found
+            if rank not in ran_ranks:
+                representatives[rank] = nearest[kind]
+    return representatives
 
 
-def _places(config: Config) -> list[tuple[int, ...]]:
-    """Every rank's positions on AXES."""
+def _positions(config: Config) -> list[tuple[int, ...]]:
+    """Return the position of every rank on each of AXES."""
     axes = config.layout.axes
-    found = []
+    all_positions = []
     for rank in range(math.prod(axes.values())):
-        at = coordinates(rank, axes)
-        found.append(tuple(at[axis] for axis in AXES))
-    return found
+        position_on = coordinates(rank, axes)
+        all_positions.append(tuple(position_on[axis] for axis in AXES))
+    return all_positions
 
 
-def _alike(config: Config, places: list[tuple[int, ...]]) -> list[list[int]]:
-    """Ranks of one stage, at one place among those that gather keys; each group ascends."""
-    heads = config.layout.over_heads(config.model)
+def _similar_ranks(config: Config, all_positions: list[tuple[int, ...]]) -> list[list[int]]:
+    """Return groups of ranks with the same stage and place among the ranks that gather keys.
+
+    all_positions: see `_positions`. The ranks of each group ascend.
+    """
+    heads = config.layout.over_heads(config.model)  # cp ranks that split heads, not keys
     groups: dict[tuple[int, int], list[int]] = {}
-    for rank, (stage, _, context, _) in enumerate(places):
+    for rank, (stage, _, context, _) in enumerate(all_positions):
         groups.setdefault((stage, context // heads), []).append(rank)
     return list(groups.values())
 
 
 def _position(kind: int, size: int) -> int:
-    """A position of that kind on an axis; on a short axis that has none, another one."""
-    return (0, size // 2, size - 1)[kind]
+    """Return a position that is FIRST, BETWEEN or LAST (`kind`) on an axis with `size` ranks.
+
+    With size 1 or 2 no position is between; then the last position is returned.
+    """
+    return {FIRST: 0, BETWEEN: size // 2, LAST: size - 1}[kind]
 
 
-def _kinds(config: Config, place: tuple[int, ...]) -> tuple[int, ...]:
-    """Whether a rank is first, between or last on each of AXES."""
-    found = []
-    for axis, position in zip(AXES, place):
-        ends = {config.layout.axes[axis] - 1: LAST, 0: FIRST}
-        found.append(ends.get(position, BETWEEN))
-    return tuple(found)
+def _kinds(config: Config, positions: tuple[int, ...]) -> tuple[int, ...]:
+    """Return whether a rank is FIRST, BETWEEN or LAST on each of AXES, from its positions."""
+    kinds = []
+    for axis, position in zip(AXES, positions):
+        kind_of_end = {config.layout.axes[axis] - 1: LAST, 0: FIRST}  # 0 is FIRST also for size 1
+        kinds.append(kind_of_end.get(position, BETWEEN))
+    return tuple(kinds)
 
 
-STEPS = 2
-STEADY = ("forward", "backward", "optimizer")  # phases of a step
+STEPS = 2  # the steps that a rehearsal runs
+STEADY = ("forward", "backward", "optimizer")  # the phases of a step, as the meter names them
 
 
 @dataclass
 class RankRecord:
-    """A record of one rank. peaks: the most bytes in each phase; for the phases of a step, in the
-    second step. stops: how often the host waited in that step, by kind, reason and line. saved:
-    bytes of its part of a checkpoint.
+    """The results of running one rank.
+
+    events: its trace. rows: the ranks of every group, by role. peaks: the most bytes in each phase;
+    for the phases of a step, in the second step. stops: the number of times that the host waited
+    in the second step, by (kind, reason, source line). saved: the bytes that this rank writes to a
+    checkpoint. seconds: the time that this took.
     """
 
     rank: int
@@ -159,19 +176,22 @@ class RankRecord:
 
     @property
     def step_peak(self) -> int:
-        """The most bytes in the second step."""
+        """The most bytes that were allocated at once in the second step."""
         return max(self.peaks[phase].bytes for phase in STEADY if phase in self.peaks)
 
     @property
     def peak(self) -> int:
-        """The most bytes of any phase."""
+        """The most bytes that were allocated at once in any phase."""
         return max(peak.bytes for peak in self.peaks.values())
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A world that was rehearsed. micro_batches: of the second step, of_run: of the run's own;
-    seconds: of all ranks that were run, one after the other.
+    """The result of `rehearse`.
+
+    config: the configuration of the run. world: the traces of all ranks. records: one for each rank
+    that was run. micro_batches: their number in the second step; of_run: the largest number in a
+    step of the run. seconds: the sum over the ranks that were run.
     """
 
     config: Config
@@ -183,9 +203,11 @@ class Rehearsal:
 
 
 class Case(NamedTuple):
-    """A run to rehearse: a checked configuration, in which the layout's automatic options are
-    decided; its ranks and nodes, and the driver's GPU name. routing: of tokens to experts, as in
-    fake_devices.ROUTINGS.
+    """A run to rehearse.
+
+    config: a checked configuration, without automatic options. world, nodes: the numbers of ranks
+    and of nodes. gpu: the name that the driver gives the GPU. all_ranks: whether every rank is run.
+    routing: how tokens are routed to experts, see fake_devices.ROUTINGS.
     """
 
     config: Config
@@ -197,67 +219,74 @@ class Case(NamedTuple):
 
 
 def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Rehearsal:
-    """Run the ranks of `ranks_of` the case, each once, on this machine's cores.
+    """Run the ranks that `ranks_of(case)` returns, in parallel on this machine's cores.
 
-    show: is told how many ranks have ended, whenever one has. Raises what the trainer raises, such
-    as UserError.
+    show: called with the number of ranks that have ended, whenever a rank ends. Raise every
+    exception of the trainer, such as UserError.
     """
     config = case.config
     short = shortened(config)
     ranks = ranks_of(case)
-    # Each in a forked process, also if there is one: autograd's threads do not survive a fork.
+    # A single rank is forked too: autograd's threads, which a pass starts here, would not be there
+    # in a process that is forked later.
     forked = multiprocessing.get_context("fork")
     workers = min(len(ranks), len(allowed_cores()))
     torch.set_num_threads(1)
     with fake_devices(recording_context(1, 0, 1), case.gpu):
-        torch.zeros(1, device="cuda").add_(1)  # imports what fake tensors need, once for all
+        # torch imports modules at the first operation on fake tensors: here once for all processes.
+        torch.zeros(1, device="cuda").add_(1)
     with ProcessPoolExecutor(workers, forked) as pool:
         futures = []
         for rank in ranks:
             job = (short, rank, case.world, case.nodes, case.gpu, case.routing)
             futures.append(pool.submit(run_rank, *job))
         for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # raises what the rank raised
+            future.result()  # raises the exception of the rank
             show(done)
         records = [future.result() for future in futures]
     events = {record.rank: record.events for record in records}
     traces = [events[rank] for rank in taken_as(config, list(events))]
-    most = max(level.batch for level in config.levels)
+    largest_batch = max(level.batch for level in config.levels)
     return Rehearsal(
         config,
         World(records[0].rows, traces, frozenset(events)),
         records,
         micro_batches=short.micro_batches(short.training.global_batch_size),
-        of_run=config.micro_batches(most),
+        of_run=config.micro_batches(largest_batch),
         seconds=sum(record.seconds for record in records),
     )
 
 
 def ranks_of(case: Case) -> Sequence[int]:
-    """The ranks of a case that are run."""
+    """Return the ranks of a case that are run."""
     return range(case.world) if case.all_ranks else chosen(case.config)
 
 
 def shortened(config: Config) -> Config:
-    """The configuration of a run of two steps with the fewest micro-batches that show it all."""
+    """Return the configuration of two steps, with the fewest micro-batches that reach the peak."""
     layout = config.layout
     training = config.training
-    most = config.micro_batches(max(level.batch for level in config.levels))
-    ahead = layout.stages + (3 if layout.vocab_pp else 2)
-    enough = most if layout.schedule == "gpipe" else min(most, ahead)
-    fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
-    training = dataclasses.replace(training, **fixed, steps=STEPS)
-    few = 2 * layout.micro_batch_size * layout.dp
-    few = few if config.data.eval_data else min(config.data.eval_samples, few)
-    plain: dict[str, Any] = {"eval_data": None, "data": ("synthetic",), "eval_samples": few}
-    evaluated = dataclasses.replace(config.data, **plain)
-    # Fake tensors have nothing to compile for: what --compile fuses runs as it is.
+    micro_batches = config.micro_batches(max(level.batch for level in config.levels))
+    if layout.schedule != "gpipe":
+        steady = layout.stages + 2
+        if layout.vocab_pp:
+            steady += 1  # the passes of the vocabulary follow a micro-batch later
+        micro_batches = min(micro_batches, steady)
+    constant: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
+    training = dataclasses.replace(training, **constant, train_samples=None, steps=STEPS)
+    eval_samples = 2 * layout.micro_batch_size * layout.dp
+    if not config.data.eval_data:
+        eval_samples = min(config.data.eval_samples, eval_samples)
+    synthetic: dict[str, Any] = {"eval_data": None, "data": ("synthetic",)}
+    synthetic_data = dataclasses.replace(config.data, **synthetic, eval_samples=eval_samples)
+    # Fake tensors have no kernels to compile: operations that --compile fuses run one by one.
     run = dataclasses.replace(config.run, compile=False)
-    config = dataclasses.replace(config, training=training, data=evaluated, run=run)
-    return _with_micro_batches(config, enough)
+    config = dataclasses.replace(config, training=training, data=synthetic_data, run=run)
+    return _with_micro_batches(config, micro_batches)
 
 
 def _with_micro_batches(config: Config, count: int) -> Config:
+    """Return the configuration with a batch of `count` micro-batches on each replica."""
     size = count * config.layout.micro_batch_size * config.layout.dp
     training = dataclasses.replace(config.training, global_batch_size=size)
     return dataclasses.replace(config, training=training)
@@ -269,7 +298,10 @@ def _with_micro_batches(config: Config, count: int) -> Config:
 def run_rank(
     config: Config, rank: int, world: int, nodes: int, gpu: str, routing: str = "even"
 ) -> RankRecord:
-    """Run one rank; `config` is `shortened`."""
+    """Run one rank on a fake GPU, in this process, and return its record.
+
+    config: the result of `shortened`. The other arguments are as in `Case`.
+    """
     began = time.monotonic()
     context = recording_context(world, rank, nodes)
     context.blocking = config.run.blocking
@@ -284,24 +316,28 @@ def run_rank(
         if start_checks.warms_up(config, "cuda"):
             trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
-            record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}
+            if step == 1:
+                record.peaks["build"] = meter.peaks["build"]
             meter.start()
             context.recorder.begin_step(step)
-            full = config.micro_batches(config.training.global_batch_size)
-            state.config = _with_micro_batches(config, full if step > 1 else min(2, full))
+            micro_batches = config.micro_batches(config.training.global_batch_size)
+            if step == 1:
+                micro_batches = min(2, micro_batches)
+            state.config = _with_micro_batches(config, micro_batches)
             trainer.step(state, samples, 0, config.training.lr)
             _classify(state, meter, built=True)
-            mesh = state.factory.mesh  # what ranks tell one another after a step, as the trainer
+            # The ranks exchange statistics after a step, as in the trainer's loop.
+            mesh = state.factory.mesh
             step_stats.seconds_since(0.0, context.device, mesh.recorder)
             mesh.recorder.at("statistics")
-            own = step_stats.measure(context.device, 0.0)
-            step_stats.exchange(own, mesh.world, context.device)
+            statistics = step_stats.measure(context.device, 0.0)
+            step_stats.exchange(statistics, mesh.world, context.device)
         _after_steps(config, state, samples, context, record)
         record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
     record.events = context.trace.events
     record.rows = context.rows
-    steady = [e for e in record.events if e.place.startswith(f"step {STEPS},")]
-    stops = Counter((e.kind, e.op, e.line) for e in steady if e.kind in (READ, COPY))
+    events_of_step = [e for e in record.events if e.place.startswith(f"step {STEPS},")]
+    stops = Counter((e.kind, e.op, e.line) for e in events_of_step if e.kind in (READ, COPY))
     record.stops = dict(stops)
     record.seconds = time.monotonic() - began
     return record
@@ -314,7 +350,7 @@ def _after_steps(
     context: RecordingContext,
     record: RankRecord,
 ) -> None:
-    """Evaluate, check the replicas, sample and save, as at the end of a run."""
+    """Evaluate, check the replicas, sample and save, as at the end of a run; set `record.saved`."""
     recorder = context.recorder
     if config.data.eval_samples:
         trainer.evaluate(state, samples, config.data.eval_samples)
@@ -326,7 +362,8 @@ def _after_steps(
         recorder.enter("sample")
         state.optimizer.finish_gathering()
         decoder = Decoder(state.pipeline, state.factory, config.model)
-        decoder.generate([0], 2, Choice())  # a pass of a prompt, and one with what it keeps
+        # Two tokens take a pass over the prompt, and a pass that uses its cached keys and values.
+        decoder.generate([0], 2, Choice())
     disk = SimpleNamespace(free=2**60)  # room for any checkpoint
     with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: disk):
         run = dataclasses.replace(config.run, out=out)
@@ -342,12 +379,12 @@ def _after_steps(
     shards = shards_to_write(state.optimizer)
     if shards:
         types = saved_types(shards[0], checkpoints.kinds)
-        record.saved = count_elements(shards) * sum(each.itemsize for each in types.values())
+        record.saved = count_elements(shards) * sum(dtype.itemsize for dtype in types.values())
 
 
 @contextlib.contextmanager
 def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
-    """torch's own process groups, which move nothing, for code that takes them."""
+    """Give torch.distributed process groups that transfer nothing; --zero 3 asks for them."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -363,22 +400,28 @@ def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
 
 
 def _classify(state: trainer.TrainState, meter: Meter, built: bool) -> None:
-    """Tell the meter which tensors are weights, gradients and optimizer state."""
+    """Tell the meter which tensors are weights, gradients and optimizer state.
+
+    built: whether the optimizer's state exists, which the first step makes.
+    """
     optimizer = state.optimizer
     meter.classify((p.detach() for p in state.stages.parameters()), "weights")
     meter.classify((bucket.gradients for bucket in optimizer.buckets), "gradients")
     meter.classify((m for group in optimizer.groups for m in group.masters), "optimizer")
-    if built:  # reading the state before the first step would make it
+    if built:
         kinds = [(s, kind) for s in optimizer.owned() for kind in optimizer.state_kinds]
         meter.classify((s.read(kind, s.start, s.start + 1) for s, kind in kinds), "optimizer")
 
 
 def _named(peak: Peak) -> Peak:
-    """The same, with what held it by the names of the report.
+    """Return a peak whose bytes are held by kinds of tensors with the names of the report.
 
-    Activations are what forward passes left, temporaries what the action that ran allocated.
+    Tensors that earlier forward passes allocated are activations. Tensors of the action at whose
+    time the peak was reached are temporaries.
     """
-    current = peak.tensor.rpartition("(")[2].rstrip(")").rpartition(", ")[2]
+    # The description of the last tensor ends with its place: "... (step 2, F 3)".
+    _, _, place = peak.tensor.rpartition("(")
+    _, _, current = place.rstrip(")").rpartition(", ")
     held = Counter[str]()
     for kind, size in peak.held:
         name = "temporaries"
