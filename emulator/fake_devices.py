@@ -1,14 +1,15 @@
-"""GPUs that are not there: torch runs on fake tensors of device cuda, which have no elements.
+"""Lets torch run on fake GPUs: tensors of device cuda without elements, on a machine without a GPU.
 
     device_guard.load()                        # before torch is imported
     with fake_devices(context, "NVIDIA H100") as meter:
         state = trainer.build(config, context)
 
-Everything that is replaced in torch is replaced inside of the `with` only.
+The functions of torch that this needs to replace are replaced inside the `with` only.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,16 +33,18 @@ from parallel import DRAWN_AT_ONCE
 from telemetry import replica_check
 from telemetry.replica_check import HASHED_AT_ONCE
 
-# Weights are drawn, and hashed, by chunks: those that follow the first ones take no more memory.
+# Weights are hashed by chunks. After two chunks the memory has reached its peak, so a rehearsal
+# hashes no more elements of a tensor.
 HASHED = 2 * HASHED_AT_ONCE
 LOWER_RIGHT = object()  # stands in for the mask of torch.nn.attention.bias.causal_lower_right
 
 
 @contextlib.contextmanager
 def fake_devices(context: RecordingContext, gpu: str, routing: str = "even") -> Iterator[Meter]:
-    """Make torch see GPUs of that name, all of them fake, and meter what happens on them.
+    """Make torch use fake GPUs, and yield the meter of this rank's GPU.
 
-    routing: how many tokens each expert gets, one of ROUTINGS.
+    gpu: the name that the driver would give the GPU. routing: the distribution of tokens over
+    experts, one of ROUTINGS.
     """
     meter = Meter(context.trace)
     with contextlib.ExitStack() as stack:
@@ -53,21 +56,22 @@ def fake_devices(context: RecordingContext, gpu: str, routing: str = "even") -> 
 
 
 class _Mode(FakeTensorMode):
-    """Never asks a driver for a device, although torch.cuda.is_available() is true."""
+    """A mode that asks no driver for a device, although torch.cuda.is_available() is true."""
 
     avoid_device_init = True
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a module or class is another inside of the `with`."""
-    own = name in owner.__dict__
-    before = owner.__dict__[name] if own else None  # as it is there: it may be a staticmethod
+    """Set an attribute of a module or class inside the `with`, and restore it afterwards."""
+    defined_here = name in owner.__dict__  # otherwise the attribute is inherited
+    # From __dict__, because getattr would return the function of a staticmethod.
+    before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if defined_here:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
@@ -79,7 +83,7 @@ def _replacements(
     gpu: str,
     routing: str,
 ) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, value) of everything that is replaced."""
+    """Yield everything that is replaced: (module or class, name of the attribute, new value)."""
     cuda = torch.cuda
     device = context.device
 
@@ -108,7 +112,7 @@ def _replacements(
         "Event": lambda *_, **__: stream,
     }
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
-    # It would ask the driver for a real tensor, which torch 2.11 does not leave to _Mode.
+    # torch 2.11 makes a tensor on the driver's device here, in spite of avoid_device_init.
     yield fake_tensor, "init_gpu_context", lambda device: None
     yield Tensor, "numpy", _one_number
     yield FakeTensor, "tolist", lambda tensor: meter.values(tensor)
@@ -118,11 +122,12 @@ def _replacements(
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield attention_masks, "flex", flex
-    # Its class of tensors cannot be made where operations are counted.
+    # The mask is a subclass of Tensor, and cannot be made inside a dispatch mode such as the meter.
     yield attention_bias, "causal_lower_right", lambda *sizes: LOWER_RIGHT
     draw = parallel.draw_normal
     bit_hash = replica_check.bit_hash
-    yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
+    # Weights are drawn by chunks, and the first chunk already takes the peak of the memory.
+    yield parallel, "draw_normal", lambda out, *options: draw(_start(out, DRAWN_AT_ONCE), *options)
     yield token_exchange, "counts_on_host", counts_of_routing(meter, routing)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
 
@@ -131,36 +136,40 @@ EVEN, ONE_RANK = ROUTINGS = ("even", "one-rank")
 
 
 def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, int], list]:
-    """Return a function that stands for token_exchange.counts_on_host, with counts of that routing.
+    """Return a function that replaces token_exchange.counts_on_host, with the counts of a routing.
 
-    EVEN: each expert gets as many rows as another, or one row less. ONE_RANK: the experts of each
-    group's first rank get all rows. All ranks are taken to have as many rows as this one.
+    EVEN: the numbers of rows of any two experts differ by at most 1. ONE_RANK: the experts of each
+    group's first rank get all rows. Every rank is assumed to have as many rows as this rank.
     """
 
     def counts(group: Group, tensor: Tensor, rows: int) -> list:
+        """Return the rows for each expert, or both lists of `counts_on_host` by rank and expert."""
         meter.values(tensor)  # the host reads the counts
-        count = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
-        held = count // group.size
-        used = count if routing == EVEN else held
-        of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
-        of_expert += [0] * (count - used)
+        experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
+        experts_of_rank = experts // group.size
+        used = experts if routing == EVEN else experts_of_rank
+        bounds = [rows * i // used for i in range(used + 1)]
+        rows_of_expert = [stop - start for start, stop in pairwise(bounds)]
+        rows_of_expert += [0] * (experts - used)
         if tensor.dim() == 1:
-            return of_expert
-        leaving = [of_expert[i : i + held] for i in range(0, count, held)]
-        return [leaving, [leaving[group.rank]] * group.size]
+            return rows_of_expert
+        firsts = range(0, experts, experts_of_rank)
+        sent = [rows_of_expert[first : first + experts_of_rank] for first in firsts]
+        received = [sent[group.rank]] * group.size
+        return [sent, received]
 
     return counts
 
 
 def _one_number(tensor: Tensor, **_: Any) -> np.ndarray:
-    """An array of the tensor's shape, to read and write, whose elements share their memory."""
+    """Return a writable array with the tensor's shape, whose elements share one number's memory."""
     return as_strided(np.zeros(1, np.float32), tensor.shape, (0,) * tensor.dim())
 
 
 class _Stream:
-    """The device's only stream; and an event of it, which has happened as soon as it is recorded.
+    """Stands for the device's only stream, and for every event on it.
 
-    It waits for no other stream, there being none, nor for an event of its own.
+    An event has happened as soon as it is recorded, so waiting for an event does nothing.
     """
 
     stream_id = 0
@@ -170,7 +179,7 @@ class _Stream:
         self.meter = meter
 
     def _nothing(self, *_: Any) -> None:
-        """To do."""
+        """Do nothing, and return None."""
 
     record = wait = wait_stream = wait_event = _nothing
 
@@ -187,7 +196,7 @@ class _Stream:
         self.meter.stop("synchronize")
 
 
-# ---- What CUDA builds do inside of one operation -------------------------------------------------
+# ---- Operations that allocate other tensors in a CUDA build of torch -----------------------------
 
 
 def attention(
@@ -200,19 +209,21 @@ def attention(
     scale=None,
     enable_gqa=False,
 ):
-    """The kernel that torch would take on a GPU: flash; with a mask or in fp32, the efficient one.
+    """Replace F.scaled_dot_product_attention: call the kernel that torch would choose on a GPU.
 
-    The latter has no grouped queries, nor any kernel fp64: torch then writes the scores.
+    It is the flash kernel for 16 bits without a mask, otherwise the memory-efficient kernel. The
+    latter has no grouped queries, and no kernel has fp64: then torch computes with matrix products,
+    and stores the scores.
     """
-    if attn_mask is LOWER_RIGHT:  # kernels have it as they have the other causal mask
+    if attn_mask is LOWER_RIGHT:  # the kernels treat it like the other causal mask, as a flag
         attn_mask = None
         is_causal = True
     if q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if q.dtype == torch.float64 or enable_gqa:
-        options = (attn_mask, dropout_p, is_causal)
-        more = {"scale": scale, "enable_gqa": enable_gqa}
-        return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, *options, **more)[0]
+        math_attention = torch.ops.aten._scaled_dot_product_attention_math
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return math_attention(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*q.shape[:2], q.shape[2], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -220,15 +231,21 @@ def attention(
 
 
 def flex(q, k, v, mask):
-    """The kernel of flex_attention, by what it allocates: as flash, the keys read by groups."""
+    """Replace flex_attention by a kernel that allocates the same tensors.
+
+    q: (batch, heads, sequence, head size); k, v: the same with the number of kv heads.
+    """
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.dtype == torch.float32:  # flash takes groups, the other kernel does not
+    if grouped and q.dtype == torch.float32:  # the kernel for fp32 has no grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return attention(q, k, v, is_causal=True)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One kernel each way, as on GPUs, by what they allocate; a CPU build of torch takes many."""
+    """RMSNorm with one kernel in each direction and the tensors that the GPU's kernels allocate.
+
+    A CPU build of torch computes it by many operations.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -242,12 +259,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    """torch's, on a GPU."""
+    """Replace F.rms_norm by its GPU version; x: (..., h), weight: (h,)."""
     return _RMSNorm.apply(x, weight)
 
 
 def _resize(meter: Meter) -> Callable:
-    """The resizing of storages, by which --zero 3 frees what it gathered."""
+    """Return UntypedStorage.resize_, which --zero 3 frees gathered weights with, with counting."""
     resize = torch.UntypedStorage.resize_
 
     def counted(storage: Any, size: int) -> Any:
@@ -259,7 +276,7 @@ def _resize(meter: Meter) -> Callable:
 
 
 def _real_mesh(from_group: Callable) -> Callable:
-    """torch's meshes of ranks, which it computes with tensors: these have elements."""
+    """Return DeviceMesh.from_group with real tensors: torch computes a mesh from their elements."""
 
     def real(*args: Any, **options: Any) -> DeviceMesh:
         with _disable_current_modes():
@@ -269,5 +286,6 @@ def _real_mesh(from_group: Callable) -> Callable:
 
 
 def _start(tensor: Tensor, elements: int) -> Tensor:
-    """The first rows, of so many elements or a few more."""
-    return tensor[: -(-elements * len(tensor) // max(1, tensor.numel()))]
+    """Return the first rows of a tensor that together have at least `elements` elements."""
+    rows = -(-elements * len(tensor) // max(1, tensor.numel()))  # rounded up
+    return tensor[:rows]

@@ -1,7 +1,7 @@
-"""Counts what one rank does to its fake GPU: bytes allocated, kernels launched, stops of the host.
+"""Counts for one rank the bytes allocated on its fake GPU, kernels launched, and stops of the host.
 
-Bytes are those of the storages that live, each rounded up as torch's caching allocator rounds: what
-torch.cuda.max_memory_allocated would say, without the workspaces that kernels take inside.
+The bytes are the sizes of all living storages, rounded up like sizes in torch's caching allocator.
+So they equal torch.cuda.max_memory_allocated, without the workspaces that kernels allocate.
 """
 
 import weakref
@@ -20,8 +20,9 @@ from emulator.recording import COPY, LOAD, Trace, calling_line
 
 ROUNDED_TO = 512  # bytes
 CPU = torch.device("cpu")
-# Phases of the flight recorder, and actions of a training step, by the phase that they count to.
+# The meter's phase for each phase of the flight recorder outside of steps ...
 PHASES = {"start": "build", "evaluate": "evaluation", "check replicas": "check", "save": "save"}
+# ... and for each action of a training step; other actions belong to the phase "optimizer".
 ACTIONS = {"data": "forward", "F": "forward", "B": "backward", "W": "backward"}
 ACTIONS |= {"E": "forward", "S": "forward", "T": "backward", "G": "backward"}
 ATEN = torch.ops.aten
@@ -30,8 +31,9 @@ INDEXED = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default)
 
 
 class Peak(NamedTuple):
-    """The most bytes of a phase, what allocated the last of them, and what held them: bytes by
-    kind of tensor.
+    """The largest number of bytes allocated at once in a phase.
+
+    tensor: a line on the allocation that reached the peak. held: (kind of tensor, bytes).
     """
 
     bytes: int = 0
@@ -42,15 +44,16 @@ class Peak(NamedTuple):
 class _Function(NamedTuple):
     """Facts about an operation of torch."""
 
-    view: bool  # it returns other views of its inputs
-    launches: bool  # a kernel
+    view: bool  # whether all its results are views of its inputs
+    launches: bool  # whether it launches a kernel
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered, inside of a FakeTensorMode.
+    """Counts while it is entered as a context manager, inside a FakeTensorMode.
 
-    peaks: by phase. kernels: how many were launched. Both count since `start`. Stops of the host go
-    to the trace.
+    peaks: the peak of each phase; kernels: the number of kernels launched; both since `start`.
+    now: bytes that are allocated now. pinned: the pinned storages. Stops of the host go to the
+    trace.
     """
 
     def __init__(self, trace: Trace):
@@ -60,26 +63,30 @@ class Meter(TorchDispatchMode):
         self.now = 0
         self.peaks = defaultdict[str, Peak](Peak)
         self.kernels = 0
-        self.pinned = weakref.WeakSet[Any]()  # storages
-        self._live: dict[int, tuple[Any, int, str]] = {}  # reference, bytes, kind
-        self._held = Counter[str]()  # bytes by kind
+        self.pinned = weakref.WeakSet[Any]()
+        # By the address of a storage: (weak reference to the storage, bytes, kind of tensor). A
+        # kind that `classify` set begins with "=".
+        self._live: dict[int, tuple[Any, int, str]] = {}
+        self._held = Counter[str]()  # bytes allocated now, by kind of tensor
         self._functions: dict[Any, _Function] = {}
-        self._lines: dict[int, str] = {}  # of forward operations, by autograd's numbers
-        self._loaded: set[tuple] = set()  # kernels: function, types and shapes of its results
+        # By autograd's sequence number: the source line of the forward operation.
+        self._lines: dict[int, str] = {}
+        # Keys of the kernels that were launched before, see `_count`.
+        self._loaded: set[tuple] = set()
 
     def start(self) -> None:
-        """Forget peaks and kernels: count from now."""
+        """Begin to count peaks and kernels anew."""
         self.peaks.clear()
         self.kernels = 0
 
     def phase(self) -> str:
-        """The phase to which what happens now counts."""
+        """Return the phase to which an allocation counts that happens now."""
         phase, _, action, _ = self.recorder.place
         return PHASES.get(phase) or ACTIONS.get(action, "optimizer")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:
-            return args[0].fake_device  # asked several times for each operation
+            return args[0].fake_device  # a short cut: torch asks this several times per operation
         kwargs = kwargs or {}
         if function is ATEN._local_scalar_dense.default:
             return self._read_number(args[0])
@@ -104,8 +111,12 @@ class Meter(TorchDispatchMode):
         return result
 
     def _facts(self, function: Any) -> _Function:
+        """Return the facts about an operation from its schema, and store them in `_functions`."""
         schema = function._schema
-        views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
+        views = []
+        for returned in schema.returns:
+            alias = returned.alias_info
+            views.append(alias is not None and not alias.is_write)
         name = schema.name.partition("::")[2]
         launches = not name.startswith(("empty", "new_empty", "_unsafe_view", "lift_fresh"))
         facts = _Function(bool(views) and all(views), launches)
@@ -115,8 +126,16 @@ class Meter(TorchDispatchMode):
     # -- bytes and kernels ------------------------------------------------------------------
 
     def _count(self, function: Any, facts: _Function, result: Any) -> None:
-        on_device, kernel = False, [function]  # with the types and shapes of its results
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+        """Count the results of an operation: new storages on the GPU, and a kernel launch.
+
+        result: a tensor, or a tuple or list with tensors.
+        """
+        on_device = False
+        # CUDA loads a kernel at its first launch. Each combination of a function and the types and
+        # shapes of its results is assumed to be a kernel of its own.
+        kernel = [function]
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for tensor in results:
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 on_device = True
                 kernel += [tensor.dtype, tensor.shape]
@@ -128,19 +147,30 @@ class Meter(TorchDispatchMode):
             self.kernels += 1
             self._load(tuple(kernel))
             if node is None and torch.is_grad_enabled():
-                self._lines[torch.autograd._get_sequence_nr() - 1] = calling_line(3)
+                last_number = torch.autograd._get_sequence_nr() - 1
+                self._lines[last_number] = calling_line(3)
 
     def _load(self, kernel: tuple) -> None:
-        """Record that a kernel is loaded if this is its first launch; a copy may take none."""
-        if kernel[0] not in COPIES and kernel not in self._loaded:
+        """Record that a kernel is loaded, if this is its first launch.
+
+        kernel: its function, then the types and shapes of the results. Copies are left out, since
+        some of them launch no kernel.
+        """
+        function = kernel[0]
+        if function not in COPIES and kernel not in self._loaded:
             self._loaded.add(kernel)
-            self.trace.stop(str(kernel[0]), calling_line(4), LOAD)
+            self.trace.stop(str(function), calling_line(4), LOAD)
 
     def _allocate(self, storage: Any, function: Any) -> None:
+        """Count a new storage until it is freed, and update the peak of the current phase.
+
+        function: the operation that made the storage.
+        """
         key = storage._cdata
         size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO
-        phase, _, action, micro_batch = self.recorder.place
-        kind = phase if phase != "train" else f"{action} {micro_batch}"
+        kind, _, action, micro_batch = self.recorder.place
+        if kind == "train":
+            kind = f"{action} {micro_batch}"
         self._live[key] = (weakref.ref(storage, lambda _: self._free(key)), size, kind)
         self.now += size
         self._held[kind] += size
@@ -150,12 +180,13 @@ class Meter(TorchDispatchMode):
             self.peaks[phase] = self.peaks[phase]._replace(tensor=self._describe(function, size))
 
     def resized(self, storage: Any) -> None:
-        """A storage has another size: it is freed, and allocated anew unless that is 0."""
+        """Count a storage that was resized as freed, and as allocated with its new size."""
         if storage._cdata in self._live:
             self._free(storage._cdata)
             self._allocate(storage, "resize_")
 
     def _free(self, key: int) -> None:
+        """Stop counting a storage, given by its address."""
         _, size, kind = self._live.pop(key, (None, 0, ""))
         self.now -= size
         self._held[kind] -= size
@@ -170,28 +201,33 @@ class Meter(TorchDispatchMode):
         return f"{size / 1e6:.1f} MB by {name} at {line} ({self.trace.place()})"
 
     def classify(self, tensors: Iterator[Tensor], kind: str) -> None:
-        """Say what tensors that live are; those that were said before stay what they are."""
+        """Set the kind of living tensors, such as "weights"; a kind is set once for each tensor."""
+        new_kind = f"={kind}"
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
-            entry = self._live.get(key)
-            if entry and not entry[2].startswith("="):
-                self._live[key] = (entry[0], entry[1], f"={kind}")
-                self._held[entry[2]] -= entry[1]
-                self._held[f"={kind}"] += entry[1]
+            if key not in self._live:
+                continue
+            reference, size, old_kind = self._live[key]
+            if not old_kind.startswith("="):
+                self._live[key] = (reference, size, new_kind)
+                self._held[old_kind] -= size
+                self._held[new_kind] += size
 
     # -- stops of the host ------------------------------------------------------------------
 
     def stop(self, kind: str) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device; kind: the reason, in words."""
         self.trace.stop(kind, calling_line(2))
 
     def values(self, tensor: Tensor) -> Any:
         """Return the value of tensor.tolist(): all ones, which are finite and true."""
         if tensor.is_cuda:
             self.stop("values of the device")
-        return np.ones(tuple(tensor.shape), float if tensor.is_floating_point() else int).tolist()
+        number_type = float if tensor.is_floating_point() else int
+        return np.ones(tuple(tensor.shape), number_type).tolist()
 
     def _read_number(self, tensor: Tensor) -> float:
+        """Return the value of tensor.item(): 1, or False for a boolean."""
         if tensor.is_cuda:
             self.stop("a number of the device")
         if tensor.dtype == torch.bool:
@@ -199,12 +235,15 @@ class Meter(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _run(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """The operation; UserError if the shape of its result follows from values."""
-        if function is ATEN.addmm.dtype_out:  # torch 2.11 has it on devices alone
+        """Return the result of an operation on fake tensors.
+
+        Raise UserError if the shape of the result depends on the values of the arguments.
+        """
+        if function is ATEN.addmm.dtype_out:  # torch 2.11 has no fake version
             return kwargs["out"]
         try:
             return function(*args, **kwargs)
-        except DataDependentOutputException:  # equal, allclose: the host reads it
+        except DataDependentOutputException:  # equal or allclose: the host reads the result
             if args[0].is_cuda:
                 self.stop("a comparison of values")
             return True
@@ -213,24 +252,33 @@ class Meter(TorchDispatchMode):
             raise UserError(f"{where}: the host waits for them, and a rehearsal has none") from None
 
     def _indexed(self, tensor: Tensor, indices: Any) -> None:
-        """The host counts what a mask selects, and copies its own indices to the device."""
-        given = [index for index in indices if index is not None] if tensor.is_cuda else []
-        if any(index.is_cuda and index.dtype == torch.bool for index in given):
+        """Record the stops of indexing a tensor on the GPU.
+
+        The host waits for the number of elements that a mask selects, and for the copy of an index
+        tensor from its memory to the device.
+        """
+        if not tensor.is_cuda:
+            return
+        tensors = [index for index in indices if index is not None]
+        if any(index.is_cuda and index.dtype == torch.bool for index in tensors):
             self.stop("an index that is a mask")
-        if any(not index.is_cuda for index in given):
+        if any(not index.is_cuda for index in tensors):
             self.stop("an index from the host")
 
     def _copy(self, function: Any, result: Tensor, args: tuple, kwargs: dict) -> None:
-        """A copy between host and device: without non_blocking the host waits for the device, and
-        else for the copy alone if its memory is not pinned.
+        """Record the stop of a copy between host and device.
+
+        Without non_blocking the host waits for the device. With non_blocking it waits only for the
+        copy, if the host memory is not pinned.
         """
-        source = args[0] if result is not args[0] else args[1]
+        source = args[0] if result is not args[0] else args[1]  # copy_ returns its first argument
         if not isinstance(source, Tensor) or source.is_cuda == result.is_cuda:
             return
         asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         if asynchronous and source.is_cuda and function is ATEN._to_copy.default:
-            self._pin(result)  # as torch allocates it
-        pinned = (result if source.is_cuda else source).untyped_storage() in self.pinned
+            self._pin(result)  # torch allocates the result in pinned memory
+        on_host = result if source.is_cuda else source
+        pinned = on_host.untyped_storage() in self.pinned
         if source.is_cuda and not (asynchronous and pinned):
             self.stop("a copy to the host")
         elif not asynchronous:
@@ -239,5 +287,6 @@ class Meter(TorchDispatchMode):
             self.trace.stop("a copy from memory that is not pinned", calling_line(2), COPY)
 
     def _pin(self, tensor: Tensor) -> Tensor:
+        """Note that the tensor's memory is pinned, and return the tensor."""
         self.pinned.add(tensor.untyped_storage())
         return tensor

@@ -56,9 +56,9 @@ from telemetry import replica_check, step_stats
 
 FIRST, BETWEEN, LAST = range(3)
 AXES = ("pp", "dp", "cp", "tp")
-# Nine ranks, each given by its kind of position (FIRST, BETWEEN or LAST) on each of AXES. On any two
-# axes each pair of kinds occurs once: an orthogonal array of strength two, which needs 9 of the 81
-# combinations.
+# Nine ranks, each given by its kind of position (FIRST, BETWEEN or LAST) on each axis of AXES. On
+# any two axes each pair of kinds occurs once: an orthogonal array of strength two, which needs 9 of
+# the 81 combinations.
 PAIRS = [
     (stage, replica, (stage + 2 * replica) % 3, (stage + replica) % 3)
     for stage in (FIRST, BETWEEN, LAST)
@@ -270,7 +270,7 @@ def shortened(config: Config) -> Config:
     if layout.schedule != "gpipe":
         steady = layout.stages + 2
         if layout.vocab_pp:
-            steady += 1  # the passes of the vocabulary follow a micro-batch later
+            steady += 1  # the vocabulary's passes keep one more micro-batch in flight
         micro_batches = min(micro_batches, steady)
     constant: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
     training = dataclasses.replace(training, **constant, train_samples=None, steps=STEPS)
