@@ -31,7 +31,7 @@ from planner import hardware
 from schedules import choice
 
 MOST_RANKS = 1_000_000  # largest --gpus
-LINES = 4  # of progress, after the first
+LINES = 4  # number of progress lines after the first line
 
 
 def main(arguments: list[str]) -> int:
@@ -43,15 +43,18 @@ def main(arguments: list[str]) -> int:
 
 
 def _rehearse(arguments: list[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
+    """Do the work of `main`; raise UserError for wrong arguments."""
+    options, train_arguments = _parser().parse_known_args(arguments)
     check_file(options.json)
     machine = hardware.load(options.gpu, options.calibration)
     nodes = _nodes(options, machine.node)
-    request = parse_request(rest, __doc__, lambda _: {"precision": machine.precision})
+    request = parse_request(train_arguments, __doc__, lambda _: {"precision": machine.precision})
     config = check_any_length(request.config, options.gpus)
     layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
     config, decided = choice.decide(replace(config, layout=layout), "cuda")
-    notes = [*filter(None, [machine.note]), *request.notes]
+    notes = list(request.notes)
+    if machine.note:
+        notes.insert(0, machine.note)
     if config.run.compile:
         notes.append("--compile: what it fuses is rehearsed as it is")
     if config.run.device not in ("auto", "cuda"):
@@ -77,16 +80,16 @@ def _rehearse(arguments: list[str]) -> int:
 
 
 class Progress:
-    """Prints how many of `total` ranks are done to standard error, a line for each quarter."""
+    """Prints to standard error how many of `total` ranks have ended, a line for each quarter."""
 
     def __init__(self, total: int):
         self.total = total
         self.began = time.monotonic()
-        self._quarter = -1
+        self._quarter = -1  # the last quarter that was printed
         self(0)
 
     def __call__(self, done: int) -> None:
-        """Show that `done` of the ranks are done."""
+        """Note that `done` ranks have ended; print a line if another quarter of the ranks has."""
         quarter = done * LINES // self.total
         if quarter > self._quarter:
             seconds = time.monotonic() - self.began
@@ -96,6 +99,7 @@ class Progress:
 
 
 def _parser() -> Parser:
+    """Return the parser of the options that train.py does not have."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_gpus("ranks of the run", default=1)
     parser.add_argument("--nodes", type=int)
@@ -108,7 +112,10 @@ def _parser() -> Parser:
 
 
 def _nodes(options: Namespace, per_node: int) -> int:
-    """Return the number of nodes; UserError if it does not divide the number of ranks."""
+    """Return the number of nodes; UserError if it does not divide the number of ranks.
+
+    per_node: the GPUs of a node. Without --nodes the result is the smallest number that suffices.
+    """
     if not 1 <= options.gpus <= MOST_RANKS:
         raise UserError(f"--gpus must be from 1 to {MOST_RANKS}, not {options.gpus}")
     if options.nodes is None:

@@ -1,7 +1,10 @@
-"""Any rank of any world without its cluster: the trainer on fake GPUs, and all ranks' operations.
+"""Runs the trainer of single ranks of a large run on fake GPUs, and compares their operations.
 
-device_guard compiles and loads what lets torch run on fake tensors of device cuda; fake_devices is
-the GPU, meter counts its bytes, kernels and stops of the host. recording stands for the other ranks
-and writes down what a rank does with them. rehearsal chooses the ranks of a world and runs
-them, matching compares their operations and finds deadlocks among them, answers says it in words.
+device_guard     compiles and loads a library that lets torch run on fake tensors of cuda
+fake_devices     replaces the GPU
+meter            counts the fake GPU's bytes and kernels, and stops of the host
+recording        replaces the other ranks, and records the operations with them
+rehearsal        chooses the ranks of a run that are run, and runs them
+matching         compares the ranks' operations, and finds deadlocks
+answers          puts the results into words
 """

@@ -1,4 +1,4 @@
-"""The answers of a rehearsal, in words and as data: do all operations meet, and does it fit?
+"""Answers two questions from a rehearsal: do all operations meet, and does the run fit in memory?
 
 answer = answers.of(run, machine)
 print(answer.text)
@@ -13,26 +13,27 @@ from planner import memory
 from planner.hardware import Machine
 
 GIGABYTE = 1e9
-# Planned and rehearsed memory of a stage that differ by more are pointed out.
+# A line of the answer points out a stage whose rehearsed memory differs from the planned memory by
+# more than this share.
 SHARE_OF_DIFFERENCE = 0.04
 PHASES = ("build", *STEADY, "evaluation", "check", "save")
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporaries", "buffers")
 
 
 class Answers(NamedTuple):
-    """The answers of a rehearsal. data["finding"]: the first error found, or empty."""
+    """The answers as text and as data. data["finding"]: the first problem in a sentence, or ""."""
 
     text: str
     data: dict[str, Any]
 
 
 def of(run: Rehearsal, machine: Machine) -> Answers:
-    """The answers of a rehearsal, for a GPU of that machine."""
+    """Return the answers of a rehearsal; machine: the machine whose GPUs the run needs."""
     layout = run.config.layout
     blocking = run.config.run.blocking and layout.pp == 1  # as context.prepare sets it
     stuck = mismatches(run.world)
-    if not stuck and (found := deadlock(run.world, blocking)):
-        stuck = [found]
+    if not stuck and (circle := deadlock(run.world, blocking)):
+        stuck = [circle]
     stages = [_stage(run, stage, machine) for stage in range(layout.pp)]
     fullest = max(stages, key=lambda stage: stage["needed"])
     fits = fullest["needed"] <= machine.memory
@@ -62,6 +63,7 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
 
 
 def _header(data: dict[str, Any]) -> str:
+    """Return the first line of the text: the layout, and what was run."""
     count = len(data["ranks_run"])
     axes = f"tp {data['tp']} x pp {data['pp']}"
     if data["cp"] > 1:
@@ -76,22 +78,29 @@ def _header(data: dict[str, Any]) -> str:
 
 
 def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
+    """Return the answer whether all operations meet; stuck: the sentences on those that do not."""
     if stuck:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in stuck)
-    total = sum(e.number > 0 and e.kind != "wait" for own in run.records for e in own.events)
+    total = 0
+    for record in run.records:
+        operations = [e for e in record.events if e.number > 0 and e.kind != "wait"]
+        total += len(operations)
     ran = len(run.records)
-    rest = len(run.world.traces) - ran
+    not_run = len(run.world.traces) - ran
     text = f"Will every collective meet? Yes: {total:,} operations of the {ran} ranks that were run"
-    if not rest:
+    if not not_run:
         return f"{text}, which are all; no deadlock."
-    return f"{text}, no deadlock if the other {rest} do as these (--all-ranks runs them)."
+    return f"{text}, no deadlock if the other {not_run} do as these (--all-ranks runs them)."
 
 
 # ---- Will it fit? --------------------------------------------------------------------------------
 
 
 def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
-    """Memory of the fullest rank of a stage that was run, in bytes."""
+    """Return the memory, in bytes, of the rank of a stage that needs the most memory.
+
+    Only ranks that were run are considered. The keys are those of answers.data["stages"].
+    """
     records = [record for record in run.records if record.stage == stage]
     fullest = max(records, key=lambda record: record.peak)
     peaks = fullest.peaks
@@ -115,6 +124,7 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
 
 
 def _room(fullest: dict[str, Any], machine: Machine) -> str:
+    """Return a sentence on the memory that a stage's fullest rank needs, see `_stage`."""
     reserved = (machine.context + machine.software.buffers) / GIGABYTE
     return (
         f"rank {fullest['rank']} of stage {fullest['stage']} needs "
@@ -124,6 +134,7 @@ def _room(fullest: dict[str, Any], machine: Machine) -> str:
 
 
 def _memory_text(data: dict[str, Any], room: str) -> str:
+    """Return the answer whether the run fits; data: see `of`; room: the sentence of `_room`."""
     stages = data["stages"]
     verdict = "Yes" if data["fits"] else "No"
     lines = [f"Will it fit? {verdict}: {room}."]
@@ -143,7 +154,10 @@ def _memory_text(data: dict[str, Any], room: str) -> str:
 
 
 def _table(columns: tuple[str, ...], stages: list[dict[str, float]]) -> list[str]:
-    """Lines of a table with a row for each stage, without the columns that are empty."""
+    """Return the lines of a table with a row for each stage, without empty columns.
+
+    stages: the bytes in each column, by its name, for each stage.
+    """
     shown = [name for name in columns if any(values.get(name) for values in stages)]
     lines = [f"  {'stage':>6}" + "".join(f"{name:>13}" for name in shown)]
     for stage, values in enumerate(stages):

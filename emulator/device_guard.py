@@ -3,7 +3,7 @@
     load()          # before torch is imported
     import torch
 
-It is compiled once for each version of torch, by the machine's compiler, into a folder of the user.
+The machine's compiler compiles the guard once for each version of torch, into ~/.cache/trine.
 """
 
 import ctypes
@@ -23,28 +23,34 @@ COMPILERS = ("g++", "c++", "clang++")
 
 
 def load(cache: Path | None = None) -> None:
-    """Load the guard, compiled if need be into `cache`, default ~/.cache/trine.
+    """Load the guard, import torch, and replace torch's guard for device cuda.
 
-    UserError if torch or a compiler is missing, or the compiler fails. It imports torch then: on a
-    build for CUDA the guard replaces torch's own.
+    cache: the folder with the compiled guard, default ~/.cache/trine; the guard is compiled if the
+    folder lacks it. Raise UserError if torch or a compiler is missing, or if the compiler fails.
     """
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         raise UserError("rehearse.py needs torch: run scripts/setup.sh")
-    torch_folder = Path(found.origin).parent
-    about = runpy.run_path(str(torch_folder / "version.py"))
-    library = _compiled(torch_folder, about, cache or Path.home() / ".cache" / "trine")
-    if about["cuda"]:  # its hooks first: where they come second, torch prints that it skips them
+    torch_folder = Path(spec.origin).parent
+    version = runpy.run_path(str(torch_folder / "version.py"))
+    library = _compiled(torch_folder, version, cache or Path.home() / ".cache" / "trine")
+    if version["cuda"]:
+        # torch's CUDA hooks are registered before the guard's: the second hooks are skipped, and
+        # torch prints a warning about them.
         ctypes.CDLL(str(torch_folder / "lib" / "libtorch_cuda.so"))
     guard = ctypes.CDLL(str(library))
     importlib.import_module("torch")
     guard.replace_guard()
 
 
-def _compiled(torch_folder: Path, about: dict, cache: Path) -> Path:
-    """The compiled guard for this torch: its name has torch's version and a hash of the source."""
-    source = hashlib.sha256(SOURCE.read_bytes() + str(torch_folder).encode()).hexdigest()[:16]
-    library = cache / f"device_guard-{about['__version__']}-{source}.so"
+def _compiled(torch_folder: Path, version: dict, cache: Path) -> Path:
+    """Return the path of the guard for this torch, in the folder `cache`; compile it if needed.
+
+    version: the variables of torch/version.py. The file's name has torch's version and a hash of
+    the source and of torch's folder.
+    """
+    source_hash = hashlib.sha256(SOURCE.read_bytes() + str(torch_folder).encode()).hexdigest()
+    library = cache / f"device_guard-{version['__version__']}-{source_hash[:16]}.so"
     if library.exists():
         return library
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -53,7 +59,8 @@ def _compiled(torch_folder: Path, about: dict, cache: Path) -> Path:
             f"rehearse.py compiles {SOURCE.name} once, and none of {', '.join(COMPILERS)} is on "
             f"PATH: install a C++ compiler, or load its module"
         )
-    part = library.with_suffix(f".{os.getpid()}")  # another process may compile it too
+    # Another process may compile the guard at the same time, so each writes its own file.
+    part = library.with_suffix(f".{os.getpid()}")
     command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(part)]
     command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     command += [f"-Wl,-rpath,{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]

@@ -1,10 +1,11 @@
-"""Records what one rank of a world does with other ranks, and stands for these ranks.
+"""Records the communication of one rank with the other ranks, which do not exist.
 
     context = recording_context(world, rank=5, nodes=2)
     trainer.build(config, context)        # its groups write to the trace
     context.trace.events                  # every operation, wait and host read, in the host's order
 
-A trace has roles and positions in place of ranks, so ranks that do the same have equal traces.
+A trace names groups by their role, such as "dp", and ranks by their position in the group. So ranks
+that do the same have equal traces.
 """
 
 import sys
@@ -20,7 +21,7 @@ from distributed.launch import Launch, Local
 from watchdog.flight_recorder import FlightRecorder
 
 ROOT = Path(__file__).resolve().parent.parent
-# The lines that are named are those that call these, not lines of theirs.
+# An event names the source line that calls functions of these folders, and never a line in them.
 NEVER_NAMED = (str(ROOT / "emulator"), str(ROOT / "distributed"))
 MESSAGES = ("send", "receive")
 READ = "host read"  # the host waits for the device's stream
@@ -29,15 +30,18 @@ LOAD = "load"  # of a kernel, at its first launch: the host waits for all stream
 
 
 class Event(NamedTuple):
-    """An operation of a group, the wait for one, or a stop of the host.
+    """An operation of a group, a wait for an operation, or a stop of the host.
 
     kind: all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, send, receive,
-    wait, READ, COPY or LOAD.
-    number: of the group's collectives, or of the messages to or from that peer, from 1; of a wait,
-    the index of its operation in the trace. op: of a reduction, and the rank that gives or takes;
-    of a stop, what was done. peer: position in the group. line: of the code that called; place:
-    step, action and micro-batch. rows: of an all_to_all with unequal blocks, the rows that come
-    from each member and those that go to each; its bytes are then those of one row.
+    wait, READ, COPY or LOAD. role: the role of the group.
+    number: counts, from 1, the collectives of the group, or the messages with `peer` in this
+    direction; for a wait, the index of its operation in the trace.
+    bytes, dtype: size and type of the tensor.
+    op: the operator of a reduction, the root of a broadcast or reduce, or the reason of a stop.
+    peer: the position of a message's other rank in the group, else -1.
+    line: the source line of the caller. place: step, action and micro-batch.
+    rows: for an all_to_all with unequal blocks, the numbers of rows that come from each member, and
+    those that go to each member; then `bytes` is the size of one row.
     """
 
     kind: str
@@ -61,10 +65,15 @@ class Trace:
         self._counts: dict[tuple, int] = {}
 
     def place(self) -> str:
-        """Where the rank is now: `step 2, F 3`."""
+        """Return what the rank does now: step, action and micro-batch, as in "step 2, F 3"."""
         phase, step, action, micro_batch = self.recorder.place
-        where = f"step {step}, " if phase == "train" else f"{phase}, " if phase != action else ""
-        return where + (action if micro_batch is None else f"{action} {micro_batch}")
+        if micro_batch is not None:
+            action = f"{action} {micro_batch}"
+        if phase == "train":
+            return f"step {step}, {action}"
+        if phase != self.recorder.place[2]:
+            return f"{phase}, {action}"
+        return action
 
     def operation(
         self,
@@ -75,13 +84,16 @@ class Trace:
         peer: int = -1,
         rows: tuple[list[int], list[int]] | None = None,
     ) -> "Handle":
-        """Record that an operation starts on so many bytes of that type. rows: as in all_to_all."""
+        """Record that an operation on `tensor` starts, and return its handle.
+
+        The arguments are the fields of `Event`; rows: as in Group.all_to_all.
+        """
         key = (role, kind, peer) if peer >= 0 else (role,)
         self._counts[key] = number = self._counts.get(key, 0) + 1
         dtype = str(tensor.dtype).removeprefix("torch.")
         size = tensor.nbytes
         if rows is not None:
-            size = tensor.shape[1:].numel() * tensor.itemsize  # of a row; the rows are unequal
+            size = tensor.shape[1:].numel() * tensor.itemsize  # bytes of one row
         unequal = tuple(map(tuple, rows or ()))
         line = calling_line()
         place = self.place()
@@ -89,16 +101,21 @@ class Trace:
         return _RecordedHandle(self, len(self.events) - 1)
 
     def wait(self, index: int) -> None:
-        """Record that the stream waits for the operation at that index."""
+        """Record that the stream waits for an operation; index: of its event in `events`."""
         role = self.events[index].role
         self.events.append(Event("wait", role, index, line=calling_line(), place=self.place()))
 
     def stop(self, what: str, line: str, kind: str = READ) -> None:
-        """Record that the host waits: for the device, for a copy, or to load a kernel."""
+        """Record that the host waits.
+
+        what: the reason, in words. line: the source line. kind: READ, COPY or LOAD.
+        """
         self.events.append(Event(kind, op=what, line=line, place=self.place()))
 
 
 class _RecordedHandle:
+    """Records the first wait for an operation; index: of the operation's event in the trace."""
+
     def __init__(self, trace: Trace, index: int):
         self.trace = trace
         self.index = index
@@ -111,19 +128,27 @@ class _RecordedHandle:
 
 
 def calling_line(depth: int = 2) -> str:
-    """The innermost line of this project on the stack, `model.py:12`; empty if there is none."""
+    """Return the innermost source line of this project on the stack, as in "model.py:12", or "".
+
+    depth: the number of innermost frames to pass over.
+    """
     frame: Any = sys._getframe(depth)
+    root = str(ROOT)
     while frame is not None:
         name = frame.f_code.co_filename
-        own = name.startswith(str(ROOT)) and "site-packages" not in name[len(str(ROOT)) :]
-        if own and not name.startswith(NEVER_NAMED):
-            return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
+        inside = name.removeprefix(root)
+        in_project = name.startswith(root) and "site-packages" not in inside
+        if in_project and not name.startswith(NEVER_NAMED):
+            return f"{inside[1:]}:{frame.f_lineno}"  # without the slash
         frame = frame.f_back
     return ""
 
 
 class RecordingGroup(Group):
-    """A group of several that records its operations and transfers nothing."""
+    """A group of several ranks that records its operations and transfers nothing.
+
+    handle: torch's (fake) process group, or None. role: the name of the group in events.
+    """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
         super().__init__(ranks, rank)
@@ -167,40 +192,48 @@ class RecordingGroup(Group):
         peer: int = -1,
         rows: tuple[list[int], list[int]] | None = None,
     ) -> Handle:
+        """Record an operation, see `Trace.operation`; ValueError if the tensor is not contiguous."""
         if not tensor.is_contiguous():
             raise ValueError(f"{kind} of a tensor that is not contiguous, at {calling_line()}")
         return self.trace.operation(kind, self.role, tensor, op, peer, rows)
 
     def _check(self, part: Tensor, whole: Tensor) -> None:
+        """Raise ValueError unless `whole` has the type and the size of all ranks' `part`."""
         if (part.numel() * self.size, part.dtype) != (whole.numel(), whole.dtype):
             sides = f"{part.numel()} of {part.dtype} and {whole.numel()} of {whole.dtype}"
             raise ValueError(f"{sides} over {self.size} ranks, at {calling_line()}")
 
 
 class RecordingContext(Context):
-    """A rank of a world that is not there, whose groups record.
+    """The context of a rank whose groups record operations; there are no other processes.
 
-    rows: the ranks of every group by its role.
+    trace: the rank's trace. rows: the ranks of every group, by role.
     """
 
     trace: Trace
     rows: dict[str, list[tuple[int, ...]]]
-    has_handles: bool = False  # whether torch has (fake) process groups, which --zero 3 asks for
+    has_handles: bool = False  # whether groups need torch's (fake) process groups, as for --zero 3
 
     def group(self, rows, role: str) -> Group:
-        """This rank's group, which records unless it has no other rank."""
+        """Return this rank's group, which records if it has another rank.
+
+        rows: the ranks of each group of this role.
+        """
         self.rows[role] = list(rows)
-        own = next((row for row in rows if self.rank in row), (self.rank,))
+        members = next((row for row in rows if self.rank in row), (self.rank,))
         handle = None
-        if len(own) == 1:
-            return Group(own)
+        if len(members) == 1:
+            return Group(members)
         if self.has_handles:
-            handle = torch.distributed.new_group(list(own))
-        return RecordingGroup(own, own.index(self.rank), handle, role, self.trace)
+            handle = torch.distributed.new_group(list(members))
+        return RecordingGroup(members, members.index(self.rank), handle, role, self.trace)
 
 
 def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
-    """The context of a rank of `world` on so many nodes, which divide it, with a GPU for each."""
+    """Return the context of a rank that has a GPU of its own.
+
+    world: the number of ranks. nodes: the number of nodes, which divides `world`.
+    """
     per_node = world // nodes
     local = Local(rank % per_node, per_node, per_node == world, 1, 0)
     launch = Launch("srun", rank, world)
