@@ -44,10 +44,10 @@ from distributed.stop_conditions import RequestedAction
 from distributed.store import StoreExchange
 from zero import Optimizer
 
-# If the last save of a finished run lacks room: how long `finish` waits, with the state in memory;
-# between two looks at the free bytes; and between two attempts (free bytes do not show a quota).
+# How long `finish` waits, with the state in memory, if the disk has no room for the last save.
 SECONDS_FOR_ROOM = 1800.0
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_LOOKS = 1.0  # between two looks at the free bytes in that time
+# The free bytes do not show a user's quota, so an attempt to save is made after this time.
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
@@ -102,14 +102,18 @@ class Checkpointer:
             self._prepare_folder()
 
     def _prepare_folder(self) -> None:
+        """Make the folder of the checkpoints, and remove unfinished ones of earlier runs.
+
+        Raise UserError if the folder cannot be written.
+        """
         try:
             os.makedirs(self.parent, exist_ok=True)
-            left = folders.remove_leftovers(self.parent)
+            unfinished = folders.remove_leftovers(self.parent)
         except OSError as error:
             problem = error.strerror or error
             raise UserError(f"cannot write in {self.parent}: {problem}") from None
-        if left:
-            self.print_line(f"removed {len(left)} unfinished checkpoints from {self.parent}")
+        if unfinished:
+            self.print_line(f"removed {len(unfinished)} unfinished checkpoints from {self.parent}")
 
     # -- when to save -----------------------------------------------------------------------
 
@@ -125,10 +129,17 @@ class Checkpointer:
             self.save(progress)
 
     def _is_due(self, iteration: int, last: bool) -> bool:
+        """Return whether --save-every asks for a save after this step; last: the run's last step.
+
+        A multiple of --save-every that the last save did not cover is due too.
+        """
         if iteration == self.saves.step:
             return False
         every = self.run.save_every
-        return last or bool(every and iteration - iteration % every > self.saves.step)
+        if last or not every:
+            return last
+        newest_multiple = iteration - iteration % every
+        return newest_multiple > self.saves.step
 
     @property
     def requested_action(self) -> RequestedAction:
@@ -136,8 +147,10 @@ class Checkpointer:
         passed since the last save began; otherwise to go on.
         """
         minutes = (time.monotonic() - self.saves.began) / 60
-        over = 0 < self.run.save_every_minutes <= minutes
-        return RequestedAction.SAVE if over and self.is_rank_0 else RequestedAction.GO_ON
+        is_due = 0 < self.run.save_every_minutes <= minutes
+        if is_due and self.is_rank_0:
+            return RequestedAction.SAVE
+        return RequestedAction.GO_ON
 
     def _broadcast(self, answer: bool) -> bool:
         """Return the answer of rank 0. Collective."""
@@ -161,7 +174,7 @@ class Checkpointer:
 
     @property
     def bytes_needed(self) -> int:
-        """The bytes on the disk of one checkpoint of this run; right on rank 0."""
+        """The bytes that one checkpoint of this run takes on the disk; only rank 0 may ask."""
         return bytes_of_a_save(self.config, self.optimizer, self.kinds)
 
     @property
@@ -191,7 +204,11 @@ class Checkpointer:
         self._checked_step = iteration
 
     def save(self, progress: Progress) -> None:
-        """Wait until the previous save has ended, and begin a save. Collective."""
+        """Wait until the previous save has ended, and begin a save of the state after this step.
+
+        With --async-save the background thread writes; otherwise the save ends before the return.
+        Collective.
+        """
         began = time.perf_counter()
         self.check_replicas(progress.iteration)
         self.recorder.enter("save")
@@ -199,6 +216,7 @@ class Checkpointer:
         self.saves.step = progress.iteration
         self.saves.began = time.monotonic()
         name = folders.folder_name(progress.iteration)
+        # The folder has a hidden name until the checkpoint is complete.
         hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
             return
@@ -232,7 +250,10 @@ class Checkpointer:
         return True
 
     def _read(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """Return the state by kind, as an iterator over the shards' arrays; no copy on a CPU."""
+        """Return, by kind of state, an iterator over flat arrays of this rank's shards.
+
+        On a CPU the arrays share memory with the state where the state is stored in their dtype.
+        """
 
         def runs(kind: str) -> Iterator[np.ndarray]:
             for shard in save.shards:
@@ -241,12 +262,16 @@ class Checkpointer:
         return {kind: runs(kind) for kind in save.kinds}
 
     def _copy_to_host(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """Return a copy of the state by kind, in host buffers that every save uses again."""
+        """Return, by kind of state, flat arrays with a copy of this rank's shards.
+
+        The arrays are in host buffers that the next save overwrites.
+        """
         if not save.shards:
             return {kind: [] for kind in save.kinds}
         count = count_elements(save.shards)
         for kind, dtype in saved_types(save.shards[0], save.kinds).items():
-            # A generator, to read shard by shard: reading may compute a new tensor on the GPU.
+            # A generator reads one shard at a time. A list would hold all tensors at once, and
+            # reading a shard may compute a new tensor on the GPU.
             runs = (shard.read(kind, shard.start, shard.stop) for shard in save.shards)
             self.buffers.copy(kind, runs, count, dtype)
         self.buffers.finish()
@@ -260,7 +285,10 @@ class Checkpointer:
             self.buffers.begin_pinning(count_elements(shards), types)
 
     def save_now(self, progress: Progress) -> bool:
-        """Save this step unless it is saved, wait, and return whether it is. Collective."""
+        """Save the state after this step unless it is saved, and wait for the end of the save.
+
+        Return whether the step's checkpoint is complete. Collective.
+        """
         if progress.iteration != self.saves.step:
             self.save(progress)
         self._wait()
@@ -272,7 +300,8 @@ class Checkpointer:
         """
         self._wait()
         self._stopping = True
-        # The step may have been resumed from another folder, or saved without optimizer state.
+        # The step's state may be in another folder from which this run resumed, or it may be saved
+        # without optimizer state. Then it is saved again.
         all_kinds = ("weights", *self.optimizer.state_kinds)
         if not self._is_visible(progress) or self.kinds != all_kinds:
             self.kinds = all_kinds
@@ -287,13 +316,14 @@ class Checkpointer:
     def resume(self) -> Progress:
         """Load what --resume asks for, begin to allocate the host buffers, and return the progress.
 
-        The next save moves checkpoints away that did not lead to the loaded state: later steps, or
-        all if the loaded checkpoint is of another folder or gave only weights. Collective.
+        Without --resume the progress is that of a new run. The next save moves checkpoints away
+        that did not lead to the loaded state: those of later steps, or all of them if the loaded
+        checkpoint is in another folder or only its weights were loaded. Collective.
         """
         if not self.run.resume:
             self.begin_pinning()
             return Progress()
-        from checkpointing.load import Loader  # imported late: a run from step 0 does not use it
+        from checkpointing.load import Loader  # imported here: a run from step 0 does not need it
 
         loader = Loader(
             self.config,
@@ -317,7 +347,7 @@ class Checkpointer:
         return progress
 
     def close(self) -> None:
-        """Wait until the save that is running has ended, if there is one."""
+        """Wait until the running save has ended, if a save is running."""
         self._wait()
 
     def finish(
@@ -342,10 +372,16 @@ class Checkpointer:
                 name = folders.folder_name(progress.iteration)
                 newest = self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
-            self.saves.step = self._checked_step = -1  # check again: the wait may have been long
+            # The next attempt compares the replicas again, because memory may have been corrupted
+            # during a long wait.
+            self.saves.step = -1
+            self._checked_step = -1
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
-        """Wait until a save may find room; False if `limit` passed or a rank stops. Collective."""
+        """Wait until the disk may have room for a save, and return True. Collective.
+
+        Return False if time.monotonic() passes `limit`, or if `stop_requested` returns True.
+        """
         if not self.saves.announced:
             self.saves.announced = True
             self.print_line(
@@ -359,16 +395,21 @@ class Checkpointer:
             self.recorder.enter("wait for room")  # the watchdog counts this as progress
             with self.recorder.waiting_for("room"):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
+            is_over = self.is_rank_0 and time.monotonic() >= limit
             request = try_again if self._may_have_room(next_attempt) else go_on
-            over = self.is_rank_0 and time.monotonic() >= limit
-            action = self._largest(give_up if over or stop_requested() else request)
+            if is_over or stop_requested():
+                request = give_up
+            action = self._largest(request)
         return action == try_again
 
     def _may_have_room(self, next_attempt: float) -> bool:
-        """On rank 0: return whether the disk has room and the next attempt is due; else False."""
+        """Return whether the disk has room and the next attempt is due; False except on rank 0.
+
+        next_attempt: the time.monotonic() at which it is due.
+        """
         if not self.is_rank_0 or time.monotonic() < next_attempt:
             return False
-        with contextlib.suppress(OSError):  # the next look may succeed
+        with contextlib.suppress(OSError):  # a file system that fails now may answer the next look
             return shutil.disk_usage(self.parent).free >= self.bytes_needed
         return False
 
@@ -385,11 +426,15 @@ class Checkpointer:
         self._report()
 
     def _report(self) -> None:
-        """Print how the last save ended, if it has; raise its exception unless it is OSError."""
+        """Print how the last save ended, if it has ended; do nothing while it is running.
+
+        Raise the exception that ended the save, unless it is an OSError.
+        """
         save = self._pending
         if save is None or (self._thread is not None and self._thread.is_alive()):
             return
-        self._pending = self._thread = None
+        self._pending = None
+        self._thread = None
         for note in save.notes:
             self.print_line(note)
         if isinstance(save.error, OSError):
@@ -406,14 +451,15 @@ class Checkpointer:
         )
 
     def _print_failure(self, step: int, problem: str) -> None:
+        """Print that the save of a step failed, and note it in `saves`; problem: why it failed."""
         problem = " ".join(problem.split())  # HDF5's messages have line breaks
         self.saves.failed = True
         self.saves.lacks_room = any(text in problem for text in NO_ROOM)
-        then = "" if self._stopping else "training goes on, "
+        consequence = self._describe_newest()
+        if not self._stopping:
+            consequence = f"training goes on, {consequence}"
         name = folders.folder_name(step)
-        self.print_line(
-            f"{name} was not saved in {self.parent}: {problem}; {then}{self._describe_newest()}"
-        )
+        self.print_line(f"{name} was not saved in {self.parent}: {problem}; {consequence}")
 
     def _describe_newest(self) -> str:
         """Return the end of a message that names the run's newest checkpoint; on rank 0."""
@@ -422,15 +468,14 @@ class Checkpointer:
         return f"the newest is {folders.folder_name(self.newest.iteration)}"
 
     def _attributes(self, progress: Progress) -> Attributes:
-        """Return the attributes of index.h5, by group. Called on rank 0 only."""
-        read = fingerprint(self.samples, progress.consumed_samples)
+        """Return the attributes of index.h5 by group, then by name. Called on rank 0 only."""
         return {
             "model": dataclasses.asdict(self.config.model),
             "progress": progress.counts(),
             "optimizer": {"kind": self.optimizer.state_name, **self.optimizer.scalars()},
             "data": {
                 "seed": self.config.training.seed,
-                "fingerprint": read,
+                "fingerprint": fingerprint(self.samples, progress.consumed_samples),
                 "usage": progress.usage.text(),
             },
             "run": origin(self.config.as_dict()),

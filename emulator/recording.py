@@ -67,13 +67,14 @@ class Trace:
     def place(self) -> str:
         """Return what the rank does now: step, action and micro-batch, as in "step 2, F 3"."""
         phase, step, action, micro_batch = self.recorder.place
-        if micro_batch is not None:
-            action = f"{action} {micro_batch}"
+        where = ""
         if phase == "train":
-            return f"step {step}, {action}"
-        if phase != self.recorder.place[2]:
-            return f"{phase}, {action}"
-        return action
+            where = f"step {step}, "
+        elif phase != action:
+            where = f"{phase}, "
+        if micro_batch is None:
+            return where + action
+        return f"{where}{action} {micro_batch}"
 
     def operation(
         self,
@@ -192,7 +193,7 @@ class RecordingGroup(Group):
         peer: int = -1,
         rows: tuple[list[int], list[int]] | None = None,
     ) -> Handle:
-        """Record an operation, see `Trace.operation`; ValueError if the tensor is not contiguous."""
+        """Record an operation (see `Trace`); ValueError if the tensor is not contiguous."""
         if not tensor.is_contiguous():
             raise ValueError(f"{kind} of a tensor that is not contiguous, at {calling_line()}")
         return self.trace.operation(kind, self.role, tensor, op, peer, rows)
