@@ -102,10 +102,7 @@ class Checkpointer:
             self._prepare_folder()
 
     def _prepare_folder(self) -> None:
-        """Make the folder of the checkpoints, and remove unfinished ones of earlier runs.
-
-        Raise UserError if the folder cannot be written.
-        """
+        """Make the folder of checkpoints, and remove unfinished ones; UserError if that fails."""
         try:
             os.makedirs(self.parent, exist_ok=True)
             unfinished = folders.remove_leftovers(self.parent)
@@ -129,10 +126,7 @@ class Checkpointer:
             self.save(progress)
 
     def _is_due(self, iteration: int, last: bool) -> bool:
-        """Return whether --save-every asks for a save after this step; last: the run's last step.
-
-        A multiple of --save-every that the last save did not cover is due too.
-        """
+        """Return whether a multiple of --save-every, or the last step, is not saved yet."""
         if iteration == self.saves.step:
             return False
         every = self.run.save_every
@@ -204,11 +198,7 @@ class Checkpointer:
         self._checked_step = iteration
 
     def save(self, progress: Progress) -> None:
-        """Wait until the previous save has ended, and begin a save of the state after this step.
-
-        With --async-save the background thread writes; otherwise the save ends before the return.
-        Collective.
-        """
+        """Wait until the previous save has ended, and begin to save this step. Collective."""
         began = time.perf_counter()
         self.check_replicas(progress.iteration)
         self.recorder.enter("save")
@@ -252,7 +242,7 @@ class Checkpointer:
     def _read(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
         """Return, by kind of state, an iterator over flat arrays of this rank's shards.
 
-        On a CPU the arrays share memory with the state where the state is stored in their dtype.
+        On a CPU the arrays are not copies.
         """
 
         def runs(kind: str) -> Iterator[np.ndarray]:
@@ -262,16 +252,15 @@ class Checkpointer:
         return {kind: runs(kind) for kind in save.kinds}
 
     def _copy_to_host(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """Return, by kind of state, flat arrays with a copy of this rank's shards.
+        """Return, by kind of state, copies of this rank's shards in flat arrays on the host.
 
-        The arrays are in host buffers that the next save overwrites.
+        The next save overwrites the arrays.
         """
         if not save.shards:
             return {kind: [] for kind in save.kinds}
         count = count_elements(save.shards)
         for kind, dtype in saved_types(save.shards[0], save.kinds).items():
-            # A generator reads one shard at a time. A list would hold all tensors at once, and
-            # reading a shard may compute a new tensor on the GPU.
+            # No list: it would hold all tensors that `read` may compute on the GPU at once.
             runs = (shard.read(kind, shard.start, shard.stop) for shard in save.shards)
             self.buffers.copy(kind, runs, count, dtype)
         self.buffers.finish()
@@ -285,9 +274,9 @@ class Checkpointer:
             self.buffers.begin_pinning(count_elements(shards), types)
 
     def save_now(self, progress: Progress) -> bool:
-        """Save the state after this step unless it is saved, and wait for the end of the save.
+        """Save this step unless it is saved, wait, and return whether its checkpoint is complete.
 
-        Return whether the step's checkpoint is complete. Collective.
+        Collective.
         """
         if progress.iteration != self.saves.step:
             self.save(progress)
@@ -300,8 +289,7 @@ class Checkpointer:
         """
         self._wait()
         self._stopping = True
-        # The step's state may be in another folder from which this run resumed, or it may be saved
-        # without optimizer state. Then it is saved again.
+        # The step's checkpoint may be in another folder, or without optimizer state: save it again.
         all_kinds = ("weights", *self.optimizer.state_kinds)
         if not self._is_visible(progress) or self.kinds != all_kinds:
             self.kinds = all_kinds
@@ -316,23 +304,17 @@ class Checkpointer:
     def resume(self) -> Progress:
         """Load what --resume asks for, begin to allocate the host buffers, and return the progress.
 
-        Without --resume the progress is that of a new run. The next save moves checkpoints away
-        that did not lead to the loaded state: those of later steps, or all of them if the loaded
-        checkpoint is in another folder or only its weights were loaded. Collective.
+        The next save moves checkpoints away that did not lead to the loaded state: those of later
+        steps, or all of them if the loaded checkpoint is in another folder or gave only weights.
+        Collective.
         """
         if not self.run.resume:
             self.begin_pinning()
             return Progress()
         from checkpointing.load import Loader  # imported here: a run from step 0 does not need it
 
-        loader = Loader(
-            self.config,
-            self.mesh,
-            self.optimizer,
-            self.exchange,
-            self.samples,
-            self.print_line,
-        )
+        fields = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
+        loader = Loader(*fields, self.print_line)
         progress = loader.resume()
         self.begin_pinning()
         self.saves.step = progress.iteration
@@ -351,9 +333,7 @@ class Checkpointer:
         self._wait()
 
     def finish(
-        self,
-        progress: Progress,
-        stop_requested: Callable[[], bool] = lambda: False,
+        self, progress: Progress, stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
         """If the last save failed, try again; raise SaveError if that fails too. Collective.
 
@@ -372,15 +352,13 @@ class Checkpointer:
                 name = folders.folder_name(progress.iteration)
                 newest = self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
-            # The next attempt compares the replicas again, because memory may have been corrupted
-            # during a long wait.
+            # Compare the replicas again: memory may have been corrupted during a long wait.
             self.saves.step = -1
             self._checked_step = -1
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
-        """Wait until the disk may have room for a save, and return True. Collective.
-
-        Return False if time.monotonic() passes `limit`, or if `stop_requested` returns True.
+        """Wait for room on the disk; return False if time.monotonic() passes `limit`, or if
+        `stop_requested` returns True on a rank. Collective.
         """
         if not self.saves.announced:
             self.saves.announced = True
@@ -403,10 +381,7 @@ class Checkpointer:
         return action == try_again
 
     def _may_have_room(self, next_attempt: float) -> bool:
-        """Return whether the disk has room and the next attempt is due; False except on rank 0.
-
-        next_attempt: the time.monotonic() at which it is due.
-        """
+        """Return whether the disk has room at time `next_attempt` or later; only on rank 0."""
         if not self.is_rank_0 or time.monotonic() < next_attempt:
             return False
         with contextlib.suppress(OSError):  # a file system that fails now may answer the next look
@@ -426,10 +401,7 @@ class Checkpointer:
         self._report()
 
     def _report(self) -> None:
-        """Print how the last save ended, if it has ended; do nothing while it is running.
-
-        Raise the exception that ended the save, unless it is an OSError.
-        """
+        """Print how the last save ended, if it has ended; raise its error unless it is OSError."""
         save = self._pending
         if save is None or (self._thread is not None and self._thread.is_alive()):
             return
@@ -469,14 +441,15 @@ class Checkpointer:
 
     def _attributes(self, progress: Progress) -> Attributes:
         """Return the attributes of index.h5 by group, then by name. Called on rank 0 only."""
+        data = {
+            "seed": self.config.training.seed,
+            "fingerprint": fingerprint(self.samples, progress.consumed_samples),
+            "usage": progress.usage.text(),
+        }
         return {
             "model": dataclasses.asdict(self.config.model),
             "progress": progress.counts(),
             "optimizer": {"kind": self.optimizer.state_name, **self.optimizer.scalars()},
-            "data": {
-                "seed": self.config.training.seed,
-                "fingerprint": fingerprint(self.samples, progress.consumed_samples),
-                "usage": progress.usage.text(),
-            },
+            "data": data,
             "run": origin(self.config.as_dict()),
         }
