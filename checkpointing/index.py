@@ -4,13 +4,12 @@
         index.read_whole("weights", "head.weight")     a whole tensor
         index.read(kind, name, boxes, out)             parts of a tensor, into a flat array
 
+    manifest = check_files(folder)                     checks that the checkpoint is undamaged
+
 A checkpoint may come from a stranger. So HDF5 does not open files by name here: it gets open files,
 and links are not followed. A shard is mapped into memory (mmap); HDF5 only gives the offsets of its
-flat arrays, and numpy copies parts of them. Read file_format.py first.
-
-Checks that a checkpoint is complete and undamaged before any of it is used.
-
-    manifest = check_files(folder)      checks manifest, files, tensors and attributes
+flat arrays, and numpy copies parts of them. A box is a part of a tensor: (first index, last index
++ 1) for each dimension. Read file_format.py first.
 """
 
 import contextlib
@@ -36,8 +35,9 @@ from corpora.usage import Usage
 
 GROUPS = ("model", "progress", "optimizer", "data", "run")  # have attributes only, no tensors
 MOST_OPEN = 128  # the most shards that are mapped at the same time
+# The types that elements may have.
 _FLOATS = {"float32": h5py.h5t.IEEE_F32LE, "float64": h5py.h5t.IEEE_F64LE}
-_PRIME = 2**61 - 1
+_PRIME = 2**61 - 1  # `_is_tiled` computes modulo this number
 # The exceptions that h5py raises for a damaged file, depending on where the damage is.
 _DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
 
@@ -59,14 +59,14 @@ def _member(group: h5py.Group, name: str, kind: type) -> Any:
     """
     if not isinstance(group.get(name, getlink=True), h5py.HardLink):
         raise ValueError(f"{name!r} is a link")
-    found = group[name]
-    if not isinstance(found, kind):
+    member = group[name]
+    if not isinstance(member, kind):
         raise ValueError(f"{name!r} is not a {kind.__name__.lower()}")
-    return found
+    return member
 
 
 def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
-    """Return float32 or float64; raise ValueError for elements of any other type."""
+    """Return a dataset's dtype, float32 or float64; raise ValueError for any other type."""
     for name, type_id in _FLOATS.items():
         if dataset.id.get_type() == type_id:
             return np.dtype(name)
@@ -76,8 +76,9 @@ def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
 def _selected_box(space: h5py.h5s.SpaceID) -> Box:
     """Return the box that an HDF5 selection covers; raise ValueError if it is not one box."""
     box = tuple((low, high + 1) for low, high in zip(*space.get_select_bounds()))
-    ordered = space.get_select_type() in (h5py.h5s.SEL_HYPERSLABS, h5py.h5s.SEL_ALL)
-    if not ordered or space.get_select_npoints() != elements_in(box):
+    # A list of points has bounds too, but its elements may be in any order.
+    is_in_order = space.get_select_type() in (h5py.h5s.SEL_HYPERSLABS, h5py.h5s.SEL_ALL)
+    if not is_in_order or space.get_select_npoints() != elements_in(box):
         raise ValueError("a selection is not a box")
     return box
 
@@ -94,7 +95,8 @@ def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
     numbers = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 
     def weigh(box: Iterable[tuple[int, int]]) -> int:
-        return math.prod(of[b] - of[a] for of, (a, b) in zip(numbers, box)) % _PRIME
+        differences = [number[b] - number[a] for number, (a, b) in zip(numbers, box)]
+        return math.prod(differences) % _PRIME
 
     return sum(map(weigh, boxes)) % _PRIME == weigh((0, size) for size in shape)
 
@@ -105,12 +107,13 @@ def _array_in(mapped: mmap.mmap, dataset: h5py.Dataset) -> np.ndarray:
     Raise ValueError if the dataset is not stored in this file in one piece.
     """
     properties = dataset.id.get_create_plist()
-    (elements,), at = dataset.shape, dataset.id.get_offset()
-    plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
-    if not plain or at is None:
+    (elements,) = dataset.shape
+    offset = dataset.id.get_offset()  # in bytes; None: the dataset has no memory in the file
+    is_contiguous = properties.get_layout() == h5py.h5d.CONTIGUOUS
+    if not is_contiguous or properties.get_external_count() or offset is None:
         raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
     # numpy raises ValueError for an array that goes beyond the end of the file.
-    return np.frombuffer(mapped, _dtype_of(dataset), elements, at)
+    return np.frombuffer(mapped, _dtype_of(dataset), elements, offset)
 
 
 class Index:
@@ -125,7 +128,7 @@ class Index:
     def __init__(self, folder: str):
         self.folder = folder
         self.path = os.path.join(folder, INDEX)
-        self._known: dict[str, list[tuple[str, int, Box]]] = {}  # by tensor: see `_sources`
+        self._known_sources: dict[str, list[tuple[str, int, Box]]] = {}  # by name of the tensor
         self._arrays: dict[str, dict[str, np.ndarray]] = {}  # by mapped shard, then by kind
         with _reading(self.path):
             self._raw = open_regular(self.path)
@@ -148,10 +151,12 @@ class Index:
         """Return the attributes of a group as plain Python values: text, numbers, booleans."""
         with _reading(self.path):
             items = _member(self.file, group, h5py.Group).attrs.items()
-            values = {k: v.item() if isinstance(v, np.generic) else v for k, v in items}
-            wrong = [k for k, v in values.items() if type(v) not in (str, int, float, bool)]
-            if wrong:
-                raise ValueError(f"{group} has {wrong[0]!r} of type {type(values[wrong[0]])}")
+            values = {}
+            for name, value in items:
+                plain = value.item() if isinstance(value, np.generic) else value
+                if type(plain) not in (str, int, float, bool):
+                    raise ValueError(f"{group} has {name!r} of type {type(plain)}")
+                values[name] = plain
             return values
 
     @functools.cached_property
@@ -161,7 +166,7 @@ class Index:
             mappings = {
                 name: self._mapping("weights", name)[1] for name in self._tensors["weights"]
             }
-            return {n: m.get_virtual_vspace(0).shape for n, m in mappings.items()}
+            return {name: m.get_virtual_vspace(0).shape for name, m in mappings.items()}
 
     @functools.cached_property
     def dtypes(self) -> dict[str, np.dtype]:
@@ -176,8 +181,8 @@ class Index:
     def check(self, files: Mapping[str, int], rank: int = 0, size: int = 1) -> None:
         """Raise UserError unless the shards hold each element of each tensor exactly once.
 
-        files: the bytes of each file that the manifest lists, by name. rank, size: of several ranks
-        that call this, each checks a part of the shards and of the tensors.
+        files: the bytes of each file that the manifest lists, by name. rank, size: `size` ranks
+        call this together; rank number `rank` checks a part of the shards and of the tensors.
         """
         with _reading(self.path):
             needed = sum(math.prod(shape) for shape in self.shapes.values())
@@ -186,60 +191,68 @@ class Index:
                 raise ValueError(f"its tensors are {needed} bytes, the files {sum(files.values())}")
             if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
                 raise ValueError(f"{', '.join(self.kinds)} have different tensors")
-            for name in sorted(files.keys() - {INDEX})[rank::size]:
+            shards = sorted(files.keys() - {INDEX})
+            for name in shards[rank::size]:
                 arrays = self._arrays_in(name)
                 types = {kind: array.dtype for kind, array in arrays.items()}
-                if types != self.dtypes or len({len(array) for array in arrays.values()}) > 1:
+                lengths = {len(array) for array in arrays.values()}
+                if types != self.dtypes or len(lengths) > 1:
                     raise ValueError(f"{name} has not one array of the same length for each kind")
-            for name in list(self.shapes)[rank::size]:
+            tensors = list(self.shapes)
+            for name in tensors[rank::size]:
                 for kind in self.kinds:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
-        """Raise ValueError unless every source of a tensor is in a shard and inside its array."""
+        """Raise ValueError unless every part of a tensor is inside the array of a shard.
+
+        kind: the kind of state. files: see `check`.
+        """
         if self._sources(kind, name) != self._sources_of(name):
             raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
-        for file, at, box in self._sources_of(name):
+        for file, start, box in self._sources_of(name):
             if file not in files:
                 raise ValueError(f"{kind}/{name} needs {file}, which the manifest does not list")
-            needed = at + elements_in(box)
-            there = len(self._arrays_in(file)[kind])
-            if needed > there:
-                raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {there}")
+            needed = start + elements_in(box)
+            length = len(self._arrays_in(file)[kind])
+            if needed > length:
+                raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {length}")
 
     def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
-        """Fill the flat array `out` with boxes of a tensor, one after the other, converted to the
-        dtype of `out`.
+        """Fill the flat array `out` with boxes of a tensor, one after the other.
+
+        kind: the kind of state. name: the tensor. Elements are converted to the dtype of `out`.
         """
         with _reading(self.path):
             sources = self._sources_of(name)
-            at = 0
+            first = 0
             for box in boxes:
-                run = out[at : at + elements_in(box)].reshape([b - a for a, b in box])
-                for source in sources:
-                    self._read_overlap(kind, *source, box, run)
-                at += elements_in(box)
+                stop = first + elements_in(box)
+                part = out[first:stop].reshape([b - a for a, b in box])
+                for file, start, stored in sources:
+                    self._read_overlap(kind, file, start, stored, box, part)
+                first = stop
 
     def _read_overlap(
         self,
         kind: str,
         file: str,
-        at: int,
+        start: int,
         stored: Box,
         box: Box,
         out: np.ndarray,
     ) -> None:
-        """Copy the elements that two boxes of a tensor share from a shard to `out`.
+        """Copy the elements that two boxes of a tensor share, from a shard to `out`.
 
-        at, stored: the shard's flat array has the box `stored` from element `at` on. box: the box
-        of the tensor that `out` is for, with the same shape.
+        start, stored: element `start` of the flat array in the shard `file` is the first element of
+        the box `stored`. box: the box that `out` is for; `out` has its shape.
         """
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
-        if all(a < b for a, b in both):
-            part = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, stored))
-            target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, box))
-            there = self._arrays_in(file)[kind][at : at + elements_in(stored)]
-            out[target] = there.reshape([b - a for a, b in stored])[part]
+        shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
+        if all(a < b for a, b in shared):
+            source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, stored))
+            target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box))
+            flat = self._arrays_in(file)[kind][start : start + elements_in(stored)]
+            out[target] = flat.reshape([b - a for a, b in stored])[source]
 
     def read_whole(self, kind: str, name: str) -> np.ndarray:
         """Return a whole tensor in the dtype in which it was saved."""
@@ -257,35 +270,37 @@ class Index:
         return dataset, properties
 
     def _sources(self, kind: str, name: str) -> list[tuple[str, int, Box]]:
-        """Return where a tensor is stored: (shard, index in its flat array, box of the tensor) for
-        each box. Raise ValueError unless the boxes contain each element exactly once.
+        """Return where each box of a tensor is stored: (shard, first index in its flat array, box).
+
+        Raise ValueError unless the boxes contain each element exactly once.
         """
-        (dataset, mapping), found = self._mapping(kind, name), []
+        dataset, mapping = self._mapping(kind, name)
+        sources = []
         for i in range(mapping.get_virtual_count()):
             file = mapping.get_virtual_filename(i)
             array = mapping.get_virtual_dsetname(i)
             if not SHARD.fullmatch(file) or array != kind:
                 raise ValueError(f"{kind}/{name} refers to {array!r} in {file!r}")
             box = _selected_box(mapping.get_virtual_vspace(i))
-            ((at, stop),) = _selected_box(mapping.get_virtual_srcspace(i))
-            if stop - at != elements_in(box):
+            ((start, stop),) = _selected_box(mapping.get_virtual_srcspace(i))
+            if stop - start != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
-            found.append((file, at, box))
-        # For selections without limits, HDF5 would open the shards to find the shape; the loop
-        # above has refused these.
+            sources.append((file, start, box))
+        # `shape` is read after the loop, which refuses selections without limits: for these HDF5
+        # would open the shards to find the shape.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:
             raise ValueError(f"{kind}/{name} is {shape} of {dtype}, which others are not")
-        if not _is_tiled(shape, [box for _, _, box in found]):
+        if not _is_tiled(shape, [box for _, _, box in sources]):
             raise ValueError(f"{kind}/{name} has elements that are in no file, or in two places")
-        return found
+        return sources
 
     def _sources_of(self, name: str) -> list[tuple[str, int, Box]]:
-        """Return where a tensor is stored, see `_sources`; the same for every kind of state."""
-        if name not in self._known:
-            self._known[name] = self._sources("weights", name)
-        return self._known[name]
+        """Return the result of `_sources`, which is the same for every kind of state."""
+        if name not in self._known_sources:
+            self._known_sources[name] = self._sources("weights", name)
+        return self._known_sources[name]
 
     def _arrays_in(self, shard: str) -> dict[str, np.ndarray]:
         """Return the flat arrays of a shard by kind, and map the shard if it is not mapped yet.
@@ -294,18 +309,21 @@ class Index:
         """
         if shard not in self._arrays:
             if len(self._arrays) == MOST_OPEN:
-                del self._arrays[next(iter(self._arrays))]
+                oldest = next(iter(self._arrays))
+                del self._arrays[oldest]
             path = os.path.join(self.folder, shard)
             with _reading(path), open_regular(path) as raw, h5py.File(raw, "r") as file:
                 mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
                 datasets = {kind: _member(file, kind, h5py.Dataset) for kind in file}
-                self._arrays[shard] = {k: _array_in(mapped, d) for k, d in datasets.items()}
+                arrays = {kind: _array_in(mapped, dataset) for kind, dataset in datasets.items()}
+                self._arrays[shard] = arrays
         return self._arrays[shard]
 
 
 # ---- Whether a checkpoint is whole and sound -----------------------------------------------------
 
 
+# The attributes that must be whole numbers.
 COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")
 
 
@@ -313,12 +331,15 @@ def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1
     """Check a checkpoint and return its manifest.
 
     Raise UserError for anything that `--resume` or an export could not use. contents: whether to
-    compare the files' checksums, or only their sizes. rank, size: of several ranks that call this,
-    each checks index.h5 and a part of the other files.
+    compare the files' checksums, or only their sizes. rank, size: `size` ranks call this together;
+    rank number `rank` checks index.h5 and a part of the other files.
     """
     manifest = folders.read_manifest(folder)
     files = manifest["files"]
-    for name in {INDEX: None} | dict.fromkeys(list(files)[rank::size]):
+    names = list(files)[rank::size]
+    if INDEX not in names:
+        names.insert(0, INDEX)
+    for name in names:
         problem = folders.find_problem(folder, name, files[name], contents)
         if problem:
             raise UserError(problem)
@@ -339,23 +360,25 @@ def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None
         raise UserError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
     expected = canonical_shapes(model)
     for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
-            both = f"{found.get(name, 'missing')}, its model has {expected.get(name, 'none')}"
-            raise UserError(f"{where}: {name} is {both}")
+        shape = found.get(name, "missing")
+        expected_shape = expected.get(name, "none")
+        if name not in found or shape != expected_shape:
+            raise UserError(f"{where}: {name} is {shape}, its model has {expected_shape}")
 
 
 def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
-    """Return the global shape of each of a model's tensors, by name (see file_format.py)."""
+    """Return the global shape of each tensor of a model, by name (see file_format.py)."""
     h = model.hidden
     g = model.kv_heads
     d = model.head_size
     f = model.ffn_hidden
     qkv = (g, model.heads // g + 2, d)
     up = (2, f) if model.activation == "swiglu" else (f,)
+    # Linear layers: (shape of the outputs, number of inputs, whether there is a bias).
     linear: dict[str, tuple[Shape, int, bool]] = {"attention.qkv": (qkv, h, model.qkv_bias)}
     linear |= {"attention.out": ((h,), model.attention_width, model.bias)}
-    one_mlp = {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
-    scales = {
+    dense_mlp = {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
+    qk_norms = {
         "none": {},
         "head": {"q": (d,), "k": (d,)},
         "full": {"q": (model.heads, d), "k": (g, d)},
@@ -373,23 +396,24 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
         block = f"blocks.{i}"
         norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
         sparse = model.has_experts(i)
-        for name, (outputs, inputs, bias) in (linear if sparse else linear | one_mlp).items():
+        linear_of_block = linear if sparse else linear | dense_mlp
+        for name, (outputs, inputs, bias) in linear_of_block.items():
             shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
             if bias:
                 shapes[f"{block}.{name}.bias"] = outputs
         if sparse:
             shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
-        for name, shape in scales[model.qk_norm].items():
+        for name, shape in qk_norms[model.qk_norm].items():
             shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:
-        shapes |= {
-            f"{norm}.{n}": (h,) for n in ("weight", "bias")[: 1 + (model.norm == "layernorm")]
-        }
+        shapes[f"{norm}.weight"] = (h,)
+        if model.norm == "layernorm":
+            shapes[f"{norm}.bias"] = (h,)
     return shapes
 
 
 def _expert_shapes(model: ModelShape) -> dict[str, Shape]:
-    """Return the shapes of a block's tensors of experts."""
+    """Return the shapes of a block's router, experts and shared expert, by name in the block."""
     count = model.experts
     columns = (2,) if model.activation == "swiglu" else ()
     h = model.hidden
@@ -420,13 +444,18 @@ def _check_attributes(index: Index, step: int) -> None:
     counts = {"iteration": None} | progress
     if len(index.kinds) > 1:
         counts["step"] = optimizer.get("step")
-    wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
-    wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]
-    numbers = (progress | optimizer).items()
-    least = {"hysteresis": -(2**63)}  # may be negative: each overflow in a row subtracts one
-    wrong += [
-        (k, v) for k, v in numbers if isinstance(v, str) or not least.get(k, 0) <= v < math.inf
-    ]
+    wrong: list[tuple[str, Any]] = []  # name and value of attributes with a problem
+    for name, value in text.items():
+        if not isinstance(value, str) or not value.isprintable():
+            wrong.append((name, value))
+    for name, value in counts.items():
+        if type(value) is not int or name not in COUNTS:
+            wrong.append((name, value))
+    # The hysteresis may be negative: each overflow in a row subtracts 1.
+    smallest = {"hysteresis": -(2**63)}
+    for name, value in (progress | optimizer).items():
+        if isinstance(value, str) or not smallest.get(name, 0) <= value < math.inf:
+            wrong.append((name, value))
     try:
         dict(json.loads(str(text["config"])).get("training", {}))
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -436,6 +465,7 @@ def _check_attributes(index: Index, step: int) -> None:
     except ValueError:
         wrong.append(("usage", data["usage"]))
     if wrong:
-        raise UserError(f"{index.path} has {wrong[0][0]!a} = {wrong[0][1]!a:.80}")
+        name, value = wrong[0]
+        raise UserError(f"{index.path} has {name!a} = {value!a:.80}")
     if progress["iteration"] != step:
         raise UserError(f"{index.path} is of step {progress['iteration']}, its manifest of {step}")

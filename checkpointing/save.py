@@ -240,10 +240,7 @@ class Checkpointer:
         return True
 
     def _read(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """Return, by kind of state, an iterator over flat arrays of this rank's shards.
-
-        On a CPU the arrays are not copies.
-        """
+        """Return this rank's shards by kind, as an iterator over flat arrays; no copy on a CPU."""
 
         def runs(kind: str) -> Iterator[np.ndarray]:
             for shard in save.shards:
@@ -252,10 +249,7 @@ class Checkpointer:
         return {kind: runs(kind) for kind in save.kinds}
 
     def _copy_to_host(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """Return, by kind of state, copies of this rank's shards in flat arrays on the host.
-
-        The next save overwrites the arrays.
-        """
+        """Return copies of this rank's shards by kind, as arrays that the next save overwrites."""
         if not save.shards:
             return {kind: [] for kind in save.kinds}
         count = count_elements(save.shards)
@@ -274,10 +268,7 @@ class Checkpointer:
             self.buffers.begin_pinning(count_elements(shards), types)
 
     def save_now(self, progress: Progress) -> bool:
-        """Save this step unless it is saved, wait, and return whether its checkpoint is complete.
-
-        Collective.
-        """
+        """Save this step unless it is saved; return whether its save is complete. Collective."""
         if progress.iteration != self.saves.step:
             self.save(progress)
         self._wait()
@@ -313,8 +304,9 @@ class Checkpointer:
             return Progress()
         from checkpointing.load import Loader  # imported here: a run from step 0 does not need it
 
-        fields = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
-        loader = Loader(*fields, self.print_line)
+        loader = Loader(
+            self.config, self.mesh, self.optimizer, self.exchange, self.samples, self.print_line
+        )
         progress = loader.resume()
         self.begin_pinning()
         self.saves.step = progress.iteration
