@@ -35,7 +35,6 @@ from corpora.usage import Usage
 
 GROUPS = ("model", "progress", "optimizer", "data", "run")  # have attributes only, no tensors
 MOST_OPEN = 128  # the most shards that are mapped at the same time
-# The types that elements may have.
 _FLOATS = {"float32": h5py.h5t.IEEE_F32LE, "float64": h5py.h5t.IEEE_F64LE}
 _PRIME = 2**61 - 1  # `_is_tiled` computes modulo this number
 # The exceptions that h5py raises for a damaged file, depending on where the damage is.
@@ -163,20 +162,21 @@ class Index:
     def shapes(self) -> dict[str, Shape]:
         """The global shape of each tensor, by name."""
         with _reading(self.path):
-            mappings = {
-                name: self._mapping("weights", name)[1] for name in self._tensors["weights"]
-            }
-            return {name: m.get_virtual_vspace(0).shape for name, m in mappings.items()}
+            shapes = {}
+            for name in self._tensors["weights"]:
+                _, mapping = self._mapping("weights", name)
+                shapes[name] = mapping.get_virtual_vspace(0).shape
+            return shapes
 
     @functools.cached_property
     def dtypes(self) -> dict[str, np.dtype]:
         """The dtype of each kind of state in the files."""
         with _reading(self.path):
             name = next(iter(self.shapes))
-            datasets = {
-                kind: _member(self._tensors[kind], name, h5py.Dataset) for kind in self.kinds
-            }
-            return {kind: _dtype_of(dataset) for kind, dataset in datasets.items()}
+            dtypes = {}
+            for kind in self.kinds:
+                dtypes[kind] = _dtype_of(_member(self._tensors[kind], name, h5py.Dataset))
+            return dtypes
 
     def check(self, files: Mapping[str, int], rank: int = 0, size: int = 1) -> None:
         """Raise UserError unless the shards hold each element of each tensor exactly once.
@@ -198,16 +198,12 @@ class Index:
                 lengths = {len(array) for array in arrays.values()}
                 if types != self.dtypes or len(lengths) > 1:
                     raise ValueError(f"{name} has not one array of the same length for each kind")
-            tensors = list(self.shapes)
-            for name in tensors[rank::size]:
+            for name in list(self.shapes)[rank::size]:
                 for kind in self.kinds:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
-        """Raise ValueError unless every part of a tensor is inside the array of a shard.
-
-        kind: the kind of state. files: see `check`.
-        """
+        """Raise ValueError unless each part of a tensor is in a shard; files: see `check`."""
         if self._sources(kind, name) != self._sources_of(name):
             raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
         for file, start, box in self._sources_of(name):
@@ -219,10 +215,7 @@ class Index:
                 raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {length}")
 
     def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
-        """Fill the flat array `out` with boxes of a tensor, one after the other.
-
-        kind: the kind of state. name: the tensor. Elements are converted to the dtype of `out`.
-        """
+        """Fill the flat array `out`, in its dtype, with boxes of the tensor `name`, in order."""
         with _reading(self.path):
             sources = self._sources_of(name)
             first = 0
@@ -234,13 +227,7 @@ class Index:
                 first = stop
 
     def _read_overlap(
-        self,
-        kind: str,
-        file: str,
-        start: int,
-        stored: Box,
-        box: Box,
-        out: np.ndarray,
+        self, kind: str, file: str, start: int, stored: Box, box: Box, out: np.ndarray
     ) -> None:
         """Copy the elements that two boxes of a tensor share, from a shard to `out`.
 
@@ -270,7 +257,7 @@ class Index:
         return dataset, properties
 
     def _sources(self, kind: str, name: str) -> list[tuple[str, int, Box]]:
-        """Return where each box of a tensor is stored: (shard, first index in its flat array, box).
+        """Return where a tensor is stored: (shard, first index in its flat array, box) per box.
 
         Raise ValueError unless the boxes contain each element exactly once.
         """
@@ -286,8 +273,7 @@ class Index:
             if stop - start != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             sources.append((file, start, box))
-        # `shape` is read after the loop, which refuses selections without limits: for these HDF5
-        # would open the shards to find the shape.
+        # Read after the loop, which refuses selections without limits: HDF5 would open the shards.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:
@@ -309,22 +295,19 @@ class Index:
         """
         if shard not in self._arrays:
             if len(self._arrays) == MOST_OPEN:
-                oldest = next(iter(self._arrays))
-                del self._arrays[oldest]
+                del self._arrays[next(iter(self._arrays))]
             path = os.path.join(self.folder, shard)
             with _reading(path), open_regular(path) as raw, h5py.File(raw, "r") as file:
                 mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
                 datasets = {kind: _member(file, kind, h5py.Dataset) for kind in file}
-                arrays = {kind: _array_in(mapped, dataset) for kind, dataset in datasets.items()}
-                self._arrays[shard] = arrays
+                self._arrays[shard] = {k: _array_in(mapped, d) for k, d in datasets.items()}
         return self._arrays[shard]
 
 
 # ---- Whether a checkpoint is whole and sound -----------------------------------------------------
 
 
-# The attributes that must be whole numbers.
-COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")
+COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")  # whole numbers >= 0
 
 
 def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1) -> dict[str, Any]:
@@ -336,10 +319,8 @@ def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1
     """
     manifest = folders.read_manifest(folder)
     files = manifest["files"]
-    names = list(files)[rank::size]
-    if INDEX not in names:
-        names.insert(0, INDEX)
-    for name in names:
+    checked_here = list(files)[rank::size]
+    for name in dict.fromkeys([INDEX, *checked_here]):
         problem = folders.find_problem(folder, name, files[name], contents)
         if problem:
             raise UserError(problem)
@@ -362,7 +343,7 @@ def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None
     for name in sorted(expected.keys() | found.keys()):
         shape = found.get(name, "missing")
         expected_shape = expected.get(name, "none")
-        if name not in found or shape != expected_shape:
+        if shape != expected_shape:
             raise UserError(f"{where}: {name} is {shape}, its model has {expected_shape}")
 
 
@@ -444,13 +425,8 @@ def _check_attributes(index: Index, step: int) -> None:
     counts = {"iteration": None} | progress
     if len(index.kinds) > 1:
         counts["step"] = optimizer.get("step")
-    wrong: list[tuple[str, Any]] = []  # name and value of attributes with a problem
-    for name, value in text.items():
-        if not isinstance(value, str) or not value.isprintable():
-            wrong.append((name, value))
-    for name, value in counts.items():
-        if type(value) is not int or name not in COUNTS:
-            wrong.append((name, value))
+    wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
+    wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]
     # The hysteresis may be negative: each overflow in a row subtracts 1.
     smallest = {"hysteresis": -(2**63)}
     for name, value in (progress | optimizer).items():

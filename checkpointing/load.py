@@ -39,17 +39,16 @@ from zero import Optimizer
 
 # Options of a model that do not change any tensor if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
-WIDEST = torch.float64.itemsize  # the most bytes that an element has
+WIDEST = torch.float64.itemsize  # the most bytes that an element of a tensor takes
 # Data options that a resumed run prints if they have changed, beside all training options.
 DATA = ("data", "split", "order", "skip_samples")
 
 
 def repeatability(device: str, deterministic: bool) -> str:
-    """Return a line for a resumed run whose next steps do not repeat the bits of an uninterrupted
-    run; "" if they do.
+    """Return a line for a resumed run whose results differ by rounding from an uninterrupted run.
 
-    On a GPU the backward pass of flash attention and of cuDNN adds to a gradient by atomic
-    operations, whose order, and so the rounding, differs from run to run.
+    Return "" if the bits are the same. They differ on a GPU: the backward passes of flash attention
+    and of cuDNN add to a gradient by atomic operations, in another order in each run.
     """
     if device != "cuda" or deterministic:
         return ""
@@ -71,7 +70,8 @@ class Loader:
     print_line: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self.run, self.parent = self.config.run, checkpoints_folder(self.config)
+        self.run = self.config.run
+        self.parent = checkpoints_folder(self.config)
         self.chosen: str | None = None  # the folder that was loaded
         self.damaged: list[str] = []  # names of newer checkpoints that could not be loaded
 
@@ -110,8 +110,9 @@ class Loader:
 
         Raise UserError if there are checkpoints but each of them has a problem.
         """
-        found = self._candidates() if self.mesh.rank == 0 else None
-        candidates = self.exchange.agree(found, lambda values: values[0])
+        # All ranks use rank 0's list: another node may not see a new checkpoint yet.
+        listed = self._candidates() if self.mesh.rank == 0 else None
+        candidates = self.exchange.agree(listed, lambda values: values[0])
         problems = []
         for folder in candidates:
             problem = self._find_problem(folder)
@@ -133,16 +134,16 @@ class Loader:
         return folders.find_checkpoints(self.run.resume)
 
     def _find_problem(self, folder: str) -> str | None:
-        """Return why a checkpoint cannot be loaded, or None; every rank checks some of its files.
+        """Return why a checkpoint cannot be loaded, or None, the same on all ranks.
 
-        Collective; all ranks return the same.
+        Every rank checks some of the checkpoint's files. Collective.
         """
         problem = None
         try:
             check_files(folder, True, self.mesh.rank, self.mesh.size)
         except UserError as error:
             problem = str(error)
-        return self.exchange.agree(problem, lambda of_ranks: next(filter(None, of_ranks), None))
+        return self.exchange.agree(problem, lambda problems: next(filter(None, problems), None))
 
     def _check_model(self, index: Index, folder: str) -> None:
         """Raise UserError if the checkpoint is of another model; with --load-weights-only, print a
@@ -151,6 +152,7 @@ class Loader:
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
         positions = self.config.model.positions
+        # Fields of the shape that have no effect with this kind of positions.
         unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
@@ -165,10 +167,11 @@ class Loader:
         """Raise UserError if a tensor has another shape in the checkpoint; print a line that lists
         the tensors that only the model or only the checkpoint has. Collective.
         """
-        # Ranks that are not the first of `tp` or `replicas` have the same tensors as the first.
-        reports = self.mesh.tp.rank == self.mesh.replicas.rank == 0
-        own = {spec.name: spec.shape for spec in self.optimizer.specs} if reports else {}
-        ours = self.exchange.agree(own, lambda of_ranks: dict(ChainMap(*of_ranks)))
+        # Only the first ranks of `tp` and `replicas` report: the others have the same tensors.
+        reported: dict[str, tuple[int, ...]] = {}
+        if self.mesh.tp.rank == self.mesh.replicas.rank == 0:
+            reported = {spec.name: spec.shape for spec in self.optimizer.specs}
+        ours = self.exchange.agree(reported, lambda of_ranks: dict(ChainMap(*of_ranks)))
         theirs = index.shapes
         wrong = [
             f"{name} is {theirs[name]} there and {tuple(ours[name])} here"
@@ -179,8 +182,11 @@ class Loader:
             raise UserError(f"{folder}: {_list_some(sorted(wrong))}")
         missing = sorted(ours.keys() - theirs.keys())
         surplus = sorted(theirs.keys() - ours.keys())
-        notes = [f"missing there: {_list_some(missing)}"] if missing else []
-        notes += [f"not in this model: {_list_some(surplus)}"] if surplus else []
+        notes = []
+        if missing:
+            notes.append(f"missing there: {_list_some(missing)}")
+        if surplus:
+            notes.append(f"not in this model: {_list_some(surplus)}")
         if notes:
             self.print_line(f"{folder}: {'; '.join(notes)}; these keep their values")
 
@@ -204,11 +210,12 @@ class Loader:
         return ours
 
     def _read(self, index: Index, kinds: tuple[str, ...]) -> None:
-        """Fill this rank's state from the checkpoint, one shard of a parameter at a time."""
-        shards = [
-            each for each in unpadded_shards(self.optimizer) if each.spec.name in index.shapes
-        ]
-        longest = max((each.stop - each.start for each in shards), default=0)
+        """Fill this rank's state of the given kinds from the checkpoint, shard by shard.
+
+        Tensors that the checkpoint does not have are left as they are.
+        """
+        shards = [s for s in unpadded_shards(self.optimizer) if s.spec.name in index.shapes]
+        longest = max((shard.stop - shard.start for shard in shards), default=0)
         buffer = _read_buffer(longest)
         for shard in shards:
             self.mesh.recorder.at("load")
@@ -220,14 +227,14 @@ class Loader:
                 shard.write(kind, shard.start, loaded.to(current.device))
 
     def _read_progress(self, index: Index) -> Progress:
-        """Return the progress in a checkpoint.
+        """Return the progress that a checkpoint holds.
 
-        Old checkpoints do not count tokens; then all consumed samples count as trained on.
+        Old checkpoints have no counts of tokens; then all consumed samples count as trained on.
         """
         progress = Progress(**index.attributes("progress"))
-        text = index.attributes("data")
-        if "usage" in text:
-            return dataclasses.replace(progress, usage=Usage.from_text(text["usage"]))
+        data_attributes = index.attributes("data")
+        if "usage" in data_attributes:
+            return dataclasses.replace(progress, usage=Usage.from_text(data_attributes["usage"]))
         consumed = progress.consumed_samples
         counts = dict[str, int]()
         if self.samples is not None:
@@ -250,9 +257,9 @@ class Loader:
                 f"the samples before {consumed} are not those that the checkpoint was trained "
                 f"on (fingerprint {there} there, {here} here); training continues with these"
             )
-        there = json.loads(index.attributes("run")["config"])
-        theirs = _options(there)
-        # Through JSON, which makes tuples into lists, as in the checkpoint.
+        saved_config = json.loads(index.attributes("run")["config"])
+        theirs = _options(saved_config)
+        # The round trip through JSON makes tuples into lists, as in the checkpoint.
         ours = _options(json.loads(json.dumps(self.config.as_dict())))
         changed = [
             f"{name} {theirs[name]} before, {ours[name]} now"
@@ -264,44 +271,49 @@ class Loader:
 
 
 def load_weights(stages: nn.ModuleList, index: Index) -> None:
-    """Fill the parameters of stages that have no optimizer (sample.py); padding is not changed.
+    """Fill the parameters of stages from an open checkpoint; padding is not changed.
 
-    Raise UserError if the checkpoint lacks a parameter or has it in another shape.
+    Called by sample.py, whose stages have no optimizer. Raise UserError if the checkpoint lacks a
+    parameter or has it in another shape.
     """
     parameters = list(stages.parameters())
     buffer = _read_buffer(max((p.numel() for p in parameters), default=0))
     for p in parameters:
         spec = p.spec
-        own = p.data
+        weights = p.data
         if index.shapes.get(spec.name) != spec.shape:
-            found = index.shapes.get(spec.name, "missing")
-            raise UserError(f"{index.folder}: {spec.name} is {found} there and {spec.shape} here")
+            there = index.shapes.get(spec.name, "missing")
+            raise UserError(f"{index.folder}: {spec.name} is {there} there and {spec.shape} here")
         box = [(0, size) for size in spec.shape]
         if spec.dim is not None:
             box[spec.dim] = (spec.start, spec.stop)
-            own = p.data.narrow(spec.dim, 0, spec.stop - spec.start)
-        loaded = buffer[: own.nbytes].view(p.dtype)
+            weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)  # without padding
+        loaded = buffer[: weights.nbytes].view(p.dtype)
         index.read("weights", spec.name, [tuple(box)], loaded.numpy())
-        own.copy_(loaded.view(own.shape))
+        weights.copy_(loaded.view(weights.shape))
 
 
 def _read_buffer(longest: int) -> Tensor:
-    """Return memory in which tensors of at most `longest` elements are read one after the other.
+    """Return memory for the reading of tensors with at most `longest` elements, one at a time.
 
-    Mapping the pages of a new buffer for each tensor would take longer than reading the tensor.
+    It is uint8, (bytes,). Mapping the pages of a new buffer would take longer than reading a tensor.
     """
     return torch.empty(longest * WIDEST, dtype=torch.uint8)
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a configuration that decide what is trained on and how: all of its
-    group "training", and the options DATA of its group "data".
+    """Return the options of a configuration that determine the training, by name.
+
+    They are all options of its group "training", and those of DATA in its group "data".
     """
     data = config.get("data", {})
     return config.get("training", {}) | {name: data[name] for name in DATA if name in data}
 
 
 def _list_some(items: list[str], count: int = 10) -> str:
-    """Return the first `count` items as text, and how many more there are."""
-    rest = len(items) - count
-    return ", ".join(items[:count]) + (f" and {rest} more" if rest > 0 else "")
+    """Return the first `count` items as text, and the number of the other items."""
+    text = ", ".join(items[:count])
+    others = len(items) - count
+    if others > 0:
+        text += f" and {others} more"
+    return text

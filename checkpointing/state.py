@@ -1,5 +1,6 @@
-"""The parts of a run that are saved: its progress, and this rank's shards of tensors, with their
-sizes.
+"""The parts of a run that a checkpoint holds: its progress, and this rank's shards of tensors.
+
+A shard is a flat range [start, stop) of the elements of a parameter on this rank.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ class Progress:
     """How far a run is.
 
     iteration: the number of steps done. consumed_samples: the number of samples read in these
-    steps; skipped_samples: how many of these samples were in skipped steps. usage: the tokens read,
-    and the samples and tokens trained on for each corpus.
+    steps. skipped_samples: the number of these samples that were in skipped steps. usage: the
+    number of tokens read, and of samples and tokens trained on from each corpus.
     """
 
     iteration: int = 0
@@ -47,9 +48,10 @@ class Progress:
         length: int,
         trained: bool,
     ) -> "Progress":
-        """Return the progress after one more step, which reads `batch` samples of `samples`.
+        """Return the progress after one more step.
 
-        length: the tokens of a sample. trained: whether the step changes the weights.
+        samples: the training samples. batch: the number of samples in the step. length: the tokens
+        of a sample. trained: whether the step updated the weights.
         """
         begin = self.consumed_samples
         counts = samples.count_by_corpus(begin, begin + batch)
@@ -76,7 +78,7 @@ def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
     Elements that are padding are left out. Raise ValueError if a tensor is padded along another
     dimension than the first.
     """
-    result = []
+    shards = []
     for shard in optimizer.owned():
         spec = shard.spec
         shape = shard.shape
@@ -86,15 +88,15 @@ def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
                 raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
             stop = min(stop, (spec.stop - spec.start) * math.prod(shape[1:]))
         if shard.start < stop:
-            result.append(dataclasses.replace(shard, stop=stop))
-    return result
+            shards.append(dataclasses.replace(shard, stop=stop))
+    return shards
 
 
 def fingerprint(samples: Samples | None, consumed: int) -> str:
-    """Return a hash of the 1st, 2nd, 4th, 8th, ... of the consumed samples; "" if samples is None.
+    """Return a hash of the 1st, 2nd, 4th, 8th, ... consumed sample, 16 hex digits.
 
-    A resumed run compares it with the hash in the checkpoint, to see whether its data have changed.
-    consumed: the number of samples consumed.
+    A resumed run compares the hash with the checkpoint's, to see whether the data have changed.
+    consumed: the number of samples consumed. Return "" if `samples` is None.
     """
     if samples is None:
         return ""
@@ -107,25 +109,29 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
 
 
 def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
-    """Return the shards that this rank writes.
+    """Return the shards that this rank writes to a checkpoint, without padding.
 
-    Over all ranks, they contain every element exactly once, without padding.
+    The shards of all ranks together contain every element exactly once.
     """
-    result = []
+    shards = []
     for shard in unpadded_shards(optimizer):
         if shard.spec.copy:
             continue
         count = shard.stop - shard.start
         if shard.copies > 1 and count >= SPREAD_ELEMENTS:
-            a, b = (count * i // shard.copies for i in (shard.copy, shard.copy + 1))
-            first = shard.start + a
-            offset = shard.offset + a
-            result.append(
-                dataclasses.replace(shard, start=first, stop=shard.start + b, offset=offset)
+            # Each rank that holds a copy writes an equal part.
+            part_start = count * shard.copy // shard.copies
+            part_stop = count * (shard.copy + 1) // shard.copies
+            part = dataclasses.replace(
+                shard,
+                start=shard.start + part_start,
+                stop=shard.start + part_stop,
+                offset=shard.offset + part_start,
             )
+            shards.append(part)
         elif shard.copy == 0:
-            result.append(shard)
-    return result
+            shards.append(shard)
+    return shards
 
 
 def count_elements(shards: list[ParamShard]) -> int:
@@ -139,22 +145,28 @@ def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtyp
 
 
 def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
-    """Return the bytes that one parameter takes in a checkpoint, over the given kinds.
+    """Return the bytes that an element of a parameter takes in a checkpoint, over the given kinds.
 
     Return 0 on a rank that owns no parameter; rank 0 always owns some.
     """
-    own = optimizer.owned()
-    return sum(dtype.itemsize for dtype in saved_types(own[0], kinds).values()) if own else 0
+    shards = optimizer.owned()
+    if not shards:
+        return 0
+    return sum(dtype.itemsize for dtype in saved_types(shards[0], kinds).values())
 
 
 def bytes_of_a_save(config: Config, optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
-    """Return about how many bytes one checkpoint with its index takes on the disk; for rank 0."""
+    """Return an estimate of the bytes that a checkpoint takes on the disk; called on rank 0."""
     count = model_stats.parameters(config.model)
+    # 1 percent and 1 MiB are for the index and the padding of the files.
     return int(count * element_bytes(optimizer, kinds) * 1.01) + 2**20
 
 
 def seconds_of_first_save(optimizer: Optimizer) -> float:
-    """Return how long the first save takes if this rank writes its bytes to a slow disk."""
+    """Return the seconds that a save takes if this rank writes its bytes to a slow disk.
+
+    Called before a save has been measured.
+    """
     kinds = ("weights", *optimizer.state_kinds)
     size = count_elements(shards_to_write(optimizer)) * element_bytes(optimizer, kinds)
     return size / SLOW_DISK_BYTES_PER_SECOND
@@ -162,11 +174,13 @@ def seconds_of_first_save(optimizer: Optimizer) -> float:
 
 def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
     """Return the kinds of state in a checkpoint of this run: "weights", then the optimizer's."""
-    return ("weights",) if config.run.save_weights_only else ("weights", *optimizer.state_kinds)
+    if config.run.save_weights_only:
+        return ("weights",)
+    return ("weights", *optimizer.state_kinds)
 
 
 def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
-    """Return the free bytes that every save of this run needs on the disk; for rank 0.
+    """Return the free bytes that every save of this run needs on the disk; called on rank 0.
 
     Return None if the run saves only when it is stopped.
     """
@@ -176,8 +190,10 @@ def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
 
 
 def check_begin(config: Config, done: Progress) -> None:
-    """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples: steps
-    before it belong to an earlier layout, and this layout was not checked for them.
+    """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples.
+
+    The steps before that number of samples belong to the stage before, with another layout; this
+    run's layout was not checked for them. done: the progress in the checkpoint.
     """
     begin = config.run.begin_at_samples
     if done.consumed_samples < begin:

@@ -5,7 +5,8 @@ report to rank 0 through the store and not by collectives, so a lost rank or a f
 other rank. A save that fails leaves the earlier checkpoints as they were. Read save.py and
 file_format.py first.
 
-Host memory into which a save copies this rank's state; every save uses the same memory.
+`HostBuffers` is the host memory into which an asynchronous save copies this rank's state; every
+save uses the same memory.
 
     buffers = HostBuffers(device)
     buffers.begin_pinning(count, {"weights": torch.float32})   # on a GPU: in a thread, early
@@ -48,27 +49,29 @@ from zero import ParamShard
 RECORDED_ELEMENTS = 2**26
 # How long `_when_there` looks for a file of another node: network file systems may show it late.
 SECONDS_TO_APPEAR = 30.0
-# Seconds between two looks: the first pause, which is doubled each time, and the longest one.
-FIRST_PAUSE = 0.02
-LONGEST_PAUSE = 2.0
+FIRST_PAUSE = 0.02  # seconds between the first two looks; each later pause is twice as long
+LONGEST_PAUSE = 2.0  # the most seconds between two looks
 
 
 def global_boxes(shard: ParamShard) -> list[Box]:
-    """Return the shard's elements, in order, as boxes of the global tensor."""
+    """Return the shard's elements, in order, as boxes of the global tensor.
+
+    A box has indices (first, last + 1) for each dimension.
+    """
     spec = shard.spec
-    result = []
+    boxes = []
     for box in split_into_boxes(shard.shape, shard.start, shard.stop):
-        if spec.dim is not None:
+        if spec.dim is not None:  # along this dimension the local tensor begins at spec.start
             a, b = box[spec.dim]
-            moved = (a + spec.start, b + spec.start)
-            box = (*box[: spec.dim], moved, *box[spec.dim + 1 :])
-        result.append(box)
-    return result
+            global_range = (a + spec.start, b + spec.start)
+            box = (*box[: spec.dim], global_range, *box[spec.dim + 1 :])
+        boxes.append(box)
+    return boxes
 
 
 @dataclass
 class PendingSave:
-    """A save that is running on this rank, and how it ended."""
+    """A save that is running or has ended on this rank."""
 
     progress: Progress
     kinds: tuple[str, ...]
@@ -86,19 +89,14 @@ class PendingSave:
 
 @dataclass
 class Saves:
-    """The saves of a run so far.
+    """The saves of a run so far; `failed`, `lacks_room` and `announced` are set on rank 0 only."""
 
-    step, began: of the save that began last, and its time.monotonic(). seconds: duration of the
-    last save, None before the first. On rank 0: failed, lacks_room: whether the last save failed,
-    and for lack of room; announced: whether the wait for room was.
-    """
-
-    step: int = 0
-    began: float = field(default_factory=time.monotonic)
-    seconds: float | None = None
-    failed: bool = False
-    lacks_room: bool = False
-    announced: bool = False
+    step: int = 0  # the step of the save that began last; 0: no save yet
+    began: float = field(default_factory=time.monotonic)  # when that save began
+    seconds: float | None = None  # the duration of the last complete save; None: no save yet
+    failed: bool = False  # whether the last save failed
+    lacks_room: bool = False  # whether it failed because the disk has no room
+    announced: bool = False  # whether the wait for room after the last step was printed
 
 
 class NonFiniteError(Exception):
@@ -127,8 +125,8 @@ class Writer:
     def write(self, save: PendingSave, runs: dict[str, Iterable[np.ndarray]]) -> None:
         """Write this rank's file and report it to rank 0, which completes the checkpoint.
 
-        runs: by kind, flat arrays that together are the elements of the save's shards. It raises
-        nothing: it leaves an exception in `save.error` for the main thread.
+        runs: by kind of state, flat arrays that together are the elements of the save's shards. An
+        exception is not raised but stored in `save.error`, for the main thread.
         """
         key = f"save/{save.progress.iteration}"
         self.recorder.background_at("writes its shard")
@@ -146,9 +144,10 @@ class Writer:
         self.recorder.background_at(None)
 
     def _try_to_write_shard(self, save: PendingSave, runs) -> dict[str, Any] | None:
-        """Return this rank's report to rank 0: the file that it wrote, or its error.
+        """Write this rank's file, and return the report to rank 0.
 
-        Return None if this rank has no shards.
+        The report is the result of `_write_shard`, or {"error": a sentence}. Return None if this
+        rank has no shards. runs: see `write`.
         """
         if not save.shards:
             return None
@@ -162,8 +161,10 @@ class Writer:
             return {"error": sentence}
 
     def _write_shard(self, save: PendingSave, runs) -> dict[str, Any]:
-        """Write this rank's file; return its `ShardFile` as a dictionary ("file"), and the global
-        shapes of its tensors by name ("shapes").
+        """Write this rank's file, and return {"file": ..., "shapes": ...}.
+
+        "file" is its `ShardFile` as a dictionary; "shapes" has the global shapes of its tensors, by
+        name. runs: see `write`.
         """
         types = saved_types(save.shards[0], save.kinds)
         dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in types.items()}
@@ -177,20 +178,22 @@ class Writer:
         name = f"rank_{self.rank:05d}.h5"
         path = os.path.join(save.hidden, name)
         _when_there(lambda: open(path, "wb").close(), time.monotonic() + SECONDS_TO_APPEAR)
-        written = file_format.write_shard(path, count, arrays)
-        shard_file = file_format.ShardFile(name, *written, dtypes, tensors)
+        size, crc = file_format.write_shard(path, count, arrays)
+        shard_file = file_format.ShardFile(name, size, crc, dtypes, tensors)
         return {"file": asdict(shard_file), "shapes": shapes}
 
     def _checked(self, kind: str, runs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the same elements in runs of at most RECORDED_ELEMENTS, and note each run in the
-        flight recorder. Raise NonFiniteError if a run has an infinity or a NaN.
+        """Yield the elements of `runs` in shorter runs, and note each run in the flight recorder.
+
+        A run has at most RECORDED_ELEMENTS elements. Raise NonFiniteError if a run has an infinity
+        or a NaN.
         """
         for whole in runs:
             for start in range(0, len(whole), RECORDED_ELEMENTS):
                 self.recorder.background_at("writes its shard")
                 run = whole[start : start + RECORDED_ELEMENTS]
                 with np.errstate(invalid="ignore"):
-                    total = run.sum(dtype=np.float64)  # unlike np.isfinite, makes no array
+                    total = run.sum(dtype=np.float64)  # np.isfinite would make an array
                 if not math.isfinite(total):
                     raise NonFiniteError(f"{kind} holds numbers that are not finite")
                 yield run
@@ -213,26 +216,37 @@ class Writer:
         limit = time.monotonic() + SECONDS_TO_APPEAR
         for shard in shards:
             _when_there(functools.partial(_check_size, save.hidden, shard), limit)
-        shapes = {name: tuple(s) for report in reports for name, s in report["shapes"].items()}
+        shapes: dict[str, tuple] = {}
+        for report in reports:
+            shapes |= {name: tuple(shape) for name, shape in report["shapes"].items()}
         files = {shard.file: (shard.bytes, shard.crc32) for shard in shards}
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
         if self.other_course:
             step, why = self.other_course
-            moved = folders.set_aside(self.parent, step)
-            save.notes += [f"{moved}; {why}"] if moved else []
+            note = folders.set_aside(self.parent, step)
+            if note:
+                save.notes.append(f"{note}; {why}")
             self.other_course = None
         folders.publish(save.hidden, self.folder_of(save.progress))
         save.bytes = sum(total for total, _ in files.values())
         try:
-            keep = self.run.keep_last, self.run.keep_every
-            folders.delete_surplus(self.parent, *keep, save.progress.iteration, self.covered)
-        except OSError as error:  # only a note: this checkpoint is complete
+            folders.delete_surplus(
+                self.parent,
+                self.run.keep_last,
+                self.run.keep_every,
+                save.progress.iteration,
+                self.covered,
+            )
+        except OSError as error:  # the save has not failed: this checkpoint is complete
             save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")
 
     def _index_image(self, shapes: dict[str, tuple], shards: list[file_format.ShardFile]) -> bytes:
-        """Return index.h5 without attributes, made again only if ranks write other parts."""
+        """Return the bytes of index.h5 without attributes.
+
+        They are computed only if the files contain other parts of tensors than in the last save.
+        """
         key = [(shard.file, shard.dtypes, shard.tensors) for shard in shards]
         if self._image is None or self._image[0] != key:
             self._image = (key, file_format.index_image(shapes, shards))
@@ -240,9 +254,10 @@ class Writer:
 
 
 def _when_there(act: Callable[[], None], limit: float) -> None:
-    """Call `act` until it raises no OSError for a missing or stale file; raise others at once.
+    """Call `act` again and again until it does not raise OSError for a missing or stale file.
 
-    limit: the time.monotonic() after which such an error is raised too.
+    Any other exception is raised at once. limit: the time.monotonic() after which the OSError is
+    raised too.
     """
     pause = FIRST_PAUSE
     while True:
@@ -257,7 +272,8 @@ def _when_there(act: Callable[[], None], limit: float) -> None:
 
 def _check_size(folder: str, shard: file_format.ShardFile) -> None:
     """Raise OSError (ESTALE) if a rank's file does not have the size that the rank reported."""
-    with open(os.path.join(folder, shard.file), "rb") as file:  # open: NFS asks its server again
+    # os.stat could return an old size: only `open` makes an NFS client ask its server again.
+    with open(os.path.join(folder, shard.file), "rb") as file:
         size = os.fstat(file.fileno()).st_size
     if size != shard.bytes:
         sizes = f"{size} bytes here, {shard.bytes} were written"
@@ -275,7 +291,7 @@ def origin(config: dict[str, Any]) -> dict[str, str]:
 # ---- Host memory that a save copies the state into -----------------------------------------------
 
 
-SMALL_PINNED_BUFFER = 2**18  # elements; see `_pinned_sizes`: the most that the last buffer has
+SMALL_PINNED_BUFFER = 2**18  # the most elements of the last buffer, see `_pinned_sizes`
 
 
 class HostBuffers:
@@ -289,7 +305,10 @@ class HostBuffers:
         self._pinning: Future[dict[str, list[Tensor]]] | None = None
 
     def begin_pinning(self, count: int, types: dict[str, torch.dtype]) -> None:
-        """Begin to allocate `count` elements of each kind in a thread; for a GPU only."""
+        """Begin to allocate the buffers in a thread, if the state is on a GPU.
+
+        count: the number of elements of each kind. types: the dtype of each kind.
+        """
         if not self.pinned or not count:
             return
 
@@ -302,10 +321,11 @@ class HostBuffers:
         threads.shutdown(wait=False)
 
     def copy(self, kind: str, runs: Iterable[Tensor], count: int, dtype: torch.dtype) -> None:
-        """Copy runs, with `count` elements in all, one after the other into the buffers of a kind.
+        """Copy flat tensors, one after the other, into the buffers of a kind.
 
-        From a GPU the copies have only begun on return: call `finish` before the buffers are read.
-        An exception of the thread of `begin_pinning` is raised here.
+        count: the number of elements of all runs. dtype: the dtype of the runs. Copies from a GPU
+        have only begun on return: call `finish` before the buffers are read. An exception of the
+        thread of `begin_pinning` is raised here.
         """
         if self._pinning is not None:
             self._buffers |= self._pinning.result()
@@ -314,7 +334,7 @@ class HostBuffers:
             self._buffers[kind] = self._allocate(count, dtype)
         if self.pinned:
             _copy_to_pinned(runs, self._buffers[kind])
-        else:  # torch.cat takes half the time of one copy per run
+        else:  # torch.cat takes half the time of a copy for each run
             torch.cat(list(runs), out=self._buffers[kind][0])
 
     def finish(self) -> None:
@@ -327,6 +347,7 @@ class HostBuffers:
         return [buffer.numpy() for buffer in self._buffers[kind]]
 
     def _allocate(self, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return flat buffers with `count` elements together; a single one if it is not pinned."""
         sizes = _pinned_sizes(count) if self.pinned else [count]
         return [torch.empty(size, dtype=dtype, pin_memory=self.pinned) for size in sizes]
 
@@ -345,13 +366,17 @@ def _pinned_sizes(count: int) -> list[int]:
 
 
 def _copy_to_pinned(runs: Iterable[Tensor], buffers: list[Tensor]) -> None:
-    """Begin to copy runs of elements, one after the other, into buffers with as many elements."""
-    rest = iter(buffers)
-    room = next(rest)
+    """Begin to copy flat tensors, one after the other, into the buffers.
+
+    The buffers have as many elements as the runs; a run may be split between two buffers.
+    """
+    next_buffers = iter(buffers)
+    free = next(next_buffers)  # the part of a buffer that is not filled yet
     for run in runs:
         while len(run):
-            room = room if len(room) else next(rest)
-            n = min(len(run), len(room))
-            room[:n].copy_(run[:n], non_blocking=True)
+            if not len(free):
+                free = next(next_buffers)
+            n = min(len(run), len(free))
+            free[:n].copy_(run[:n], non_blocking=True)
             run = run[n:]
-            room = room[n:]
+            free = free[n:]
