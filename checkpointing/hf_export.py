@@ -1,11 +1,10 @@
-"""Weights out to Hugging Face transformers and in from there.
+"""Exports weights to folders of Hugging Face transformers, and imports weights from these.
 
-    export_weights(checkpoint_folder, target)     config.json, safetensors, tokenizer
-    import_weights(source, target)                a checkpoint of weights only, at step 0
+    export_weights(checkpoint_folder, target)     writes config.json, safetensors, tokenizer
+    import_weights(source, target)                writes a checkpoint at step 0 with weights only
 
-hf_rules.py says which of their tensors make which of ours. The model may be larger than memory:
-an export holds the tensors of one output file (`shard_bytes`, or its one larger tensor) and one
-tensor as it was saved; an import holds one tensor at a time.
+hf_rules.py converts between our tensors and theirs. The model may be larger than memory: an export
+holds the tensors of one output file and one tensor as it was saved; an import holds one tensor.
 
     hf_config(model, dtype)      their config.json for our shape
     model_shape(config, where)   our shape for their config.json
@@ -40,13 +39,19 @@ from config.schema import ModelShape
 
 
 def hf_config(model: ModelShape, dtype: torch.dtype, name: str | None = None) -> dict[str, Any]:
-    """config.json of the model, whose weights have that type; UserError as `rules`."""
+    """Return the contents of a model's config.json; UserError if no family has the model.
+
+    dtype: the type of the exported weights. name: the name of a family, see hf_rules.rules.
+    """
     config = families.to_config(model, name) | {"bos_token_id": None, "eos_token_id": None}
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def model_shape(config: dict[str, Any], where: str) -> ModelShape:
-    """The shape that a config.json describes; UserError if it is none of ours."""
+    """Return the model's shape from the contents of a config.json; where: its path, for errors.
+
+    Raise UserError if Trine does not have such a model.
+    """
     options, lacks = families.from_config(config, where)
     if lacks:
         raise UserError(f"{where}: {'; '.join(lacks)}")
@@ -66,38 +71,43 @@ def export_weights(
     tokenizer: str | None = None,
     family: str | None = None,
 ) -> list[str]:
-    """Write a checkpoint's weights to a new folder for transformers; returns the files' names.
+    """Write a checkpoint's weights to a new folder for transformers; return the files' names.
 
-    source: a checkpoint whose files have been checked. dtype: a key of DTYPES, default as saved.
-    shard_bytes: limit of a file, and so of the memory; a larger tensor has a file of its own.
-    family: a name of families.toml, default: the first that has the model. Raises UserError if none
-    has, or target exists.
+    source: a checkpoint whose files have been checked. dtype: a key of DTYPES; None: as saved.
+    shard_bytes: the most bytes of a file, and so of the memory; a larger tensor has its own file.
+    tokenizer: path of a tokenizer.json. family: a name in families.toml; None: the first family
+    that has the model. Raise UserError if no family has it, or if the folder `target` exists.
     """
     with Index(source) as index, new_folder(target) as folder:
         model = make_model(index.attributes("model"), index.path)
-        chosen = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
+        torch_dtype = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
         all_rules = rules(model, family)
         shapes = index.shapes
-        config = hf_config(model, chosen, family)
+        config = hf_config(model, torch_dtype, family)
         if tokenizer:
             config |= copy_tokenizer(tokenizer, folder, model)
-        files = _group(all_rules, shapes, chosen.itemsize, shard_bytes)
+        files = _group(all_rules, shapes, torch_dtype.itemsize, shard_bytes)
         count = len(files)
         file_of: dict[str, str] = {}
         for number, group in enumerate(files, 1):
-            numbered = f"model-{number:05d}-of-{count:05d}.safetensors"
-            name = numbered if count > 1 else SINGLE
-            _write_safetensors(os.path.join(folder, name), group, index, chosen)
+            name = SINGLE
+            if count > 1:
+                name = f"model-{number:05d}-of-{count:05d}.safetensors"
+            _write_safetensors(os.path.join(folder, name), group, index, torch_dtype)
             file_of |= {theirs: name for rule in group for theirs in rule.theirs}
         if count > 1:
-            total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * chosen.itemsize
+            total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * torch_dtype.itemsize
             _write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
         _write_json(folder, "config.json", config)
         return sorted(os.listdir(folder))
 
 
 def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> list[list[Rule]]:
-    """Rules in files of up to `limit` bytes; a tensor that is larger has a file of its own."""
+    """Return groups of rules whose tensors together have up to `limit` bytes, one group per file.
+
+    shapes: the shapes of our tensors, by name. itemsize: bytes of an element. A tensor that is
+    larger than `limit` has its own file.
+    """
     files: list[list[Rule]] = [[]]
     filled = 0
     for rule in all_rules:
@@ -111,7 +121,7 @@ def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> 
 
 
 def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.dtype) -> None:
-    """One file with the tensors of these rules, which are all in memory meanwhile."""
+    """Write a file with the tensors of a group of rules, which are all in memory meanwhile."""
     tensors = {}
     for rule in group:
         ours = torch.from_numpy(index.read_whole("weights", rule.name)).to(dtype)
@@ -123,18 +133,18 @@ def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.
 
 
 def _umask() -> int:
-    """The mask of modes of new files, which can only be read by setting it."""
+    """Return the process's mask for the modes of new files, which can be read by setting it only."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
-    """tokenizer.json and chat template beside the weights; the fields of config.json that follow.
+    """Write tokenizer.json and tokenizer_config.json to a folder, and return fields of config.json.
 
-    The template and the tokens that it names are those of PREFIX.tokenizer_config.json beside
-    PREFIX.tokenizer.json, where prepare_chats.py writes them, or of tokenizer_config.json beside
-    tokenizer.json.
+    tokenizer: path of a tokenizer.json. The chat template and the tokens that it names are read
+    from PREFIX.tokenizer_config.json beside PREFIX.tokenizer.json, where prepare_chats.py writes
+    them, or from tokenizer_config.json beside tokenizer.json.
     """
     from tokenizers import Tokenizer
 
@@ -153,18 +163,18 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
         "clean_up_tokenization_spaces": False,
     }
     end = loaded.token_to_id("<|endoftext|>")
-    if end is not None:  # a chat template may name another token, which ends an answer
+    if end is not None:  # only a default: a chat template may end an answer with another token
         settings.setdefault("eos_token", "<|endoftext|>")
     _write_json(folder, "tokenizer_config.json", settings)
-    both = loaded.token_to_id(str(settings.get("eos_token"))), end
-    ends = sorted({number for number in both if number is not None})
+    end_of_answer = loaded.token_to_id(str(settings.get("eos_token")))
+    ends = sorted({token for token in (end_of_answer, end) if token is not None})
     if not ends:
         return {}
     return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _chat_settings(tokenizer: str) -> dict[str, Any]:
-    """The chat template beside a tokenizer's file, and the tokens that it may name."""
+    """Return the chat template beside a tokenizer's file, and its tokens, by name of the setting."""
     if not tokenizer.endswith("tokenizer.json"):
         return {}
     beside = tokenizer.removesuffix("tokenizer.json") + "tokenizer_config.json"
@@ -182,9 +192,10 @@ def _write_json(folder: str, name: str, value: dict) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: str) -> Iterator[str]:
-    """A folder that appears under its name only if the block ends without an exception.
+    """Yield a folder that is renamed to `target` if the block ends without an exception.
 
-    UserError if it cannot be written, as on a full disk.
+    After an exception the folder is deleted. Raise UserError if `target` exists, or if the folder
+    cannot be written, for example on a full disk.
     """
     target = target.rstrip("/")
     partial = target + ".partial"
@@ -210,19 +221,22 @@ def new_folder(target: str) -> Iterator[str]:
 def import_weights(source: str, target: str) -> ModelShape:
     """Write the weights of a transformers folder as a checkpoint at step 0 in `target`.
 
-    In fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. Returns the model's shape.
-    Raises UserError if a file is missing or the model is none of ours.
+    The checkpoint has fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. Return the
+    model's shape. Raise UserError if a file is missing, if Trine does not have such a model, or if
+    a weight is not finite.
     """
     config = _read_json(source, "config.json")
     model = model_shape(config, os.path.join(source, "config.json"))
-    there = _open_tensors(source)
-    if model.layers > len(there):
-        raise UserError(f"{source} has {len(there)} tensors, too few for {model.layers} layers")
+    slices = _open_tensors(source)
+    if model.layers > len(slices):
+        raise UserError(f"{source} has {len(slices)} tensors, too few for {model.layers} layers")
     all_rules = rules(model, config["model_type"])
-    tensors = _match(source, there, all_rules)
-    kind = "float64" if "F64" in {tensor.get_dtype() for tensor in tensors.values()} else "float32"
+    tensors = _match(source, slices, all_rules)
+    types = {tensor.get_dtype() for tensor in tensors.values()}
+    dtype = "float64" if "F64" in types else "float32"
 
     def shape_of(rule: Rule) -> tuple[int, ...]:
+        """Return the shape of our tensor."""
         shapes = [tensors[name].get_shape() for name in rule.theirs]
         try:
             ours = rule.to_ours(*(torch.empty(shape, device="meta") for shape in shapes))
@@ -231,6 +245,7 @@ def import_weights(source: str, target: str) -> ModelShape:
         return tuple(ours.shape)
 
     def runs() -> Iterator[np.ndarray]:
+        """Yield our tensors, one after the other; UserError if a value is not finite."""
         for rule in all_rules:
             ours = rule.to_ours(*(tensors[name][:] for name in rule.theirs))
             wrong = ours.numel() - int(torch.isfinite(ours).sum())
@@ -239,20 +254,22 @@ def import_weights(source: str, target: str) -> ModelShape:
                     f"{source}: {wrong:,} of {ours.numel():,} values of {rule.theirs[0]} are not "
                     f"finite: these weights cannot be trained"
                 )
-            yield ours.to(getattr(torch, kind)).contiguous().numpy()
+            yield ours.to(getattr(torch, dtype)).contiguous().numpy()
 
     shapes = {rule.name: shape_of(rule) for rule in all_rules}
     check_shapes(shapes, model, source)
     parts = [(name, [tuple((0, size) for size in shape)]) for name, shape in shapes.items()]
     with new_folder(target) as folder:
-        hidden, name = os.path.join(folder, folders.folder_name(0)), "rank_00000.h5"
-        os.mkdir(hidden)
-        count, arrays = sum(map(math.prod, shapes.values())), {"weights": (kind, runs())}
-        total, crc = file_format.write_shard(os.path.join(hidden, name), count, arrays)
-        shard = file_format.ShardFile(name, total, crc, {"weights": kind}, parts)
+        checkpoint = os.path.join(folder, folders.folder_name(0))
+        name = "rank_00000.h5"
+        os.mkdir(checkpoint)
+        count = sum(map(math.prod, shapes.values()))
+        arrays = {"weights": (dtype, runs())}
+        total, crc = file_format.write_shard(os.path.join(checkpoint, name), count, arrays)
+        shard = file_format.ShardFile(name, total, crc, {"weights": dtype}, parts)
         image = file_format.index_image(shapes, [shard])
-        index = file_format.write_index(hidden, image, _attributes(model, source))
-        folders.write_manifest(hidden, 0, {name: (total, crc), file_format.INDEX: index})
+        index = file_format.write_index(checkpoint, image, _attributes(model, source))
+        folders.write_manifest(checkpoint, 0, {name: (total, crc), file_format.INDEX: index})
         _write_json(folder, "run.json", {"config": {"model": dataclasses.asdict(model)}})
         if os.path.lexists(os.path.join(source, "tokenizer.json")):
             shutil.copyfile(_path_in(source, "tokenizer.json"), f"{folder}/tokenizer.json")
@@ -260,6 +277,7 @@ def import_weights(source: str, target: str) -> ModelShape:
 
 
 def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
+    """Return the attributes of the index.h5 of imported weights; source: the imported folder."""
     return {
         "model": dataclasses.asdict(model),
         "progress": Progress().counts(),
@@ -270,15 +288,17 @@ def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
 
 
 def _path_in(folder: str, name: str) -> str:
-    """The path of a regular file in a folder; UserError if there is none, or a link leads out.
+    """Return the real path of the regular file `name` in a folder.
 
-    In the cache of the Hugging Face hub, files of `snapshots/REVISION` are links to `blobs`.
+    Raise UserError if there is no such file, or if it is a link to a file outside the folder. In
+    the cache of the Hugging Face hub, files of `snapshots/REVISION` are links to `blobs`.
     """
-    real = os.path.realpath(folder)
+    real_folder = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(folder, name))
-    above = os.path.dirname(real)
-    blobs = os.path.join(os.path.dirname(above), "blobs")
-    allowed = (real, blobs) if os.path.basename(above) == "snapshots" else (real,)
+    allowed = [real_folder]
+    parent = os.path.dirname(real_folder)
+    if os.path.basename(parent) == "snapshots":
+        allowed.append(os.path.join(os.path.dirname(parent), "blobs"))
     if os.path.dirname(path) not in allowed:
         raise UserError(f"{os.path.join(folder, name)} is a link to a file outside the folder")
     try:
@@ -292,55 +312,60 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
     return families.read_object(_path_in(folder, name), file_format.open_regular)
 
 
-# Buffers and copies that files of these families may contain in addition to the weights.
+# Ends of names of tensors that an import ignores. transformers saved buffers of GPT-2 and GPT-NeoX,
+# such as causal masks, and the head of models in which it is the embedding.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _IGNORED = (*_BUFFERS, ".rotary_emb.inv_freq", "lm_head.weight", "embed_out.weight")
-# Other names of tensors in files that other versions of transformers wrote.
+# Names of tensors in the files of some versions of transformers, by the name in the rules.
 _OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
 def _open_tensors(folder: str) -> dict[str, Any]:
-    """The tensors of one file, or of several with an index, as slices by name. UserError."""
+    """Return the tensors of a folder's safetensors files, not read yet, by name.
+
+    The weights are in a single file, or in several files with an index. Raise UserError if a file
+    is missing or damaged, or if a tensor has another type than floats.
+    """
     files = [SINGLE]
     if not os.path.lexists(os.path.join(folder, SINGLE)):
         weight_map = _read_json(folder, INDEX).get("weight_map")
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        plain = [isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in files]
-        if not files or not all(plain):
+        valid = [isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in files]
+        if not files or not all(valid):
             raise UserError(f"{folder}/{INDEX} has no weight_map to files of this folder")
-    there: dict[str, Any] = {}
+    slices: dict[str, Any] = {}
     for name in sorted(set(files)):
         path = _path_in(folder, name)
         try:
             file = safe_open(path, "pt")
-            there |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    types = {tensor.get_dtype() for tensor in there.values()}
+    types = {tensor.get_dtype() for tensor in slices.values()}
     if not types <= {"F64", "F32", "F16", "BF16"}:
         raise UserError(f"{folder} has tensors of {', '.join(sorted(types))}; floats are needed")
-    return there
+    return slices
 
 
-def _match(folder: str, there: dict[str, Any], all_rules: list[Rule]) -> dict[str, Any]:
-    """The tensors by the names of the rules.
+def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[str, Any]:
+    """Return the tensors by their names in the rules; slices: the tensors by their names in files.
 
-    UserError if a tensor is missing, or if no rule takes one that is there.
+    Raise UserError if a tensor is missing, or if the files have a tensor that no rule uses.
     """
-    found = {}
+    tensors = {}
     missing = []
     for name in sorted(name for rule in all_rules for name in rule.theirs):
-        # Some files omit the first component.
-        spelled = [name, name.split(".", 1)[1], _OTHER_NAMES.get(name, name)]
-        known = next((each for each in spelled if each in there), None)
-        if known is None:
+        _, _, short_name = name.partition(".")  # some files omit the first component
+        spellings = [name, short_name, _OTHER_NAMES.get(name, name)]
+        name_in_file = next((spelling for spelling in spellings if spelling in slices), None)
+        if name_in_file is None:
             missing.append(name)
         else:
-            found[name] = there.pop(known)
-    surplus = sorted(name for name in there if not name.endswith(_IGNORED))
+            tensors[name] = slices.pop(name_in_file)
+    surplus = sorted(name for name in slices if not name.endswith(_IGNORED))
     if missing or surplus:
         raise UserError(
             f"{folder} lacks {len(missing)} tensors of its model {missing[:3]} and has "
             f"{len(surplus)} others {surplus[:3]}"
         )
-    return found
+    return tensors

@@ -1,8 +1,10 @@
-"""Which tensors of Hugging Face transformers make which of ours, by config/families.toml.
+"""Converts between the tensors of Trine and those of Hugging Face transformers.
 
-rules(model)                 the tensors of the model's family, in both directions
+    rules(model)                 a rule for each tensor of the model, for both directions
 
-hf_export.py reads and writes the files.
+"Ours" is a tensor of Trine, "theirs" are the tensors of transformers that hold the same weights.
+config/families.toml has their names for each family of models. hf_export.py reads and writes the
+files.
 """
 
 import re
@@ -22,9 +24,10 @@ from config.schema import ModelShape
 
 @dataclass(frozen=True)
 class Rule:
-    """Our tensor `name`, the names of `theirs` that hold it, and the conversion in each direction.
+    """The conversion of one tensor.
 
-    to_ours takes their tensors in order; to_theirs returns them in the same order.
+    name: the name of our tensor. theirs: the names of their tensors. to_ours: takes their tensors,
+    in this order, and returns ours; to_theirs: takes our tensor and returns theirs in this order.
     """
 
     name: str
@@ -34,60 +37,74 @@ class Rule:
 
 
 def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
-    """The rules for all tensors of the model; UserError if it is of none of the families, or not of
-    the one of that name.
+    """Return the rules for all tensors of the model.
+
+    name: the name of the model's family; None: the first family that has the model. Raise UserError
+    if that family, or every family, does not have the model.
     """
     family = families.family_of(model, name)
     return [_rule(name, model, family) for name in canonical_shapes(model)]
 
 
 def _rule(name: str, model: ModelShape, family: Family) -> Rule:
+    """Return the rule for our tensor `name`, such as "blocks.3.mlp.up.weight"."""
     module, _, kind = name.rpartition(".")
     if name.endswith((".router.bias", ".router.load")):
-        return _of_router(name, model, 1.0 if kind == "load" else 0.0)
+        initial = 1.0 if kind == "load" else 0.0
+        return _rule_of_router(name, model, initial)
     number = re.search(r"\d+", module)
     general = re.sub(r"\d+", "*", module, count=1)
-    found = family.modules[general]
-    theirs = tuple(f"{each}.{kind}".replace("*", number[0] if number else "*") for each in found)
-    if "#" in found[0]:
-        return _of_experts(name, theirs, model.experts)
+    their_modules = family.modules[general]
+    layer = number[0] if number else "*"
+    theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
+    if "#" in their_modules[0]:  # stands for the number of the expert
+        return _rule_of_experts(name, theirs, model.experts)
     part = general.removeprefix("blocks.*.")
     if part == "attention.qkv":
         to_ours, to_theirs = _qkv(model, family, len(theirs))
     elif part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
-        to_ours, to_theirs = lambda t: t.unflatten(0, (-1, model.head_size)), _alone(torch.flatten)
-    elif len(theirs) == 2:  # gate and up
-        to_ours, to_theirs = lambda gate, up: torch.stack([gate, up]), torch.unbind
+        to_ours = lambda t: t.unflatten(0, (-1, model.head_size))  # noqa: E731
+        to_theirs = _as_tuple(torch.flatten)
+    elif len(theirs) == 2:
+        to_ours = lambda gate, up: torch.stack([gate, up])  # noqa: E731
+        to_theirs = torch.unbind
     elif part == "embedding.positions" and family.skipped_rows:
         rows = family.skipped_rows
         to_ours = lambda t: t[rows:]  # noqa: E731
-        to_theirs = _alone(lambda t: torch.cat([t.new_zeros(rows, t.shape[1]), t]))
+        to_theirs = _as_tuple(lambda t: torch.cat([t.new_zeros(rows, t.shape[1]), t]))
     else:
-        to_ours, to_theirs = lambda t: t, _alone(lambda t: t)
-    if family.transposed and general != module and kind == "weight" and "norm" not in part:
-        return Rule(name, theirs, _of_transposed(to_ours), _to_transposed(to_theirs))
+        to_ours = lambda t: t  # noqa: E731
+        to_theirs = _as_tuple(lambda t: t)
+    is_matrix_of_block = general != module and kind == "weight" and "norm" not in part
+    if family.transposed and is_matrix_of_block:
+        return Rule(name, theirs, _transpose_before(to_ours), _transpose_after(to_theirs))
     return Rule(name, theirs, to_ours, to_theirs)
 
 
-def _alone(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The conversion to a single tensor of theirs."""
+def _as_tuple(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return a conversion to theirs whose result is a tuple with the single tensor of `convert`."""
     return lambda t: (convert(t),)
 
 
-def _of_transposed(to_ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _transpose_before(to_ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a conversion to ours that first transposes their matrices."""
     return lambda *theirs: to_ours(*(t.t() for t in theirs))
 
 
-def _to_transposed(to_theirs: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+def _transpose_after(to_theirs: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return a conversion to theirs that transposes the resulting matrices."""
     return lambda ours: tuple(t.t() for t in to_theirs(ours))
 
 
 def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Callable]:
-    """Conversions of weights and biases of queries, keys and values, `count` tensors there.
+    """Return the conversions (to ours, to theirs) of weights or biases of queries, keys and values.
 
-    Ours are (g, a/g + 2, d, ...): for each key/value head its queries, its key, its value.
+    count: the number of their tensors, 1 or 3. Our tensor is (g, a/g + 2, d, ...): for each of g
+    key/value heads its queries, its key, its value; a: heads, d: head size.
     """
-    g, d, queries = model.kv_heads, model.head_size, model.heads // model.kv_heads
+    g = model.kv_heads
+    d = model.head_size
+    queries = model.heads // model.kv_heads
     parts = [queries, 1, 1]
     if count == 3:
         return (
@@ -95,18 +112,18 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
             lambda t: tuple(part.flatten(0, 2) for part in t.split(parts, 1)),
         )
     if family.qkv == "head":
-        return lambda t: t.unflatten(0, (g, queries + 2, d)), _alone(lambda t: t.flatten(0, 2))
+        return lambda t: t.unflatten(0, (g, queries + 2, d)), _as_tuple(lambda t: t.flatten(0, 2))
     return (
         lambda t: t.unflatten(0, (3, g, d)).transpose(0, 1),
-        _alone(lambda t: t.transpose(0, 1).flatten(0, 2)),
+        _as_tuple(lambda t: t.transpose(0, 1).flatten(0, 2)),
     )
 
 
-def _of_router(name: str, model: ModelShape, initial: float) -> Rule:
-    """The rule of a router's tensor that transformers does not have: `initial` in every element.
+def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
+    """Return the rule of a router's tensor, (experts,), that transformers does not have.
 
-    Its to_theirs raises UserError if a bias of --balance bias has changed: then the experts that
-    a token gets would be others there.
+    To ours, every element is `initial`. To theirs, UserError is raised if a bias of --balance bias
+    is not 0: transformers would send tokens to other experts.
     """
 
     def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
@@ -120,9 +137,14 @@ def _of_router(name: str, model: ModelShape, initial: float) -> Rule:
     return Rule(name, (), lambda: torch.full((model.experts,), initial), to_theirs)
 
 
-def _of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
-    """The rule of a tensor of all experts; there each expert has its own, or a gate and an up."""
-    names = tuple(each.replace("#", str(i)) for i in range(experts) for each in theirs)
+def _rule_of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
+    """Return the rule of a tensor with all experts, (experts, ...); they have one for each expert.
+
+    theirs: the name of their tensor, or of gate and up, with "#" for the expert's number.
+    """
+    names: list[str] = []
+    for expert in range(experts):
+        names += [their_name.replace("#", str(expert)) for their_name in theirs]
     count = len(theirs)
 
     def to_ours(*tensors: Tensor) -> Tensor:
@@ -132,4 +154,4 @@ def _of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
     def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
         return torch.unbind(ours.flatten(0, 1) if count > 1 else ours)
 
-    return Rule(name, names, to_ours, to_theirs)
+    return Rule(name, tuple(names), to_ours, to_theirs)

@@ -296,7 +296,7 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
 def _read_buffer(longest: int) -> Tensor:
     """Return memory for the reading of tensors with at most `longest` elements, one at a time.
 
-    It is uint8, (bytes,). Mapping the pages of a new buffer would take longer than reading a tensor.
+    It is uint8, (bytes,). Mapping the pages of a new buffer takes longer than reading a tensor.
     """
     return torch.empty(longest * WIDEST, dtype=torch.uint8)
 

@@ -91,8 +91,8 @@ class PendingSave:
 class Saves:
     """The saves of a run so far; `failed`, `lacks_room` and `announced` are set on rank 0 only."""
 
-    step: int = 0  # the step of the save that began last; 0: no save yet
-    began: float = field(default_factory=time.monotonic)  # when that save began
+    step: int = 0  # the step that was saved or loaded last
+    began: float = field(default_factory=time.monotonic)  # when the last save began
     seconds: float | None = None  # the duration of the last complete save; None: no save yet
     failed: bool = False  # whether the last save failed
     lacks_room: bool = False  # whether it failed because the disk has no room
