@@ -133,7 +133,7 @@ def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.
 
 
 def _umask() -> int:
-    """Return the process's mask for the modes of new files, which can be read by setting it only."""
+    """Return the process's umask, which can be read only by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -174,7 +174,7 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
 
 
 def _chat_settings(tokenizer: str) -> dict[str, Any]:
-    """Return the chat template beside a tokenizer's file, and its tokens, by name of the setting."""
+    """Return the chat template beside a tokenizer's file, and its special tokens, by setting."""
     if not tokenizer.endswith("tokenizer.json"):
         return {}
     beside = tokenizer.removesuffix("tokenizer.json") + "tokenizer_config.json"

@@ -1,12 +1,12 @@
-"""The order in which samples are cut from one corpus: Megatron's, bit for bit, or a stable one.
+"""The order of the samples of a corpus: the same as Megatron's, or the stable order.
 
-    document order   3 0 2 1 | 0 2 3 1 | ...        shuffled, once per epoch needed
+    document order   3 0 2 1 | 0 2 3 1 | ...        the documents of each epoch, shuffled
     sample order     |-----|-----|-----|-----|...   cut every seq_length tokens, then shuffled
 
 Megatron's order follows megatron/core/datasets, 0.16: the same corpus, split, length and seed give
 the same samples in the same order, which depends on the number of epochs. The stable order does not
-depend on it: each epoch is shuffled by itself, so a longer run first reads the samples of a shorter
-run, then further samples. The corpus is a pair of token_files.py.
+depend on the number of epochs: each epoch is shuffled by itself, so a longer run first reads the
+samples of a shorter run, then further samples. The corpus is a pair of token_files.py.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDataset, check_pair
 
 RULE = 1  # version of the rules below: cached orders of another version are not used
-BLOCK = 1 << 16  # sequences handled at a time: their temporary arrays fit into a core's cache
+BLOCK = 1 << 16  # sequences handled at once: their temporary arrays fit into a core's cache
 SPLITS = ("train", "validation", "test")
 
 
 class TooFewTokens(UserError):
-    """A split of a corpus does not hold one sample."""
+    """Raised if a split of a corpus has too few tokens for a single sample."""
 
 
 class TextSpan(NamedTuple):
-    """Tokens [offset, offset + length) of a sequence; a sample is one span or more."""
+    """Tokens [offset, offset + length) of a sequence. A sample consists of one or more spans."""
 
     prefix: str
     sequence: int
@@ -41,12 +41,12 @@ class TextSpan(NamedTuple):
 
 
 class GPTSamples:
-    """Samples of one corpus, in Megatron's order (gpt_dataset.py, `GPTDataset`) or the stable one.
+    """The samples of a corpus, in Megatron's order (its class `GPTDataset`) or in the stable order.
 
-    sequences: the split's range. num_samples: the samples needed (None: one epoch). There are at
-    least as many samples, cut from `epochs` passes over the range; `len` returns their number.
-    With T tokens in the range, E epochs hold (E*T - 1) // seq_length samples, since neighbours
-    share one token. Raises UserError if not even one sample fits into an epoch.
+    sequences: the split's range. num_samples: the number of samples needed; None: one epoch. There
+    may be more samples: all those of `epochs` passes over the range; `len` returns the number.
+    E epochs of T tokens hold (E*T - 1) // seq_length samples, because the last label of a sample is
+    the first token of the next. Raise UserError if an epoch has too few tokens for a sample.
     """
 
     def __init__(
@@ -67,13 +67,17 @@ class GPTSamples:
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
         self.epochs = -(-(wanted * seq_length + 1) // tokens)  # rounded up, in integers
-        cuts: list[int] | range = range(self.epochs + 1)  # nothing is shuffled across a cut
+        # Between two neighbouring cuts, which are numbers of epochs, samples are shuffled together.
+        cuts: list[int] | range = range(self.epochs + 1)
         if order == "megatron":
-            samples = [max(0, e * tokens - 1) // seq_length for e in (1, self.epochs - 1)]
-            last = self.epochs > 1 and wanted - samples[1] < int(0.80 * samples[0])
-            # If less than 80 % of the last epoch is wanted, it is shuffled by itself and comes
-            # last: mixed with the others, its unread part would be missing from their text too.
-            cuts = [0, self.epochs - 1, self.epochs] if last else [0, self.epochs]
+            samples_of_epoch = max(0, tokens - 1) // seq_length
+            samples_before = max(0, (self.epochs - 1) * tokens - 1) // seq_length
+            wanted_of_last = wanted - samples_before
+            cuts = [0, self.epochs]
+            # If less than 80 % of the last epoch is wanted, this epoch is shuffled by itself and
+            # comes last. Shuffled together, unread samples would leave gaps in earlier epochs too.
+            if self.epochs > 1 and wanted_of_last < int(0.80 * samples_of_epoch):
+                cuts = [0, self.epochs - 1, self.epochs]
         facts = {"order of samples": RULE, "files": dataset.identity, "order": order, "seed": seed}
         facts |= {"sequences": [sequences.start, sequences.stop], "seq_length": seq_length}
         facts |= {"epochs": self.epochs, "cuts": len(cuts)}
@@ -90,7 +94,7 @@ class GPTSamples:
         return len(self.shuffle_index)
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return the number of samples from `first` up to `stop`, by corpus prefix: one corpus."""
+        """Return the number of samples in [first, stop) by corpus prefix: a single entry."""
         return {self.dataset.prefix: stop - first}
 
     def file_of(self, k: int) -> str:
@@ -103,7 +107,11 @@ class GPTSamples:
         document_of = self.dataset.document_of
         sequences, offsets, lengths = self._cuts(k)
         cuts = zip(sequences.tolist(), offsets, lengths)
-        return [TextSpan(prefix, *cut, document_of(cut[0])) for cut in cuts if cut[2]]
+        return [
+            TextSpan(prefix, sequence, offset, length, document_of(sequence))
+            for sequence, offset, length in cuts
+            if length
+        ]
 
     def _cuts(self, k: int) -> tuple[np.ndarray, list[int], list[int]]:
         """Return the sequences, first tokens and numbers of tokens of sample k's cuts.
@@ -113,9 +121,10 @@ class GPTSamples:
         self.found.check()
         self.dataset.check_size()
         row = int(self.shuffle_index[k])
+        # A sample ends with the first token of the sample in the next row, its last label.
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         sequences = self.document_index[first : last + 1]
-        if first == last:  # the next sample's first token is this sample's last label
+        if first == last:
             return sequences, [begin], [end + 1 - begin]
         lengths = self.dataset.lengths[sequences].tolist()
         lengths[0] -= begin
@@ -130,7 +139,7 @@ class GPTSamples:
         tokens = self.dataset.read(*self._cuts(k))  # (seq_length + 1,)
         limit = self.vocab_size
         if limit is not None:
-            # Negative ids are huge as unsigned ones, so that one pass finds both mistakes.
+            # As unsigned numbers negative ids are huge, so one comparison finds both mistakes.
             unsigned = tokens.view(self.dataset.unsigned)
             if unsigned.max() >= limit:
                 self._refuse(k, limit)
@@ -143,14 +152,14 @@ class GPTSamples:
         return self.dataset.answers.read(*self._cuts(k))
 
     def _refuse(self, k: int, limit: int) -> None:
-        """Raise UserError with the place of the token id of sample k that is not below `limit`."""
+        """Raise UserError with the place of the first token id of sample k outside [0, limit)."""
         for prefix, sequence, offset, length, document in self.spans(k):
             ids = self.dataset.get(sequence, offset, length).astype(np.int64)
             bad = np.flatnonzero((ids < 0) | (ids >= limit))
             if len(bad):
                 where = f"{prefix}: token {offset + bad[0]} of sequence {sequence}"
-                found = f"{where} (document {document}) has id {ids[bad[0]]}"
-                raise UserError(f"{found}, but vocab-size is {limit}")
+                problem = f"has id {ids[bad[0]]}, but vocab-size is {limit}"
+                raise UserError(f"{where} (document {document}) {problem}")
 
 
 def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int) -> int:
@@ -166,29 +175,30 @@ def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int)
 
 
 def eval_samples(asked: EvalSet, tokens: int, seq_length: int) -> tuple[int, int]:
-    """Return the samples that a set of --eval-data takes, and those that its corpus has.
+    """Return the numbers of samples that a set of --eval-data uses, and that its corpus has.
 
-    tokens: in that corpus. Raise UserError if the corpus has fewer samples than asked for, or none.
+    asked: the set. tokens: the number of tokens in its corpus. Raise UserError if the corpus has
+    fewer samples than the set asks for, or none.
     """
-    there = (tokens - 1) // seq_length
-    if there < 1:
+    available = (tokens - 1) // seq_length
+    if available < 1:
         needed = f"one sample takes seq-length({seq_length}) + 1"
         has = f"{asked.prefix} holds {tokens} tokens"
         raise TooFewTokens(f"--eval-data {asked.name}: {has}, but {needed}")
-    count = asked.samples or there
-    if count > there:
+    count = asked.samples or available
+    if count > available:
         wanted = f"--eval-data {asked.name} asks for {count} samples"
-        raise UserError(f"{wanted}, {asked.prefix} has {there} of {seq_length} tokens")
-    return count, there
+        raise UserError(f"{wanted}, {asked.prefix} has {available} of {seq_length} tokens")
+    return count, available
 
 
 def check_eval_sets(words: tuple, seq_length: int, answers: bool = False) -> None:
     """Raise UserError if a pair of --eval-data cannot be read, or has too few samples.
 
-    answers: whether the pairs must have marks of answers.
+    words: the values of --eval-data. answers: whether the pairs must have marks of answers.
     """
-    for each in parse_eval_sets(words):
-        eval_samples(each, check_pair(each.prefix, answers), seq_length)
+    for eval_set in parse_eval_sets(words):
+        eval_samples(eval_set, check_pair(eval_set.prefix, answers), seq_length)
 
 
 def _build(
@@ -199,24 +209,31 @@ def _build(
     order: str,
     cuts: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """Return the three arrays of an order.
+    """Return the three arrays of an order, by name.
 
-    cuts: numbers of epochs, first 0, last all; documents and samples are shuffled between two cuts.
-    Megatron's generator draws for the documents, then for the samples, so all samples depend on
+    document_index: the sequences in their order, (epochs * sequences,). sample_index: the starts of
+    samples, see `sample_starts`. shuffle_index: for each sample its row of sample_index.
+    cuts: numbers of epochs, from 0 to all epochs; documents, and samples, are shuffled between two
+    neighbouring cuts. Megatron's generator draws for the documents, then for the samples, so all samples depend on
     the number of epochs. In the stable order documents and samples have a generator each, and each
     epoch is shuffled by itself: further epochs do not change the epochs before them.
     """
-    first = np.random.RandomState(seed if order == "megatron" else [seed, 0])
-    second = first if order == "megatron" else np.random.RandomState([seed, 1])
+    if order == "megatron":
+        document_random = np.random.RandomState(seed)
+        sample_random = document_random
+    else:
+        document_random = np.random.RandomState([seed, 0])
+        sample_random = np.random.RandomState([seed, 1])
     kind = _index_type(len(dataset))
     tokens = dataset.tokens_in(sequences)
-    document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), cuts[-1])
-    _shuffle(document_index, [e * len(sequences) for e in cuts], first)
-    samples = [max(0, e * tokens - 1) // seq_length for e in cuts]
-    total = samples[-1]
+    epochs = cuts[-1]
+    document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), epochs)
+    _shuffle(document_index, [cut * len(sequences) for cut in cuts], document_random)
+    samples_before = [max(0, cut * tokens - 1) // seq_length for cut in cuts]
+    total = samples_before[-1]
     shuffle_index = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
     sample_index = sample_starts(dataset.lengths, document_index, seq_length, total)
-    _shuffle(shuffle_index, samples, second)
+    _shuffle(shuffle_index, samples_before, sample_random)
     return {
         "document_index": document_index,
         "sample_index": sample_index,
@@ -230,14 +247,16 @@ def sample_starts(
     seq_length: int,
     num_samples: int,
 ) -> np.ndarray:
-    """Return each sample's start: rows (position in document_index, token offset in its sequence).
+    """Return where each sample starts: (position in document_index, token offset in the sequence).
 
-    Shape (num_samples + 1, 2); row i is the token at i * seq_length of the joined sequences,
-    the last row is the end of the last sample. Row 0 is (0, 0) even if that sequence is empty.
-    Equal to build_sample_idx of Megatron's helpers.cpp.
+    The shape is (num_samples + 1, 2). Row i is token number i * seq_length of the sequences that
+    are joined in the order of document_index; the last row is the end of the last sample. Row 0 is
+    (0, 0) even if that sequence is empty. lengths: the tokens of each sequence. The result is equal
+    to that of build_sample_idx in Megatron's helpers.cpp.
     """
     starts: np.ndarray = np.zeros((num_samples + 1, 2), _index_type(len(document_index)))
-    row, passed = 1, 0  # the next row to fill, the tokens in the blocks before
+    row = 1  # the next row to fill
+    passed = 0  # tokens in the blocks before
     for begin in range(0, len(document_index), BLOCK):
         sizes = lengths[document_index[begin : begin + BLOCK]]
         ends = passed + np.cumsum(sizes, dtype=np.int64)
@@ -245,15 +264,17 @@ def sample_starts(
         stop = max(row, min(num_samples, (passed - 1) // seq_length) + 1)
         # The last row that starts before each sequence ends; no row starts in an empty sequence.
         last = np.clip((ends - 1) // seq_length, row - 1, stop - 1)
-        found = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
+        sequence_of_row = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
         tokens = np.arange(row, stop, dtype=np.int64) * seq_length
-        starts[row:stop, 0] = begin + found
-        starts[row:stop, 1] = tokens - (ends[found] - sizes[found])
+        first_tokens = ends[sequence_of_row] - sizes[sequence_of_row]
+        starts[row:stop, 0] = begin + sequence_of_row
+        starts[row:stop, 1] = tokens - first_tokens
         row = stop
     return starts
 
 
 def _index_type(count: int) -> type[np.signedinteger]:
+    """Return the type of indices below `count`: int32 if it suffices, else int64."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
@@ -272,10 +293,10 @@ def split_ranges(split: str, sequences: int) -> list[range]:
         shares = [float(part) for part in split.split(",")]
     except ValueError:
         shares = []
-    fair = all(0 <= share < math.inf for share in shares) and sum(shares) > 0
-    if not fair or len(shares) > len(SPLITS):
+    are_valid = all(0 <= share < math.inf for share in shares) and sum(shares) > 0
+    if not are_valid or len(shares) > len(SPLITS):
         raise UserError(f"--split takes up to three shares such as 95,5,0, not {split!r}")
     filled = np.array(shares + [0.0] * (len(SPLITS) - len(shares)))
     bounds = [0.0] + np.cumsum(filled / filled.sum()).tolist()
-    places = [round(bound * float(sequences)) for bound in bounds]
-    return [range(begin, end) for begin, end in itertools.pairwise(places)]
+    borders = [round(bound * float(sequences)) for bound in bounds]
+    return [range(begin, end) for begin, end in itertools.pairwise(borders)]

@@ -39,16 +39,17 @@ BLOCK = 1 << 16  # sequences checked at a time: temporary arrays stay in a core'
 
 
 class IndexedDataset:
-    """Read-only view of a .bin/.idx pair: the index is mapped, tokens are read by their offset.
+    """Reads a .bin/.idx pair: the index is mapped, tokens are read by their offset.
 
-    `lengths` (tokens) and `offsets` (bytes) have an entry per sequence, `documents` holds the
-    first sequence of each document and a final S. `identity` changes when another pair replaces
-    this one. A damaged pair raises UserError; a pair that the cache knows is not checked again.
+    lengths: the tokens of each sequence, (S,). offsets: the first byte of each sequence in the
+    .bin, (S,). documents: the first sequence of each document, and S at the end. identity: a value
+    that changes when another pair replaces this pair. answers: the pair with a mark for each token;
+    None until `open_answers` is called.
 
-    `answers` is the pair with a mark for each token; None until `open_answers` is called.
+    Raise UserError for a damaged pair. A pair whose identity is in `cache` is not checked again.
 
     Tokens are not mapped: a mapping would read 128 KiB and more around every cold page, and hold
-    Python's lock during the read. `os.pread` reads only the tokens; other threads go on meanwhile.
+    Python's lock during the read. `os.pread` reads only the tokens, and other threads run meanwhile.
     """
 
     def __init__(self, prefix: str, cache: ArrayCache | None = None):
@@ -56,16 +57,19 @@ class IndexedDataset:
         self._index_path = prefix + ".idx"
         self._tokens_path = prefix + ".bin"
         self.identity = [_identity(path) for path in (self._index_path, self._tokens_path)]
-        self._index, self._tokens = _map(self._index_path), _open(self._tokens_path)
+        self._index = _map(self._index_path)
+        self._tokens = _open(self._tokens_path)
         weakref.finalize(self, os.close, self._tokens)
         self.token_type, sequences, boundaries = _read_header(self._index_path, self._index.bytes)
         self.unsigned = np.dtype(f"<u{self.token_type.itemsize}")
-        places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences]).tolist()
+        lengths_at = HEADER.size
+        offsets_at = lengths_at + 4 * sequences
+        documents_at = offsets_at + 8 * sequences
         # An array of modes (one byte per sequence) may follow; text does not use it.
         raw = self._index.bytes
-        self.lengths = np.frombuffer(raw, "<i4", sequences, places[0])
-        self.offsets = np.frombuffer(raw, "<i8", sequences, places[1])
-        self.documents = np.frombuffer(raw, "<i8", boundaries, places[2])
+        self.lengths = np.frombuffer(raw, "<i4", sequences, lengths_at)
+        self.offsets = np.frombuffer(raw, "<i8", sequences, offsets_at)
+        self.documents = np.frombuffer(raw, "<i8", boundaries, documents_at)
         self.bytes = os.fstat(self._tokens).st_size
         self.cache = cache or ArrayCache()
         self.answers: IndexedDataset | None = None
@@ -92,12 +96,12 @@ class IndexedDataset:
         return self.bytes // self.token_type.itemsize
 
     def tokens_in(self, sequences: range) -> int:
-        """The number of tokens in a range of sequences."""
-        ends = [
-            int(self.offsets[place]) if place < len(self) else self.bytes
-            for place in (sequences.start, sequences.stop)
-        ]
-        return (ends[1] - ends[0]) // self.token_type.itemsize
+        """Return the number of tokens in a range of sequences."""
+        first_byte, stop_byte = (
+            int(self.offsets[sequence]) if sequence < len(self) else self.bytes
+            for sequence in (sequences.start, sequences.stop)
+        )
+        return (stop_byte - first_byte) // self.token_type.itemsize
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return `length` tokens of a sequence from token `offset` on (None: up to its end).
@@ -111,9 +115,10 @@ class IndexedDataset:
         return self.read(np.array([sequence]), [offset], [length])
 
     def read(self, sequences: np.ndarray, offsets: list[int], lengths: list[int]) -> np.ndarray:
-        """Return the tokens of several cuts (sequence, first token, number of tokens), joined.
+        """Return the tokens of several cuts in one array.
 
-        Raise UserError, with the .bin's name, if it has become shorter or cannot be read.
+        A cut is a sequence, its first token (`offsets`) and a number of tokens (`lengths`). Raise
+        UserError, with the .bin's name, if the file has become shorter or cannot be read.
         """
         width = self.unsigned.itemsize
         starts = self.offsets[sequences].tolist()
@@ -134,11 +139,13 @@ class IndexedDataset:
     def check_size(self) -> None:
         """Raise UserError if the index has become shorter since it was opened.
 
-        Reading it then would end the process. `read` notices missing tokens without this check.
+        Reading the missing part of its mapping would end the process. `read` notices missing tokens
+        without this check.
         """
         self._index.check()
 
     def _short(self) -> str:
+        """Return the error message for a .bin that has become shorter."""
         now = f"it has {os.fstat(self._tokens).st_size} bytes and had {self.bytes}"
         return f"{self._tokens_path} was cut short while the run reads it: {now}"
 
@@ -153,18 +160,20 @@ class IndexedDataset:
         return {}
 
     def _check_documents(self) -> None:
+        """Raise UserError unless the document boundaries rise from 0 to the number of sequences."""
         bounds = self.documents
         sequences = len(self)
-        wrong = (1 + np.flatnonzero(bounds[1:] < bounds[:-1])).tolist()
+        wrong = (1 + np.flatnonzero(bounds[1:] < bounds[:-1])).tolist()  # places in `bounds`
         if not len(bounds) or bounds[0] != 0:
             wrong = [0]
         elif bounds[-1] != sequences and not wrong:
             wrong = [len(bounds) - 1]
         if wrong:
-            value = bounds[wrong[0]] if len(bounds) else "missing"
+            first = wrong[0]
+            value = bounds[first] if len(bounds) else "missing"
             raise UserError(
                 f"{self._index_path}: document boundaries must rise from 0 to its {sequences} "
-                f"sequences, but boundary {wrong[0]} of {len(bounds)} is {value}"
+                f"sequences, but boundary {first} of {len(bounds)} is {value}"
             )
 
     def _check_sequences(self, actual: int, itemsize: int) -> None:
@@ -187,8 +196,8 @@ class IndexedDataset:
                 )
             expected = int(ends[-1])
         if actual != expected:
-            found = f"{self._tokens_path} has {actual} bytes"
-            raise UserError(f"{found}, but {path} describes {expected}")
+            sides = f"{self._tokens_path} has {actual} bytes, but {path} describes {expected}"
+            raise UserError(sides)
 
 
 def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
@@ -197,8 +206,8 @@ def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
     Raise UserError if its header is wrong, or its size does not fit these numbers.
     """
     if len(index) < HEADER.size:
-        found = f"{path} is cut short: {len(index)} bytes"
-        raise UserError(f"{found}, the header has {HEADER.size}")
+        sides = f"{len(index)} bytes, the header has {HEADER.size}"
+        raise UserError(f"{path} is cut short: {sides}")
     magic, version, code, sequences, boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
     if magic != MAGIC:
         raise UserError(f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}")
@@ -217,12 +226,13 @@ def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
 
 
 def _map(path: str) -> MappedFile:
+    """Return the mapped file; UserError if it is missing or cannot be read."""
     with _opening(path):
         return MappedFile(path)
 
 
 def _open(path: str) -> int:
-    """Return a descriptor of the file; the kernel is told not to read ahead in it."""
+    """Open a file to read, without read-ahead by the kernel, and return its descriptor."""
     with _opening(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -256,9 +266,9 @@ def _identity(path: str) -> list:
 
 
 def check_pair(prefix: str, answers: bool = False) -> int:
-    """Return the number of tokens of a pair, by its index's header and the size of its .bin.
+    """Return the number of tokens of a pair, from its index's header and the size of its .bin.
 
-    Nothing else is read. Raise UserError if the pair is missing, unreadable or has a wrong header.
+    Nothing else of the files is read. Raise UserError if the pair is missing, unreadable or has a wrong header.
     answers: whether a pair of marks must exist too, with the same number of tokens.
     """
     index = _map(prefix + ".idx")
@@ -279,29 +289,31 @@ def check_pair(prefix: str, answers: bool = False) -> int:
 
 
 def token_type_of(vocab_size: int) -> np.dtype:
-    """Return the type of token ids in a file; the threshold is Megatron's, a little below 2^16."""
+    """Return the type of the token ids in a file; the threshold, below 2^16, is Megatron's."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 def write_index(path: str, kind: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> None:
-    """Write an .idx and flush it to the disk.
+    """Write an .idx file and flush it to the disk.
 
-    lengths: tokens of each sequence, i32. documents: first sequence of each document, then S.
+    kind: the type of the tokens. lengths: the tokens of each sequence, int32 (S,). documents: the
+    first sequence of each document, then S.
     """
     sizes = lengths.astype("<i8") * kind.itemsize
-    code = {t: c for c, t in TOKEN_TYPES.items()}[kind.str]
+    code = next(code for code, name in TOKEN_TYPES.items() if name == kind.str)
+    offsets = np.cumsum(sizes) - sizes
     with open(path, "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
-        for column in (lengths, np.cumsum(sizes) - sizes, documents.astype("<i8")):
+        for column in (lengths, offsets, documents.astype("<i8")):
             file.write(column.tobytes())
         file.flush()
         os.fsync(file.fileno())
 
 
 def checksums_of(prefix: str, source: str | None = None) -> bytes:
-    """Return the lines of `sha256sum` for a pair, the contents of PREFIX.sha256.
+    """Return the contents of PREFIX.sha256: the lines that `sha256sum` prints for a pair.
 
-    prefix: the pair's name in these lines. source: the prefix to read from, if it is another.
+    prefix: the pair's name in the lines. source: the prefix of the files; None: `prefix`.
     """
     lines = []
     for suffix in (".bin", ".idx"):
@@ -312,7 +324,7 @@ def checksums_of(prefix: str, source: str | None = None) -> bytes:
 
 
 class IndexedDatasetWriter:
-    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, as a stream.
+    """Writes a .bin/.idx pair document by document, with the same bytes as Megatron's builder.
 
         with IndexedDatasetWriter("data/books", vocab_size=50257) as writer:
             writer.add_document(tokens)                   # or several sequences of one document
@@ -327,7 +339,7 @@ class IndexedDatasetWriter:
         self.token_type = token_type_of(vocab_size)
         self._lengths = array.array("i")
         self._documents = array.array("q", [0])
-        self._partial = f"{prefix}.{os.getpid()}.partial"  # no other process writes it
+        self._partial = f"{prefix}.{os.getpid()}.partial"  # a name that no other process uses
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
             self._file = open(self._partial + ".bin", "wb")  # noqa: SIM115 (closed by __exit__)
@@ -352,7 +364,10 @@ class IndexedDatasetWriter:
         return len(self._documents) - 1
 
     def add_document(self, *sequences) -> None:
-        """Append one document; raise UserError on a token id outside the vocabulary."""
+        """Append a document, given by the token ids of its sequences.
+
+        Raise UserError if a token id is outside the vocabulary.
+        """
         for sequence in sequences:
             ids = np.asarray(sequence, np.int64)
             bad = ids[(ids < 0) | (ids >= self.vocab_size)]
