@@ -16,57 +16,68 @@ RULE = 1  # version of `blend_order`: cached orders of another version are not u
 
 
 def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the part of each of `size` samples, int16, and the sample's number within that part.
+    """Return for each of `size` samples its part, and its number within that part: (size,) each.
 
+    A part is the samples of a corpus. shares: the share of each part; they add up to 1.
     Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
     most below its share, argmax_d of shares[d] * max(i, 1) - taken[d], the first on a tie.
 
-    Chunks of about sqrt(size) samples advance side by side, each from a guess of the samples taken
-    before it. A chunk whose guess differs from the end of the chunk before runs again. When every
-    guess is right, the result is exactly the sequential one. The rule corrects itself, so this
-    takes a few passes, or more if shares are much smaller than 1 / sqrt(size).
+    To compute this with few numpy calls, chunks of about sqrt(size) samples advance side by side. A
+    chunk starts from a guess of the samples taken before it. If the guess differs from the end of
+    the chunk before, the chunk runs again, until all guesses are right. The rule corrects itself,
+    so this takes a few passes, or more if shares are much smaller than 1 / sqrt(size).
     """
     weights = np.asarray(shares, np.float64)
     steps = math.isqrt(max(size - 1, 0)) + 1
     chunks = -(-size // steps)
     starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
-    which = np.empty((chunks, steps), np.int16)
-    number = np.empty((chunks, steps), _number_type(size))
-    stale = np.arange(chunks)
+    part_of = np.empty((chunks, steps), np.int16)
+    number_of = np.empty((chunks, steps), _number_type(size))
+    stale = np.arange(chunks)  # the chunks to run
     while len(stale):
         taken = starts[stale]
-        every = np.arange(len(stale))
+        rows = np.arange(len(stale))
         for step in range(steps):
             i = np.maximum(stale * steps + step, 1)
             chosen = np.argmax(i[:, None] * weights - taken, axis=1)
-            which[stale, step] = chosen
-            number[stale, step] = taken[every, chosen]
-            taken[every, chosen] += 1
-        inner = stale + 1 < chunks
-        following = stale[inner] + 1
-        taken = taken[inner]
-        changed = (starts[following] != taken).any(axis=1)
-        starts[following] = taken
+            part_of[stale, step] = chosen
+            number_of[stale, step] = taken[rows, chosen]
+            taken[rows, chosen] += 1
+        has_next = stale + 1 < chunks
+        following = stale[has_next] + 1
+        end = taken[has_next]
+        changed = (starts[following] != end).any(axis=1)
+        starts[following] = end
         stale = following[changed]
-    return which.reshape(-1)[:size], number.reshape(-1)[:size]
+    return part_of.reshape(-1)[:size], number_of.reshape(-1)[:size]
 
 
 def _number_type(size: int) -> type[np.signedinteger]:
+    """Return the type of numbers up to `size`: int32 if it suffices, else int64."""
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64
 
 
 def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Return each part's fair share of the first `begins` samples: integers (chunks, parts)."""
+    """Return the samples that each part has about given before each chunk: int64 (chunks, parts).
+
+    weights: the share of each part, (parts,). begins: the first sample of each chunk, (chunks,). A
+    chunk's numbers add up to its first sample: fractions are rounded down, and the parts with the
+    largest fractions get the missing samples.
+    """
     ideal = begins[:, None] * weights
     taken = np.floor(ideal).astype(np.int64)
-    left = begins - taken.sum(axis=1)
+    missing = begins - taken.sum(axis=1)
     rank = np.argsort(np.argsort(taken - ideal, axis=1, kind="stable"), axis=1)
-    return taken + (rank < left[:, None])
+    return taken + (rank < missing[:, None])
 
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend. which: each sample's part; number: in that part; taken: by part."""
+    """The order of a blend of several parts, each the samples of a corpus.
+
+    which: the part of each sample, (samples,). number: the number of each sample in its part,
+    (samples,). taken: how many samples each part gives. found: the cached arrays.
+    """
 
     which: np.ndarray
     number: np.ndarray
@@ -75,7 +86,7 @@ class BlendOrder:
 
 
 def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> BlendOrder:
-    """Return `blend_order` from the cache; if it is not there, build and store it."""
+    """Return the order of a blend from the cache, or compute and store it; see `blend_order`."""
     facts: dict[str, Any] = {"blend": RULE, "shares": shares, "size": size}
 
     def build() -> dict[str, np.ndarray]:
@@ -89,11 +100,12 @@ def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> Blend
 
 
 class Blend:
-    """Samples of several corpora, mixed by weight; an epoch has as many samples as the order.
+    """Samples of several corpora, mixed by weight.
 
-    parts: for each epoch, the samples of every corpus, in the same order of corpora. num_samples:
-    the length; more than one epoch has the order again with the next epoch's parts. Raise UserError
-    if a part has too few samples.
+    parts: the samples of every corpus for the first epoch, then for the second, and so on, with the
+    same order of corpora. order: the order of an epoch, which all epochs use. num_samples: the
+    number of samples; the last epoch may be incomplete. Raise UserError if a part has too few
+    samples.
     """
 
     def __init__(self, parts: list[GPTSamples], order: BlendOrder, num_samples: int):
@@ -109,7 +121,7 @@ class Blend:
         return self.num_samples
 
     def _epochs(self, samples: int) -> int:
-        """Return the number of epochs, perhaps the last one in part, of so many samples."""
+        """Return the number of epochs that have `samples` samples; the last may be incomplete."""
         return -(-samples // len(self.order.which))
 
     def _place(self, k: int) -> tuple[GPTSamples, int]:
@@ -140,7 +152,7 @@ class Blend:
         return samples.file_of(number)
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return the number of samples from `first` up to `stop`, by corpus prefix."""
+        """Return the number of samples in [first, stop) by corpus prefix."""
         size = len(self.order.which)
         total = Counter[str]()
         for epoch in range(first // size, self._epochs(stop)):
@@ -158,17 +170,23 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
-    """Return prefixes and weights of `--data [WEIGHT] PREFIX ...`; None without weights."""
+    """Return the prefixes and the weights of `--data [WEIGHT] PREFIX ...`.
+
+    The weights are None if --data gives none. Raise UserError if they are wrong.
+    """
     words = [str(word) for word in data]  # a TOML list may hold numbers
     numbers = [_number(word) for word in words]
     if "synthetic" in words:
         raise UserError("--data synthetic must be alone: random tokens do not mix with files")
     if all(number is None for number in numbers):
         return words, None
-    weights = [number for number in numbers[0::2] if number is not None]
+    at_weights = numbers[0::2]  # weights and prefixes alternate
+    at_prefixes = numbers[1::2]
+    weights = [number for number in at_weights if number is not None]
     prefixes = words[1::2]
     flag = f"--data {' '.join(words)}"
-    if 2 * len(weights) != len(words) or any(number is not None for number in numbers[1::2]):
+    has_number_as_prefix = any(number is not None for number in at_prefixes)
+    if 2 * len(weights) != len(words) or has_number_as_prefix:
         raise UserError(f"{flag}: give a weight before every prefix, or before none")
     if not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"{flag}: weights must be positive numbers")
@@ -176,6 +194,7 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
 
 
 def _number(word: str) -> float | None:
+    """Return the number that a word is, or None."""
     try:
         return float(word)
     except ValueError:

@@ -31,7 +31,8 @@ from corpora.sample_order import (
 )
 from corpora.token_files import IndexedDataset
 
-# Megatron's mid_level_dataset_surplus: the share that a blend requests of each part in addition.
+# A blend requests this share of samples in addition from each part: Megatron's
+# mid_level_dataset_surplus.
 SURPLUS = 0.005
 
 Samples = GPTSamples | Blend
@@ -40,7 +41,8 @@ Samples = GPTSamples | Blend
 class Corpora:
     """Opens the token files of a run, and makes the samples of its splits.
 
-    ranges: by corpus, the sequences of each split. Raise UserError on bad data or shares.
+    datasets: the corpora of --data. weights: their weights, or None. ranges: for each corpus, the
+    sequences of each split. Raise UserError if --data or --split is wrong.
     """
 
     def __init__(self, config: Config):
@@ -55,7 +57,7 @@ class Corpora:
 
         number: the split's position in SPLITS.
         """
-        ranges = [own[number] for own in self.ranges]
+        ranges = [ranges_of_corpus[number] for ranges_of_corpus in self.ranges]
         try:
             if self.weights is None and len(self.datasets) == 1:
                 return self._part(0, ranges, num_samples)
@@ -73,19 +75,22 @@ class Corpora:
     def test_split(self, num_samples: int) -> tuple[Samples | None, tuple[str, ...]]:
         """Return at least `num_samples` samples of the test split, and notes for the log.
 
-        Without samples if --split gives it no share, or, with a note, if its share holds none.
+        The samples are None if --split gives the test split no share, or if its share is too small
+        for a sample; then there is a note.
         """
-        if not any(ranges[SPLITS.index("test")] for ranges in self.ranges):
+        test = SPLITS.index("test")
+        if not any(ranges[test] for ranges in self.ranges):
             return None, ()
         try:
-            return self.split(2, num_samples), ()
+            return self.split(test, num_samples), ()
         except TooFewTokens as error:
             return None, (f"no test loss: {error}",)
 
     def epoch_tokens(self) -> dict[str, int]:
-        """Return the tokens in the train split of each corpus, by its prefix."""
+        """Return the number of tokens in the train split of each corpus, by prefix."""
+        train = SPLITS.index("train")
         parts = zip(self.datasets, self.ranges)
-        return {dataset.prefix: dataset.tokens_in(ranges[0]) for dataset, ranges in parts}
+        return {dataset.prefix: dataset.tokens_in(ranges[train]) for dataset, ranges in parts}
 
     def describe(self) -> str:
         """Return a line for the start of a run: how tokens are read, where orders are kept."""
@@ -99,23 +104,28 @@ class Corpora:
         count: int | None,
         seed: int | None = None,
     ) -> GPTSamples:
-        """Return samples of corpus i, at least `count` (None: one epoch). seed: default --seed."""
+        """Return at least `count` samples of corpus number i.
+
+        ranges: the sequences of each corpus. count: None for one epoch. seed: None for --seed.
+        """
         model = self.config.model
+        if seed is None:
+            seed = self.config.training.seed
         return GPTSamples(
             self.datasets[i],
             ranges[i],
             count,
             model.seq_length,
-            self.config.training.seed if seed is None else seed,
+            seed,
             model.vocab_size,
             self.config.data.order,
             self.cache,
         )
 
     def _by_weight(self, ranges: list[range], num_samples: int) -> Blend:
-        """Return a blend whose parts are requested in Megatron's way: their share and a surplus.
+        """Return a blend by the weights of --data.
 
-        The order of a part depends on the number of samples requested. If the blend takes more
+        As in Megatron, each part is requested with its share of the samples and a surplus. The order of a part depends on the number of samples requested. If the blend takes more
         samples than that, Megatron fails; here the taken number is requested.
         """
         shares = normalise(self.weights or ())
@@ -127,59 +137,60 @@ class Corpora:
         return Blend(parts, order, num_samples)
 
     def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
-        """Return parts mixed by their numbers of samples, in Megatron's way: one epoch of each.
+        """Return a blend by the corpora's numbers of samples, one epoch of each, as in Megatron.
 
-        Megatron has no further epochs; here each repeats the mixture, the parts ordered by another
-        seed.
+        Megatron has no further epochs. Here every further epoch has the same mixture, and another
+        seed for the order of each part.
         """
         length = self.config.model.seq_length
         seed = self.config.training.seed
-        epoch = [
-            (tokens_per_epoch(dataset, own, length) - 1) // length
-            for dataset, own in zip(self.datasets, ranges)
-        ]
-        order = find_blend_order(normalise(epoch), min(num_samples, sum(epoch)), self.cache)
+        sizes = []  # the samples of an epoch of each corpus
+        for dataset, sequences in zip(self.datasets, ranges):
+            sizes.append((tokens_per_epoch(dataset, sequences, length) - 1) // length)
+        order = find_blend_order(normalise(sizes), min(num_samples, sum(sizes)), self.cache)
+        epochs = -(-num_samples // sum(sizes))  # rounded up
         parts = []
-        for e in range(-(-num_samples // sum(epoch))):
+        for epoch in range(epochs):
             for i in range(len(self.datasets)):
-                parts.append(self._part(i, ranges, None, (seed + e) % 2**32))
+                parts.append(self._part(i, ranges, None, (seed + epoch) % 2**32))
         return Blend(parts, order, num_samples)
 
 
 def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str, ...]]:
-    """Return (samples, number that counts) of each set of --eval-data, by name, and a note on each.
+    """Return the sets of --eval-data by name, and a note on each set for the log.
 
-    Raise UserError if a corpus has fewer samples than its set asks for. The last micro-batches
-    are filled with samples of a second epoch, which do not count.
+    A set is its samples and the number of samples that count. If the number does not fill the last
+    micro-batches of all replicas, further samples that do not count fill them. Raise UserError if a
+    corpus has fewer samples than its set asks for.
     """
     model = config.model
     cache = ArrayCache(config.data.cache_folder)
-    found: dict[str, tuple[Samples, int]] = {}
+    sets: dict[str, tuple[Samples, int]] = {}
     notes = []
-    for asked in parse_eval_sets(config.data.eval_data or ()):
-        name, prefix, _ = asked
+    for eval_set in parse_eval_sets(config.data.eval_data or ()):
+        name, prefix, _ = eval_set
         dataset = _open(prefix, config, cache)
-        every = range(len(dataset))
-        count, there = eval_samples(asked, dataset.tokens, model.seq_length)
-        share = config.layout.micro_batch_size * config.layout.dp
-        whole_passes = -(-count // share) * share
+        all_sequences = range(len(dataset))
+        count, available = eval_samples(eval_set, dataset.tokens, model.seq_length)
+        samples_of_pass = config.layout.micro_batch_size * config.layout.dp
+        filled = -(-count // samples_of_pass) * samples_of_pass  # rounded up to whole passes
         samples = GPTSamples(
             dataset,
-            every,
-            whole_passes,
+            all_sequences,
+            filled,
             model.seq_length,
             config.training.seed,
             model.vocab_size,
             "stable",
             cache,
         )
-        found[name] = samples, count
-        notes.append(f"evaluation set {name}: {count} of {there} samples of {prefix}")
-    return found, tuple(notes)
+        sets[name] = samples, count
+        notes.append(f"evaluation set {name}: {count} of {available} samples of {prefix}")
+    return sets, tuple(notes)
 
 
 def _open(prefix: str, config: Config, cache: ArrayCache) -> IndexedDataset:
-    """Open a corpus of a run, with its answers if they are needed.
+    """Open the corpus `prefix`, with its marks of answers if --answers-only needs them.
 
     Raise UserError if a file is missing or damaged.
     """

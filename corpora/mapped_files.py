@@ -34,15 +34,16 @@ import numpy as np
 
 from config.messages import UserError
 
-FORMAT = 2  # of an entry
+FORMAT = 2  # version of the format of an entry
 HEADER_BYTES = 256  # more than the header of a .npy file with few dimensions
 SECONDS_UNUSED = 30 * 24 * 3600.0  # an entry that no run has opened for this long is removed
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class MappedFile:
-    """A file that is mapped to be read. bytes: uint8; an empty file is not mapped and has none.
+    """A file that is mapped into memory to be read.
 
+    bytes: the contents, uint8 (size,); an empty file is not mapped.
     Access beyond the end of a file that has been cut short ends the process (SIGBUS), so callers
     that read later call `check` before each read. Raise OSError if the file cannot be opened.
     """
@@ -73,23 +74,23 @@ class MappedFile:
 
 
 def why_others_could_write(path: str) -> str:
-    """Return why other users could change the folder or file at `path`; empty if they cannot.
+    """Return why other users could change the folder or file at `path`; "" if they cannot.
 
-    They cannot if it is no link, belongs to this user, and is writable for this user alone. Raise
-    OSError if nothing is at `path`.
+    They cannot if `path` is no link, belongs to this user, and only this user may write to it.
+    Raise OSError if `path` does not exist.
     """
-    found = os.lstat(path)
-    if stat.S_ISLNK(found.st_mode):
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
         return "is a link"
-    if found.st_uid != os.getuid():
-        return f"belongs to user {found.st_uid}, not to user {os.getuid()}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"has mode {stat.S_IMODE(found.st_mode):o}: group or others may write"
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}, not to user {os.getuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"has mode {stat.S_IMODE(status.st_mode):o}: group or others may write"
     return ""
 
 
 def why_others_could_replace(folder: str) -> str:
-    """Return why other users could put another folder in its place; empty if they cannot."""
+    """Return why other users could put another folder in the place of `folder`; "": they cannot."""
     parent = os.path.dirname(os.path.abspath(folder))
     mode = os.stat(parent).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
@@ -99,9 +100,10 @@ def why_others_could_replace(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """Arrays by name, as `ArrayCache.find` returns them; read-only if they are mapped from `files`.
+    """The result of `ArrayCache.find`.
 
-    built: whether that call built them.
+    arrays: the arrays by name; read-only if they are mapped from `files`. built: whether this
+    process built them.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -115,7 +117,7 @@ class Found:
 
 
 class ArrayCache:
-    """Arrays that one process of a node builds and all others map; see the module.
+    """A cache of arrays: one process of a node builds them, all other processes map them.
 
     folder: a folder of this node and user, made if it does not exist. None: nothing is stored, and
     every process builds the arrays. Raise UserError if the folder cannot be used.
@@ -140,9 +142,10 @@ class ArrayCache:
             )
 
     def find(self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]) -> Found:
-        """Return the arrays that `facts` (JSON values) determine: cached ones, or built and stored.
+        """Return the arrays that `facts` determine, from the cache or from `build`.
 
-        If several processes of a node call this at once, one builds and the others wait.
+        facts: JSON values by name. build: returns the arrays by name; they are stored. If several
+        processes of a node call this at once, one process builds and the others wait.
         """
         if self.folder is None:
             return Found(build())
@@ -183,6 +186,7 @@ class ArrayCache:
                         _remove(path)
 
     def _unusable(self, error: OSError) -> UserError:
+        """Return the error for a folder that cannot be used, because of `error`."""
         cause = error.strerror or error
         return UserError(
             f"--cache {self.folder}: cannot store the order of samples ({cause}): name a "
@@ -191,8 +195,9 @@ class ArrayCache:
 
 
 def _read(path: str) -> Found | None:
-    """Return the arrays of an entry, mapped; None if it is missing or damaged, or could be another
-    user's work.
+    """Return the mapped arrays of the entry in the folder `path`.
+
+    Return None if the entry is missing or damaged, or if another user could have written it.
     """
     arrays = {}
     files = []
@@ -206,12 +211,15 @@ def _read(path: str) -> Found | None:
     except (FileNotFoundError, ValueError):
         return None
     with contextlib.suppress(OSError):
-        os.utime(path)  # so that it is not removed as unused
+        os.utime(path)  # an entry with an old time would be removed as unused
     return Found(arrays, files, built=False)
 
 
 def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
-    """Write a partial entry, then rename it to `path`. Each array is freed when it is written."""
+    """Write the entry of the folder `path`; an array is removed from `arrays` once it is written.
+
+    The entry is written to another folder, which is then renamed.
+    """
     partial = path.removesuffix("arrays") + "partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     os.mkdir(partial, 0o700)

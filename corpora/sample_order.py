@@ -214,9 +214,10 @@ def _build(
     document_index: the sequences in their order, (epochs * sequences,). sample_index: the starts of
     samples, see `sample_starts`. shuffle_index: for each sample its row of sample_index.
     cuts: numbers of epochs, from 0 to all epochs; documents, and samples, are shuffled between two
-    neighbouring cuts. Megatron's generator draws for the documents, then for the samples, so all samples depend on
-    the number of epochs. In the stable order documents and samples have a generator each, and each
-    epoch is shuffled by itself: further epochs do not change the epochs before them.
+    neighbouring cuts. Megatron's generator draws for the documents, then for the samples, so all
+    samples depend on the number of epochs. In the stable order documents and samples have a
+    generator each, and each epoch is shuffled by itself: further epochs do not change the epochs
+    before them.
     """
     if order == "megatron":
         document_random = np.random.RandomState(seed)

@@ -49,7 +49,7 @@ class IndexedDataset:
     Raise UserError for a damaged pair. A pair whose identity is in `cache` is not checked again.
 
     Tokens are not mapped: a mapping would read 128 KiB and more around every cold page, and hold
-    Python's lock during the read. `os.pread` reads only the tokens, and other threads run meanwhile.
+    Python's lock during the read. `os.pread` reads only the tokens, while other threads run.
     """
 
     def __init__(self, prefix: str, cache: ArrayCache | None = None):
@@ -268,7 +268,7 @@ def _identity(path: str) -> list:
 def check_pair(prefix: str, answers: bool = False) -> int:
     """Return the number of tokens of a pair, from its index's header and the size of its .bin.
 
-    Nothing else of the files is read. Raise UserError if the pair is missing, unreadable or has a wrong header.
+    Nothing else is read. Raise UserError if the pair is missing, unreadable or has a wrong header.
     answers: whether a pair of marks must exist too, with the same number of tokens.
     """
     index = _map(prefix + ".idx")
@@ -300,10 +300,10 @@ def write_index(path: str, kind: np.dtype, lengths: np.ndarray, documents: np.nd
     first sequence of each document, then S.
     """
     sizes = lengths.astype("<i8") * kind.itemsize
-    code = next(code for code, name in TOKEN_TYPES.items() if name == kind.str)
+    codes = {name: code for code, name in TOKEN_TYPES.items()}
     offsets = np.cumsum(sizes) - sizes
     with open(path, "wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
+        file.write(HEADER.pack(MAGIC, VERSION, codes[kind.str], len(lengths), len(documents)))
         for column in (lengths, offsets, documents.astype("<i8")):
             file.write(column.tobytes())
         file.flush()
