@@ -1,4 +1,4 @@
-"""Masks of attention from the first and last token that each token sees.
+"""Makes and applies masks of attention, given by the first and last token that each token sees.
 
     mask = visible(batch.starts, batch.stops, slopes)       once for a stage and micro-batch
     mixed = masked_attention(q, k, v, mask)                 in each block
@@ -23,8 +23,8 @@ BLOCK = 128  # tokens; flex_attention's default
 class Mask(NamedTuple):
     """A mask of attention, which `masked_attention` applies.
 
-    dense: a bool mask or a bias, for torch's attention. Else blocks and score: the block_mask and
-    score_mod of flex_attention.
+    dense: for torch's attention, a bool mask or a bias of the scores. blocks, score: for
+    flex_attention, its block_mask and score_mod; score may be None.
     """
 
     dense: Tensor | None = None
@@ -50,10 +50,11 @@ def visible(
     dtype: torch.dtype,
     places: Tensor | None = None,
 ) -> Mask:
-    """Return the mask with which token q sees tokens starts[q] to stops[q] - 1; both are (b, s).
+    """Return the mask with which token q sees the tokens starts[q] to stops[q] - 1.
 
-    slopes: ALiBi's, for the local heads (a,); the score falls with the distance, on both sides.
-    places: positions of the tokens whose queries are local, (q,), in any order; None: all tokens.
+    starts, stops: (b, s). slopes: ALiBi's slopes of the local heads, (a,), or None; the scores fall
+    with the distance in both directions. dtype: the type of a bias. places: the positions of the
+    tokens whose queries are on this rank, (q,), in any order; None: all tokens.
     """
     length = starts.shape[1]
     if places is not None:
@@ -73,7 +74,10 @@ def _dense(
     length: int,
     places: Tensor | None,
 ) -> Tensor:
-    """Return a bool mask (b, 1, q, s), or with ALiBi the bias of the scores, (b, a, q, s)."""
+    """Return a bool mask, (b, 1, q, s), or with ALiBi the bias of the scores, (b, a, q, s).
+
+    starts, stops: (b, q). length: s. The other arguments are those of `visible`.
+    """
     keys = torch.arange(length, device=starts.device)
     seen = (keys >= starts[..., None]) & (keys < stops[..., None])
     if slopes is None:
@@ -85,21 +89,34 @@ def _dense(
 
 
 def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
-    """Return the blocks of keys that each block of queries sees, wholly or perhaps in part.
+    """Return flex_attention's mask: the blocks of keys that each block of queries sees.
 
-    starts, stops: the range that each query sees, (b, q). length: the number of keys.
+    starts, stops: the range of keys that each query sees, (b, q). length: the number of keys.
     """
-    least, most = (_by_block(starts, by) for by in ("amin", "amax"))
-    shortest, longest = (_by_block(stops, by) for by in ("amin", "amax"))
-    begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK
-    seen = (least[..., None] < begin + BLOCK) & (longest[..., None] > begin)  # b, queries, keys
-    whole = (most[..., None] <= begin) & (shortest[..., None] >= begin + BLOCK)
+    first_start = _by_block(starts, "amin")[..., None]
+    last_start = _by_block(starts, "amax")[..., None]
+    first_stop = _by_block(stops, "amin")[..., None]
+    last_stop = _by_block(stops, "amax")[..., None]
+    begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK  # first key of a block
+    # (b, blocks of queries, blocks of keys): seen at least in part, or seen whole by all queries.
+    seen = (first_start < begin + BLOCK) & (last_stop > begin)
+    whole = (last_start <= begin) & (first_stop >= begin + BLOCK)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return whether query q of sample b sees key k; h, the head, makes no difference."""
         return (k >= starts[b, q]) & (k < stops[b, q])
 
-    kinds = (*_listed(seen & ~whole), *_listed(whole))
-    return BlockMask.from_kv_blocks(*kinds, BLOCK, sees, (starts.shape[1], length))
+    partial_counts, partial_blocks = _listed(seen & ~whole)
+    whole_counts, whole_blocks = _listed(whole)
+    return BlockMask.from_kv_blocks(
+        partial_counts,
+        partial_blocks,
+        whole_counts,
+        whole_blocks,
+        BLOCK,
+        sees,
+        (starts.shape[1], length),
+    )
 
 
 def _by_block(values: Tensor, by: str) -> Tensor:
@@ -108,15 +125,16 @@ def _by_block(values: Tensor, by: str) -> Tensor:
     values: (b, q); the last value is repeated to fill the last block.
     """
     count = -(-values.shape[1] // BLOCK)
-    more = count * BLOCK - values.shape[1]
-    filled = torch.cat([values, values[:, -1:].expand(-1, more)], 1)
+    missing = count * BLOCK - values.shape[1]
+    filled = torch.cat([values, values[:, -1:].expand(-1, missing)], 1)
     return getattr(filled.unflatten(1, (count, BLOCK)), by)(2)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of marked blocks in each row, and the row's blocks, marked ones first.
+    """Return the number of marked blocks in each row, and the row's block numbers, marked first.
 
-    Both have a dimension of 1 in place of heads: all heads have the same blocks.
+    blocks: bool, (b, rows, columns). The results are int32, (b, 1, rows) and (b, 1, rows, columns);
+    the dimension of 1 stands for the heads, because all heads have the same blocks.
     """
     numbers = blocks.sum(-1, dtype=torch.int32)
     order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
@@ -124,7 +142,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether flex_attention takes such heads: on GPUs, from 16 columns on, not in fp64."""
+    """Return whether flex_attention supports heads of this size and type on this device."""
     return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
 
 
@@ -136,11 +154,11 @@ def causal_alibi(
     dtype: torch.dtype,
     places: Tensor | None = None,
 ) -> Mask:
-    """Return the mask of causal attention with ALiBi; slopes: of the local heads, (a,).
+    """Return the mask of causal attention with ALiBi.
 
-    A dense mask is (1, a, q, s) with -inf above the diagonal, the same for all samples. It holds
-    -slope * distance, so that near tokens are exact in bf16. A mask of flex_attention is for
-    `samples` samples. places: see `visible`.
+    slopes: ALiBi's slopes of the local heads, (a,). samples: b. length: s. places: see `visible`.
+    A dense mask is a bias, (1, a, q, s), for all samples, with -inf above the diagonal. It holds
+    -slope * distance, so that the biases of near tokens are exact in bf16.
     """
     if takes_flex(head_size, dtype, slopes.device):
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
@@ -153,9 +171,9 @@ def causal_alibi(
 
 
 def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
-    """Return flex_attention's score_mod of ALiBi: a score minus slope * distance.
+    """Return flex_attention's score_mod for ALiBi, which subtracts slope * distance from a score.
 
-    slopes: of the local heads, (a,). places: see `visible`.
+    slopes: ALiBi's slopes of the local heads, (a,). places: see `visible`.
     """
 
     def score(value: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -167,12 +185,12 @@ def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
 
 @functools.cache
 def _compiled() -> Callable:
-    """Return flex_attention compiled to one kernel; uncompiled it would write all scores."""
+    """Return flex_attention compiled to one kernel; uncompiled it would store all scores."""
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Compute `masked_attention` on a GPU."""
+    """Return the result of `masked_attention` by flex_attention, on a GPU."""
     grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
     return _compiled()(q, k, v, **options)

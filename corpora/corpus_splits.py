@@ -125,8 +125,9 @@ class Corpora:
     def _by_weight(self, ranges: list[range], num_samples: int) -> Blend:
         """Return a blend by the weights of --data.
 
-        As in Megatron, each part is requested with its share of the samples and a surplus. The order of a part depends on the number of samples requested. If the blend takes more
-        samples than that, Megatron fails; here the taken number is requested.
+        As in Megatron, each part is requested with its share of the samples and a surplus. The
+        order of a part depends on the number of samples requested. If the blend takes more samples
+        than that, Megatron fails; here the number taken is requested.
         """
         shares = normalise(self.weights or ())
         # Megatron normalises given weights once for the requests and once more for the order.

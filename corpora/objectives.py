@@ -1,5 +1,7 @@
 """Training objectives: which tokens each token sees, and which labels count in the loss.
 
+The arrays of a row, which is one sample of a micro-batch:
+
     tokens, labels     a label that does not count in the loss is NO_TARGET
     starts, stops      token q sees tokens starts[q] to stops[q] - 1; without them, 0 to q
     positions          each token's place in its document; without them, 0 to s - 1
@@ -18,7 +20,7 @@ NO_TARGET = -1
 
 
 class Readable(Protocol):
-    """Samples that an objective reads by their number."""
+    """Samples that an objective can read, each by its number k."""
 
     def __len__(self) -> int: ...
 
@@ -33,23 +35,25 @@ class Readable(Protocol):
 
 
 class Objective:
-    """Makes the rows of a micro-batch from samples, by the data options.
+    """Makes the rows of a micro-batch from samples, as the data options say.
 
-    fields: the names of a row's arrays, each of shape (seq_length,), int64. masks_loss: whether
-    some labels may be NO_TARGET.
+    fields: the names of a row's arrays, which are (seq_length,), int64. masks_loss: whether labels
+    may be NO_TARGET. plain: whether a row is only a sample's tokens and labels.
     """
 
     def __init__(self, options: Data, seed: int = 0):
         self.options = options
         self.seed = seed
         self.fields = ["tokens", "labels"]
-        self.fields += ["starts", "stops"] if options.masks_attention else []
-        self.fields += ["positions"] if options.reset_positions else []
+        if options.masks_attention:
+            self.fields += ["starts", "stops"]
+        if options.reset_positions:
+            self.fields.append("positions")
         self.masks_loss = options.masks_loss
         self.plain = len(self.fields) == 2 and not self.masks_loss
 
     def row(self, samples: Readable, k: int) -> dict[str, np.ndarray]:
-        """Return the row of sample k: an array for each of `fields`."""
+        """Return the row of sample k: an array (seq_length,) for each name in `fields`."""
         options = self.options
         text = samples.sample(k)
         row = {"tokens": text[:-1], "labels": text[1:]}
@@ -66,12 +70,13 @@ class Objective:
         borders = borders if options.reset_attention else whole
         counted = np.ones(size, bool)
         if options.masks_attention:
-            row["starts"], row["stops"] = _per_token(borders[:-1], borders), places + 1
+            row["starts"] = _per_token(borders[:-1], borders)
+            row["stops"] = places + 1
         if options.objective == "prefix":
             random = np.random.default_rng((self.seed, k))
             ends = _per_token(prefix_ends(borders, random), borders)
             row["stops"] = np.maximum(row["stops"], ends)
-            counted = places + 1 >= ends
+            counted = places + 1 >= ends  # labels after the prefix
         if options.mask_eod_loss:
             counted &= row["tokens"] != options.eod_token
         if options.answers_only:
@@ -82,22 +87,27 @@ class Objective:
 
 
 def document_borders(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Return the first token of each document in `tokens`, and at the end the number of tokens.
+    """Return the index of the first token of each document, and at the end the number of tokens.
 
-    eod: the token id that ends a document.
+    tokens: (s,). eod: the token id that ends a document. The result is (documents + 1,).
     """
     after = np.flatnonzero(tokens[:-1] == eod) + 1
     return np.concatenate([[0], after, [len(tokens)]])
 
 
 def _per_token(of_documents: np.ndarray, borders: np.ndarray) -> np.ndarray:
-    """Return an array that has, for each token, the value of the token's document."""
+    """Return for each token the value of its document, (s,).
+
+    of_documents: a value for each document. borders: see `document_borders`.
+    """
     return np.repeat(of_documents, np.diff(borders))
 
 
 def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return the end of each document's prefix, which has 1 to n - 1 of the n tokens.
+    """Return the index after each document's prefix, (documents,).
 
-    All these lengths are equally likely. The prefix of a document of one token is that token.
+    borders: see `document_borders`. The prefix of a document of n tokens has 1 to n - 1 tokens, with
+    equal probability; the prefix of a single token is that token.
     """
-    return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))
+    lengths = np.diff(borders)
+    return borders[:-1] + random.integers(1, np.maximum(2, lengths))

@@ -1,11 +1,11 @@
-"""Micro-batches of one rank, read by threads before the rank asks for them.
+"""Reads the micro-batches of a rank in threads, before the rank asks for them.
 
     reader = Prefetcher(shape=(4, 2048), pinned=True)
-    reader.go_on(samples, 120, iter([120, 124, 128]))    the first samples of the next ones
+    reader.go_on(samples, 120, iter([120, 124, 128]))    the first samples of the next micro-batches
     rows = reader.take(samples, 120)
     reader.close()
 
-The samples' numbers alone determine their tokens, so a resumed run reads the same ones.
+A sample's number alone determines its tokens, so a resumed run reads the same tokens.
 """
 
 import queue
@@ -30,7 +30,8 @@ SECONDS_TO_END = 2.0  # the longest wait for a thread that still reads when the 
 class Rows(NamedTuple):
     """A micro-batch as it was read.
 
-    tensors: (b, s), by the names of `Objective.fields`. targets: labels that count in the loss.
+    tensors: (b, s), by the names of `Objective.fields`. targets: the number of labels that count in
+    the loss.
     """
 
     tensors: dict[str, Tensor]
@@ -38,7 +39,10 @@ class Rows(NamedTuple):
 
 
 class _Read(Future[None]):
-    """A micro-batch that is being read; `sample`: the number of the sample whose turn it is."""
+    """A micro-batch that is being read, or will be read.
+
+    sample: the number of the sample that is read next. count: the labels read so far that count.
+    """
 
     def __init__(
         self,
@@ -56,29 +60,31 @@ class _Read(Future[None]):
 
     def run(self) -> None:
         """Read the micro-batch's samples, one after the other."""
-        # Arrays, because torch would start a pool of threads in each thread that copies much.
+        # With tensors, torch would start a pool of threads in each thread that copies much.
         arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
         for place in range(len(arrays["tokens"])):
             row = self.objective.row(self.samples, self.sample)
             for name, values in row.items():
                 arrays[name][place] = values
-            some = self.objective.masks_loss
-            self.count += int((row["labels"] >= 0).sum()) if some else len(row["labels"])
+            if self.objective.masks_loss:
+                self.count += int((row["labels"] >= 0).sum())
+            else:
+                self.count += len(row["labels"])
             self.sample += 1
 
     @property
     def rows(self) -> Rows:
-        """The micro-batch, complete once `run` has ended."""
+        """The micro-batch, which is complete once `run` has ended."""
         return Rows(self.tensors, self.count)
 
 
 class Prefetcher:
     """Reads micro-batches ahead, in threads that start when the first micro-batch is asked for.
 
-    A rank in the middle of a pipeline asks for none, so it reads none and starts no threads.
-    shape: (micro-batch size, seq_length). pinned: allocate pinned memory, from which a GPU copies
-    asynchronously. seconds: a sample that has not arrived by then is an error. objective: default:
-    predict every next token.
+    A rank in the middle of a pipeline asks for no micro-batch, so it starts no threads.
+    shape: (micro-batch size, seq_length). pinned: whether to allocate pinned memory, from which a
+    GPU copies asynchronously. seconds: the longest wait for a micro-batch. objective: makes the
+    rows; None: predict every next token.
     """
 
     def __init__(
@@ -94,15 +100,18 @@ class Prefetcher:
         self.objective = objective or Objective(Data())
         self._jobs: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        # By id of the samples: first samples of the next micro-batches, and the reads begun.
+        # By id() of the samples: the first samples of the next micro-batches.
         self._upcoming: dict[int, Iterator[int]] = {}
+        # By id() of the samples, then by first sample: the reads in the queue, begun or ended.
         self._reads: dict[int, dict[int, _Read]] = {}
-        # Called at the latest when this object is freed, so that no thread outlives it.
+        # The finalizer is called at the latest when this object is freed: no thread outlives it.
         self.close = weakref.finalize(self, _end, self._jobs, self._threads, self._reads)
 
     def go_on(self, samples: Readable, first: int, upcoming: Iterator[int]) -> None:
-        """Read ahead the micro-batches of `upcoming`, the first of which begins at sample `first`;
-        nothing changes if the micro-batch at `first` is read or being read already.
+        """Begin to read ahead the micro-batches that the rank will take next.
+
+        upcoming: the first sample of each micro-batch; the first of these is `first`. Do nothing if
+        the micro-batch at `first` is in the queue already. Other reads of `samples` are dropped.
         """
         if first in self._reads.setdefault(id(samples), {}):
             return
@@ -115,7 +124,7 @@ class Prefetcher:
     def take(self, samples: Readable, first: int) -> Rows:
         """Return the micro-batch whose first sample is `first`; wait until it is read.
 
-        Raise the error of its read; UserError, with the file's name, if the read takes too long.
+        Raise the error of the read, or UserError, with the file's name, if the read takes too long.
         """
         read = self._reads.setdefault(id(samples), {}).pop(first, None)
         read = read or self._begin(samples, first)
@@ -123,7 +132,7 @@ class Prefetcher:
         try:
             read.result(self.seconds)
         except TimeoutError:
-            if read.done():
+            if read.done():  # the read itself raised TimeoutError
                 raise
             file = samples.file_of(read.sample)
             late = f"tokens of sample {read.sample} have not arrived within {self.seconds:g} s"
@@ -131,6 +140,7 @@ class Prefetcher:
         return read.rows
 
     def _fill(self, samples: Readable) -> None:
+        """Begin to read the next micro-batches of `samples`, until AHEAD are read ahead."""
         reads = self._reads[id(samples)]
         upcoming = self._upcoming.get(id(samples), iter(()))
         while len(reads) < AHEAD:
@@ -140,13 +150,14 @@ class Prefetcher:
             reads[first] = self._begin(samples, first)
 
     def _begin(self, samples: Readable, first: int) -> _Read:
+        """Put a micro-batch in the queue, and start the threads if they are not running."""
         tensors = {
             name: torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned)
             for name in self.objective.fields
         }
         read = _Read(samples, first, self.objective, tensors)
         while len(self._threads) < READERS:
-            # Daemons: a read that never returns does not keep the process from ending.
+            # Daemon threads, because a read that never returns must not keep the process alive.
             thread = threading.Thread(target=_work, args=(self._jobs,), name="reader", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -155,17 +166,17 @@ class Prefetcher:
 
 
 def _work(jobs: "queue.SimpleQueue[_Read | None]") -> None:
-    """Read the micro-batches in the queue until it holds None: the work of a reader thread."""
+    """Read the micro-batches in the queue until a None comes; runs in each reader thread."""
     while (read := jobs.get()) is not None:
         if not read.set_running_or_notify_cancel():
             continue
         try:
             read.run()
-        except BaseException as error:  # raised in the thread that takes the micro-batch
+        except BaseException as error:  # `take` raises it in the thread that takes the micro-batch
             read.set_exception(error)
         else:
             read.set_result(None)
-        del read  # else its tensors would stay in memory until the next read
+        del read  # frees the tensors: `read` would hold them until the next job
 
 
 def _end(
@@ -173,9 +184,10 @@ def _end(
     threads: list[threading.Thread],
     reads: dict[int, dict[int, _Read]],
 ) -> None:
-    """Drop the reads that have not begun, end the threads; wait SECONDS_TO_END for each of them."""
-    for read in [read for own in reads.values() for read in own.values()]:
-        read.cancel()
+    """Drop the reads that have not begun, and end the threads; wait SECONDS_TO_END for a thread."""
+    for reads_of_samples in list(reads.values()):
+        for read in list(reads_of_samples.values()):
+            read.cancel()
     for _ in threads:
         jobs.put(None)
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: by the tokenizer of a corpus or a checkpoint, else as numbers.
+"""Turns text into token ids and back, by a tokenizer; without one, texts are numbers.
 
     text = Text(find_tokenizer(["runs/demo"], ["data/stdlib"]), vocab_size=8192)
     text.decode(text.encode("def main("))
@@ -18,6 +18,7 @@ from config.schema import Config
 from corpora.blends import parse_blend
 
 END = "<|endoftext|>"  # ends a document, as scripts/prepare_data.py writes it
+# A prompt of token ids, such as "17 4 250" or "17, 4, 250".
 IDS = re.compile(r"\s*\d{1,18}([\s,]+\d{1,18})*\s*")
 SAMPLE_TOKENS = 48  # the most tokens generated for a --sample-prompt in training
 
@@ -39,13 +40,16 @@ def load_tokenizer(path: str) -> Any:
 
 
 class Text:
-    """Encodes text as token ids, and decodes ids. Without a tokenizer texts are ids: `17 4 250`.
+    """Encodes text as token ids, and decodes ids. Without a tokenizer a text is "17 4 250".
 
     end: the id that ends a document; None without a tokenizer, or if the tokenizer has no END.
     """
 
     def __init__(self, path: str | None, vocab_size: int):
-        """path: of a tokenizer.json. Raise UserError if it has more tokens than the model."""
+        """Load the tokenizer.json at `path`; None: without a tokenizer.
+
+        Raise UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
+        """
         self.path = path
         self.vocab_size = vocab_size
         self.tokenizer = load_tokenizer(path) if path else None
@@ -58,7 +62,10 @@ class Text:
         self.end = self.tokenizer.token_to_id(END)
 
     def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
-        """Return a prompt's ids; raise UserError, with the flag that gave it, if it has none."""
+        """Return a prompt's token ids; flag: the option that gave the prompt, for errors.
+
+        Raise UserError if the prompt has no token ids, or an id outside the vocabulary.
+        """
         check_decoded(flag, prompt)
         if self.tokenizer is not None:
             ids = self.tokenizer.encode(prompt).ids
@@ -66,14 +73,17 @@ class Text:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
             return ids
         if not IDS.fullmatch(prompt):
-            file = "--tokenizer FILE, or " if flag == "--prompt" else ""  # in sample.py
+            remedy = "token ids such as '17 4 250'"
+            if flag == "--prompt":  # the option of sample.py, which has --tokenizer too
+                remedy = f"--tokenizer FILE, or {remedy}"
             raise UserError(
                 f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus: "
-                f"give {file}token ids such as '17 4 250'"
+                f"give {remedy}"
             )
         ids = [int(word) for word in re.findall(r"\d+", prompt)]
-        if max(ids) >= self.vocab_size:
-            raise UserError(f"{flag}: {max(ids)} is not below vocab-size({self.vocab_size})")
+        largest = max(ids)
+        if largest >= self.vocab_size:
+            raise UserError(f"{flag}: {largest} is not below vocab-size({self.vocab_size})")
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -88,42 +98,50 @@ class Text:
 
 def prefixes_of(data: tuple) -> list[str]:
     """Return the prefixes of the corpora of --data; synthetic tokens have none."""
-    return [] if data == ("synthetic",) else parse_blend(data)[0]
+    if data == ("synthetic",):
+        return []
+    prefixes, _ = parse_blend(data)
+    return prefixes
 
 
 def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
-    """Return the encoder of a run's corpus, and the ids of every --sample-prompt.
+    """Return the encoder of a run's corpus, and the token ids of every --sample-prompt.
 
-    Raise UserError if a prompt has no ids, unknown ids, or as many as seq-length.
+    Raise UserError if a prompt has no ids, an unknown id, or seq-length ids or more.
     """
     model = config.model
-    given = config.run.sample_prompt or ()
-    path = find_tokenizer([], prefixes_of(config.data.data)) if given else None
+    prompts = config.run.sample_prompt or ()
+    path = None
+    if prompts:
+        path = find_tokenizer([], prefixes_of(config.data.data))
     text = Text(path, model.vocab_size)
     length = model.seq_length
-    prompts = [text.encode(prompt, "--sample-prompt") for prompt in given]
-    for count in [len(ids) for ids in prompts if len(ids) >= length]:
-        raise UserError(f"--sample-prompt has {count} tokens: seq-length is {length}")
-    return text, prompts
+    encoded = [text.encode(prompt, "--sample-prompt") for prompt in prompts]
+    for ids in encoded:
+        if len(ids) >= length:
+            raise UserError(f"--sample-prompt has {len(ids)} tokens: seq-length is {length}")
+    return text, encoded
 
 
 def unused_rows(config: Config) -> str | None:
-    """Return a note if the model's vocabulary is larger than its corpora's, rounded up.
+    """Return a note if the model's vocabulary is larger than the corpora's largest vocabulary.
 
-    Rounded up as padding does. None: it is not larger, or a corpus has no tokenizer beside it. If a
-    tokenizer cannot be read, the note is that error.
+    The corpora's vocabulary is first rounded up as padding does. Return None if the model's is not
+    larger, or if a corpus has no tokenizer beside it. If a tokenizer cannot be read, the note is
+    the error message.
     """
     multiple = config.layout.pad_vocab_multiple * config.layout.tp
-    found = [find_tokenizer([], [prefix]) for prefix in prefixes_of(config.data.data)]
-    if not found or None in found:
+    paths = [find_tokenizer([], [prefix]) for prefix in prefixes_of(config.data.data)]
+    if not paths or None in paths:
         return None
     try:
-        sizes = {path: load_tokenizer(path).get_vocab_size() for path in found if path}
-    except UserError as error:  # training does not need a tokenizer
+        sizes = {path: load_tokenizer(path).get_vocab_size() for path in paths if path}
+    except UserError as error:  # only a note, because training does not need a tokenizer
         return str(error)
     path, size = max(sizes.items(), key=lambda item: item[1])
     ours = config.model.vocab_size
-    if ours <= -(-size // multiple) * multiple:
+    padded_size = -(-size // multiple) * multiple
+    if ours <= padded_size:
         return None
     return (
         f"the model has a vocabulary of {ours}, but {path} has {size} tokens: {ours - size} rows "

@@ -1,10 +1,10 @@
-"""Counts the text that a run has read: tokens of all samples, and each corpus trained on.
+"""Counts the text that a run has read: all tokens, and the samples and tokens of each corpus.
 
     usage = Usage().after(samples.count_by_corpus(0, 512), length=2048, trained=True)
     usage.corpora["data/books"]          (samples, tokens)
-    Usage.from_text(usage.text())        by the text that a checkpoint holds
+    Usage.from_text(usage.text())        the text is what a checkpoint holds
 
-It is counted step by step, so that it stays exact if data or batch size change.
+The counts are updated after every step, so they stay exact if data or batch size change.
 """
 
 import json
@@ -16,23 +16,27 @@ from dataclasses import dataclass, field
 class Usage:
     """The text that a run has read so far.
 
-    tokens: the number in all consumed samples. corpora: by prefix, (samples, tokens) that steps
-    which changed the weights took from that corpus.
+    tokens: the number of tokens in all consumed samples. corpora: by prefix of a corpus, the number
+    of its samples and tokens in steps that updated the weights.
     """
 
     tokens: int = 0
     corpora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def after(self, counts: Mapping[str, int], samples: int, length: int, trained: bool) -> "Usage":
-        """Return the usage after one more step, on `samples` samples of `length` tokens each.
+        """Return the usage after one more step.
 
-        counts: the step's samples by corpus prefix. trained: whether the step changed the weights.
+        counts: the step's number of samples by corpus prefix. samples: their number in all.
+        length: the tokens of a sample. trained: whether the step updated the weights.
         """
+        tokens = self.tokens + samples * length
+        if not trained:
+            return Usage(tokens, dict(self.corpora))
         corpora = dict(self.corpora)
-        for prefix, count in counts.items() if trained else ():
-            before = corpora.get(prefix, (0, 0))
-            corpora[prefix] = (before[0] + count, before[1] + count * length)
-        return Usage(self.tokens + samples * length, corpora)
+        for prefix, count in counts.items():
+            samples_before, tokens_before = corpora.get(prefix, (0, 0))
+            corpora[prefix] = (samples_before + count, tokens_before + count * length)
+        return Usage(tokens, corpora)
 
     def text(self) -> str:
         """Return the usage as JSON, in ASCII characters."""
@@ -44,7 +48,9 @@ class Usage:
         try:
             values = json.loads(text)
             corpora = {str(prefix): (a, b) for prefix, (a, b) in values["corpora"].items()}
-            numbers = [values["tokens"], *(n for pair in corpora.values() for n in pair)]
+            numbers = [values["tokens"]]
+            for samples, tokens in corpora.values():
+                numbers += [samples, tokens]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             numbers = [-1]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
