@@ -1,7 +1,7 @@
-"""The checkpoints of a run in the training loop.
+"""The checkpoints of a run, as the training loop uses them.
 
-A run that neither saves nor resumes does not load what writes and reads files, nor h5py, unless it
-is stopped early.
+A run that neither saves nor resumes does not import the modules that write and read files, nor
+h5py, unless it is stopped early.
 """
 
 import functools
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Checkpoints:
     """The checkpoints of one run, as the training loop uses them, on every rank.
 
-    Each method does what the method of `Checkpointer` of that name does, whose parameters these
-    are. The `Checkpointer` is made at once if the run saves or resumes, else by the first save.
-    exchange: passes small values between all ranks.
+    The methods and parameters are those of `save.Checkpointer`, which explains them. A Checkpointer
+    is made at once if the run saves or resumes, otherwise by the first save. exchange: passes small
+    values between all ranks. enabled: whether the run saves.
     """
 
     def __init__(

@@ -7,8 +7,8 @@
 
     h5py.File("step_00001000/index.h5")["weights/blocks.3.mlp.up.weight"][...]
 
-gives the whole matrix without Trine. Elements that no shard contains read as NaN in h5py and are an
-error in Trine (index.py). Nothing in a checkpoint depends on the layout: tensors have their global
+gives the whole matrix without Trine. An element that no shard contains is NaN in h5py, and an error
+in Trine (index.py). Nothing in a checkpoint depends on the layout: tensors have their global
 shapes, without padding, and every element is stored once. The groups /model, /progress, /optimizer,
 /data and /run of index.h5 have attributes only.
 
@@ -40,13 +40,13 @@ from isal import isal_zlib  # zlib's CRC-32, several times as fast
 
 INDEX = "index.h5"
 SHARD = re.compile(r"rank_[0-9]{5,}\.h5")
-CHUNK = 2**20  # bytes that are checksummed, then written while they are still in the CPU's cache
+CHUNK = 2**20  # bytes that are checksummed and written at once: they fit into the CPU's cache
 PAGE = 4096  # arrays begin at multiples of this number of bytes in their files
 
 Shape = tuple[int, ...]
 # A part of a tensor: for each dimension (a, b), the indices [a, b).
 Box = tuple[tuple[int, int], ...]
-# Where a box is stored: the shard, the index of its first element in the shard's arrays, the box.
+# Where a box is stored: (shard, index of the box's first element in the shard's arrays, box).
 Source = tuple["ShardFile", int, Box]
 # The attributes of index.h5: by group, then by name.
 Attributes = dict[str, dict[str, Any]]
@@ -56,9 +56,9 @@ Attributes = dict[str, dict[str, Any]]
 
 
 def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Split the elements [start, stop) of an array in C order into boxes, and yield these in order.
+    """Split the elements [start, stop) of an array in C order into boxes, and yield them in order.
 
-    Each box is contiguous in memory. Example: shape (5, 4), start 3, stop 14: column 3 of row 0,
+    shape: the array's. Every box is contiguous in memory. Example: shape (5, 4), start 3, stop 14: column 3 of row 0,
     then the rows 1 and 2, then the columns 0 and 1 of row 3.
     """
     if start >= stop:
@@ -66,17 +66,19 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     if len(shape) == 1:
         yield ((start, stop),)
         return
-    inner = math.prod(shape[1:])
-    first = start // inner
-    last = stop // inner
-    if start % inner:
-        for box in split_into_boxes(shape[1:], start % inner, min(inner, stop - first * inner)):
+    row_shape = shape[1:]
+    row_size = math.prod(row_shape)
+    first = start // row_size
+    last = stop // row_size
+    if start % row_size:  # the range begins inside row `first`
+        end_in_row = min(row_size, stop - first * row_size)
+        for box in split_into_boxes(row_shape, start % row_size, end_in_row):
             yield ((first, first + 1), *box)
         first += 1
-    if first < last:
-        yield ((first, last), *((0, size) for size in shape[1:]))
-    if last >= first:
-        for box in split_into_boxes(shape[1:], 0, stop - last * inner):
+    if first < last:  # whole rows
+        yield ((first, last), *((0, size) for size in row_shape))
+    if last >= first:  # the range may end inside row `last`
+        for box in split_into_boxes(row_shape, 0, stop - last * row_size):
             yield ((last, last + 1), *box)
 
 
@@ -90,10 +92,11 @@ def elements_in(box: Box) -> int:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The file that one rank wrote, and which parts of which tensors it contains.
+    """The file that a rank wrote, and the parts of tensors that it contains.
 
-    file: its name. tensors: (name, boxes) in the order of the flat arrays, the same for every kind.
-    dtypes: numpy's name of the dtype of each kind's array.
+    file: its name. bytes, crc32: its size and checksum. dtypes: numpy's name of the dtype of the
+    flat array of each kind of state. tensors: (name, boxes) in the order of the flat arrays, which
+    is the same for every kind.
     """
 
     file: str
@@ -115,10 +118,10 @@ def write_shard(
 ) -> tuple[int, int]:
     """Write flat arrays to an HDF5 file, flush it to the disk, and return its bytes and CRC-32.
 
-    elements: the length of each array. arrays: by kind, the dtype and an iterable of numpy arrays
-    that together are the elements. HDF5 only lays out the file; the elements are then written
-    without HDF5, so that each chunk is checksummed before it is written, nothing is copied, and
-    other threads run meanwhile. Raise OSError if a write fails.
+    elements: the length of each flat array. arrays: by kind of state, the dtype and an iterable of
+    numpy arrays that together are the flat array. HDF5 only lays out the file. The elements are
+    written without HDF5: so each chunk is checksummed while it is in the cache, no array is copied,
+    and other threads run meanwhile. Raise OSError if a write fails.
     """
     # No file locks: some parallel file systems refuse them, and no other process writes here.
     create = {"locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
@@ -127,14 +130,16 @@ def write_shard(
     with open(path, "r+b", buffering=0) as file:
         descriptor = file.fileno()
         total = os.fstat(descriptor).st_size
-        at = 0
+        position = 0
         crc = 0
         for kind in sorted(offsets, key=offsets.__getitem__):
-            crc = _crc32_of_range(descriptor, at, offsets[kind], crc)
-            at = offsets[kind]
-            for run in arrays[kind][1]:
-                at, crc = _write_run(descriptor, run, at, crc)
-        crc = _crc32_of_range(descriptor, at, total, crc)
+            # The checksum includes HDF5's own bytes between the arrays.
+            crc = _crc32_of_range(descriptor, position, offsets[kind], crc)
+            position = offsets[kind]
+            _, runs = arrays[kind]
+            for run in runs:
+                position, crc = _write_run(descriptor, run, position, crc)
+        crc = _crc32_of_range(descriptor, position, total, crc)
         os.fsync(descriptor)
     return total, crc
 
@@ -159,24 +164,24 @@ def _reserve(file: h5py.File, kind: str, dtype: str, elements: int) -> int:
     return h5py.h5d.create(file.id, kind.encode(), kind_type, space, properties).get_offset()
 
 
-def _write_run(descriptor: int, run: np.ndarray, at: int, crc: int) -> tuple[int, int]:
-    """Write a run of elements at byte `at` of a file.
+def _write_run(descriptor: int, run: np.ndarray, position: int, crc: int) -> tuple[int, int]:
+    """Write a flat array at byte `position` of a file.
 
-    Return the offset after the run, and the CRC-32 `crc` continued over its bytes.
+    Return the position after the array, and the CRC-32 `crc` continued over its bytes.
     """
     data = run.data.cast("B")
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
         crc = isal_zlib.crc32(chunk, crc)
         while chunk:
-            written = os.pwrite(descriptor, chunk, at)
-            at += written
+            written = os.pwrite(descriptor, chunk, position)
+            position += written
             chunk = chunk[written:]
-    return at, crc
+    return position, crc
 
 
 def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
-    """Return the CRC-32 `crc` continued over bytes [start, stop) of a file, or to its end."""
+    """Return the CRC-32 `crc` continued over the bytes [start, stop) of a file, or to its end."""
     buffer = memoryview(bytearray(min(CHUNK, stop - start)))
     while start < stop:
         count = os.preadv(descriptor, [buffer[: stop - start]], start)
@@ -190,34 +195,35 @@ def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
 def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
     """Return the bytes of an index.h5 without attributes: each whole tensor as a virtual dataset.
 
-    shapes: the global shape of each tensor. The result does not depend on the values, so a run can
-    use it for every save. Raise RuntimeError if the shards do not cover a tensor.
+    shapes: the global shape of each tensor, by name. shards: the files of all ranks. The result does
+    not depend on the values of elements, so a run can use it for every save. Raise RuntimeError if
+    the shards do not cover a tensor.
     """
     sources: dict[str, list[Source]] = {name: [] for name in shapes}
     for shard in shards:
-        at = 0
+        start = 0
         for name, boxes in shard.tensors:
             for box in boxes:
-                sources[name].append((shard, at, box))
-                at += elements_in(box)
+                sources[name].append((shard, start, box))
+                start += elements_in(box)
     with h5py.File(INDEX, "w", driver="core", backing_store=False, libver="latest") as file:
-        for name, found in sources.items():
-            covered = sum(elements_in(box) for _, _, box in found)
+        for name, sources_of_tensor in sources.items():
+            covered = sum(elements_in(box) for _, _, box in sources_of_tensor)
             shape = shapes[name]
             if covered != math.prod(shape):
                 raise RuntimeError(
                     f"the ranks wrote {covered} elements of {name}, which has {shape}"
                 )
             for kind in shards[0].dtypes:
-                _create_virtual_dataset(file, kind, name, shape, found)
+                _create_virtual_dataset(file, kind, name, shape, sources_of_tensor)
         file.flush()
         return file.id.get_file_image()
 
 
 def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int, int]:
-    """Write index.h5: the bytes of `index_image` and the attributes; flush it to the disk.
+    """Write index.h5 and flush it to the disk; return the file's bytes and CRC-32.
 
-    Return the file's bytes and CRC-32.
+    image: the result of `index_image`. attributes: by group, then by name.
     """
     path = os.path.join(folder, INDEX)
     with open(path, "wb") as file:
@@ -236,18 +242,20 @@ def _create_virtual_dataset(
     shape: Shape,
     sources: list[Source],
 ) -> None:
-    """Create a whole tensor as a virtual dataset over the shards.
+    """Create the dataset KIND/NAME, a whole tensor, as a virtual dataset over the shards.
 
-    It uses h5py's low-level calls; h5py's classes for virtual datasets take ten times as long.
+    shape: the tensor's. sources: where its boxes are stored. The low-level calls are used because
+    h5py's classes for virtual datasets take ten times as long.
     """
-    dtype = np.dtype(sources[0][0].dtypes[kind])
+    first_shard, _, _ = sources[0]
+    dtype = np.dtype(first_shard.dtypes[kind])
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_fill_value(np.array(np.nan, dtype))
     whole = h5py.h5s.create_simple(shape)
-    for shard, at, box in sources:
+    for shard, start, box in sources:
         whole.select_hyperslab(tuple(a for a, _ in box), tuple(b - a for a, b in box))
         source = h5py.h5s.create_simple((shard.elements,))
-        source.select_hyperslab((at,), (elements_in(box),))
+        source.select_hyperslab((start,), (elements_in(box),))
         properties.set_virtual(whole, shard.file.encode(), kind.encode(), source)
     kind_type = h5py.h5t.py_create(dtype, logical=True)
     group = file.require_group(kind).id
@@ -267,8 +275,9 @@ def checksum(file: io.FileIO) -> tuple[int, int]:
 
 
 def open_regular(path: str) -> io.FileIO:
-    """Open a regular file to read. Raise OSError, without waiting, if the path is anything else: a
-    link, a pipe, a device, a folder.
+    """Open a regular file to read.
+
+    Raise OSError, without waiting, if the path is a link, a pipe, a device or a folder.
     """
 
     def opener(path: str, flags: int) -> int:

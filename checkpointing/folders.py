@@ -26,7 +26,8 @@ from config.run_options import unused_number
 
 VERSION = 1
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 2**24  # the most that is read: the size of a manifest of 200,000 files
+# The most bytes of a manifest that are read: the size of a manifest with 200,000 files.
+MANIFEST_BYTES = 2**24
 
 
 def write_manifest(
@@ -37,7 +38,8 @@ def write_manifest(
 ) -> None:
     """Write manifest.json, and flush it and the folder to the disk.
 
-    files: bytes and CRC-32 by file name. checked: names of the checks that this state has passed.
+    files: bytes and CRC-32 of each file, by its name. checked: names of the checks that the saved
+    state has passed.
     """
     entries = {name: {"bytes": total, "crc32": crc} for name, (total, crc) in files.items()}
     body = {"format": "trine checkpoint", "version": VERSION, "step": step, "files": entries}
@@ -94,11 +96,12 @@ def read_manifest(folder: str) -> dict[str, Any]:
     if not intact:
         raise UserError(f"{path} is damaged: its contents do not match its own checksum")
     if body.get("version") != VERSION:
-        found = f"{body.get('version')!a:.80}"
-        raise UserError(f"{folder} has format version {found}; this code reads {VERSION}")
+        version = f"{body.get('version')!a:.80}"
+        raise UserError(f"{folder} has format version {version}; this code reads {VERSION}")
     files = body.get("files")
     step = body.get("step")
-    if not _is_count(step) or not isinstance(files, dict) or not all(map(_is_entry, files.items())):
+    has_files = isinstance(files, dict) and all(map(_is_entry, files.items()))
+    if not _is_count(step) or not has_files:
         raise UserError(f"{path} does not have a step and files with bytes and crc32")
     if len(files) < 2 or INDEX not in files:
         raise UserError(f"{path} lists {len(files)} files; {INDEX} and a shard are needed")
@@ -108,17 +111,19 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def _is_count(value: Any) -> bool:
+    """Return whether a value of the manifest is a whole number from 0 to 2^63 - 1."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def _is_entry(item: tuple[str, Any]) -> bool:
-    """Return whether an item of the manifest's "files" is the name of a checkpoint's file with a
-    dictionary of its "bytes" and "crc32".
+    """Return whether an item of the manifest's "files" is valid.
+
+    item: (name of a checkpoint's file, {"bytes": ..., "crc32": ...}).
     """
     name, entry = item
-    named = name == INDEX or SHARD.fullmatch(name)
-    known = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
-    return bool(named and known and all(map(_is_count, entry.values())))
+    has_name = name == INDEX or SHARD.fullmatch(name)
+    has_keys = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
+    return bool(has_name and has_keys and all(map(_is_count, entry.values())))
 
 
 def find_problem(
@@ -138,7 +143,9 @@ def find_problem(
             actual = os.fstat(file.fileno()).st_size
             if actual != expected["bytes"]:
                 return f"{path} has {actual} bytes, not {expected['bytes']}"
-            crc = checksum(file)[1] if contents else expected["crc32"]
+            crc = expected["crc32"]
+            if contents:
+                _, crc = checksum(file)
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
     if crc != expected["crc32"]:
@@ -163,7 +170,8 @@ def step_of(folder: str) -> int:
 def list_checkpoints(parent: str) -> list[str]:
     """Return the folders in `parent` that are named as checkpoints, the newest step first.
 
-    Of the same step, step_... comes before step_....old, which `publish` may have left.
+    A step may have two folders, step_... and step_....old, which an interrupted `publish` left; the
+    former comes first.
     """
     if not os.path.isdir(parent):
         return []
@@ -173,10 +181,10 @@ def list_checkpoints(parent: str) -> list[str]:
 
 
 def find_checkpoints(path: str) -> list[str]:
-    """Return the checkpoints that `path` may mean, the newest first.
+    """Return the folders of the checkpoints that a user's `path` may mean, the newest first.
 
     `path` is a checkpoint, a folder of checkpoints, or a run's folder. Any other path is returned
-    as it is, so that `read_manifest` raises an error that names what is missing.
+    as it is, so that `read_manifest` raises an error that names the missing file.
     """
     if step_of(path) >= 0 or os.path.exists(os.path.join(path, MANIFEST)):
         return [path]
@@ -187,7 +195,8 @@ def find_checkpoints(path: str) -> list[str]:
 def publish(hidden: str, final: str) -> None:
     """Rename a finished folder to its visible name, and flush the new name to the disk.
 
-    A checkpoint that has this name already stays visible as .old until then, and is then deleted.
+    hidden: the folder that was written. final: its visible name. If a checkpoint has this name
+    already, it stays visible as .old until the rename, and is then deleted.
     """
     aside = final + ".old"
     if os.path.lexists(final):
@@ -201,16 +210,16 @@ def publish(hidden: str, final: str) -> None:
 
 
 def remove(folder: str) -> None:
-    """Delete a checkpoint, after hiding it by a rename; if it is a symbolic link, only the link."""
+    """Hide a checkpoint by a rename, then delete it; of a symbolic link delete only the link."""
     parent, name = os.path.split(os.path.normpath(folder))
     hidden = os.path.join(parent, f".{name}.removed")
-    _delete(hidden)  # left by an interrupted removal
+    _delete(hidden)  # an interrupted removal may have left this folder
     os.rename(folder, hidden)
     _delete(hidden)
 
 
 def _delete(path: str) -> None:
-    """Delete a folder and all in it, or a file or a symbolic link, if the path exists."""
+    """Delete a folder with its contents, a file or a symbolic link, if the path exists."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
@@ -226,10 +235,9 @@ def remove_leftovers(parent: str) -> list[str]:
 
 
 def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
-    """Return the steps whose checkpoints are to be deleted.
+    """Return those of `steps` whose checkpoints are to be deleted.
 
-    All but the last `keep_last` steps and the multiples of `keep_every` are; 0 for `keep_last`
-    keeps all steps, 0 for `keep_every` no multiples.
+    Kept are the last `keep_last` steps (0: all steps) and the multiples of `keep_every` (0: none).
     """
     if not keep_last:
         return []
@@ -240,25 +248,26 @@ def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
 def delete_surplus(
     parent: str, keep_last: int, keep_every: int, saved: int, covered: int = -1
 ) -> None:
-    """Delete the checkpoints whose steps `surplus` returns, except that of the step `saved` and the
-    newest one of at most the step `covered`.
+    """Delete the checkpoints of a folder whose steps `surplus` returns, with two exceptions.
 
-    Called after each save, with its step as `saved`. Raise OSError if a deletion fails.
+    saved: the step of the save that has ended, after which this is called. covered: a step; the
+    newest checkpoint of at most this step is not deleted either. Raise OSError if a deletion fails.
     """
-    found = list_checkpoints(parent)
-    steps = sorted({step_of(path) for path in found})
-    needed = {saved, *[step for step in steps if step <= covered][-1:]}
-    delete = {*surplus(steps, keep_last, keep_every)} - needed
-    for path in found:
-        if step_of(path) in delete:
+    checkpoints = list_checkpoints(parent)
+    steps = sorted({step_of(path) for path in checkpoints})
+    needed = {saved}
+    needed.update([step for step in steps if step <= covered][-1:])  # the newest, if there is any
+    steps_to_delete = {*surplus(steps, keep_last, keep_every)} - needed
+    for path in checkpoints:
+        if step_of(path) in steps_to_delete:
             remove(path)
 
 
 def set_aside(parent: str, after: int) -> str:
-    """Move the checkpoints of later steps than `after` to the first free of PARENT.1, PARENT.2, ...
+    """Move the checkpoints of later steps than `after` to a new folder PARENT.1, PARENT.2, ...
 
-    Return a line that names the folder and the checkpoints, or "" if there are none. Raise OSError
-    if a move fails.
+    Return a line that names the folder and the checkpoints, or "" if no checkpoint is moved. Raise
+    OSError if a move fails.
     """
     names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
     if not names:

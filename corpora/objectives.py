@@ -106,8 +106,8 @@ def _per_token(of_documents: np.ndarray, borders: np.ndarray) -> np.ndarray:
 def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Return the index after each document's prefix, (documents,).
 
-    borders: see `document_borders`. The prefix of a document of n tokens has 1 to n - 1 tokens, with
-    equal probability; the prefix of a single token is that token.
+    borders: see `document_borders`. The prefix of a document of n tokens has 1 to n - 1 tokens,
+    with equal probability; the prefix of a single token is that token.
     """
     lengths = np.diff(borders)
     return borders[:-1] + random.integers(1, np.maximum(2, lengths))
