@@ -58,8 +58,8 @@ Attributes = dict[str, dict[str, Any]]
 def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Split the elements [start, stop) of an array in C order into boxes, and yield them in order.
 
-    shape: the array's. Every box is contiguous in memory. Example: shape (5, 4), start 3, stop 14: column 3 of row 0,
-    then the rows 1 and 2, then the columns 0 and 1 of row 3.
+    shape: the array's. Every box is contiguous in memory. Example: shape (5, 4), start 3, stop 14:
+    column 3 of row 0, then the rows 1 and 2, then the columns 0 and 1 of row 3.
     """
     if start >= stop:
         return
@@ -195,9 +195,9 @@ def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
 def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
     """Return the bytes of an index.h5 without attributes: each whole tensor as a virtual dataset.
 
-    shapes: the global shape of each tensor, by name. shards: the files of all ranks. The result does
-    not depend on the values of elements, so a run can use it for every save. Raise RuntimeError if
-    the shards do not cover a tensor.
+    shapes: the global shape of each tensor, by name. shards: the files of all ranks. The result
+    does not depend on the values of elements, so a run can use it for every save. Raise
+    RuntimeError if the shards do not cover a tensor.
     """
     sources: dict[str, list[Source]] = {name: [] for name in shapes}
     for shard in shards:

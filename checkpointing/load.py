@@ -168,7 +168,7 @@ class Loader:
         the tensors that only the model or only the checkpoint has. Collective.
         """
         # Only the first ranks of `tp` and `replicas` report: the others have the same tensors.
-        reported: dict[str, tuple[int, ...]] = {}
+        reported = {}
         if self.mesh.tp.rank == self.mesh.replicas.rank == 0:
             reported = {spec.name: spec.shape for spec in self.optimizer.specs}
         ours = self.exchange.agree(reported, lambda of_ranks: dict(ChainMap(*of_ranks)))

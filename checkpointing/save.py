@@ -419,11 +419,10 @@ class Checkpointer:
         problem = " ".join(problem.split())  # HDF5's messages have line breaks
         self.saves.failed = True
         self.saves.lacks_room = any(text in problem for text in NO_ROOM)
-        consequence = self._describe_newest()
-        if not self._stopping:
-            consequence = f"training goes on, {consequence}"
+        next_action = "" if self._stopping else "training goes on, "
         name = folders.folder_name(step)
-        self.print_line(f"{name} was not saved in {self.parent}: {problem}; {consequence}")
+        newest = self._describe_newest()
+        self.print_line(f"{name} was not saved in {self.parent}: {problem}; {next_action}{newest}")
 
     def _describe_newest(self) -> str:
         """Return the end of a message that names the run's newest checkpoint; on rank 0."""

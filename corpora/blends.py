@@ -180,9 +180,8 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
         raise UserError("--data synthetic must be alone: random tokens do not mix with files")
     if all(number is None for number in numbers):
         return words, None
-    at_weights = numbers[0::2]  # weights and prefixes alternate
-    at_prefixes = numbers[1::2]
-    weights = [number for number in at_weights if number is not None]
+    at_prefixes = numbers[1::2]  # weights and prefixes alternate
+    weights = [number for number in numbers[0::2] if number is not None]
     prefixes = words[1::2]
     flag = f"--data {' '.join(words)}"
     has_number_as_prefix = any(number is not None for number in at_prefixes)

@@ -88,9 +88,8 @@ class Corpora:
 
     def epoch_tokens(self) -> dict[str, int]:
         """Return the number of tokens in the train split of each corpus, by prefix."""
-        train = SPLITS.index("train")
         parts = zip(self.datasets, self.ranges)
-        return {dataset.prefix: dataset.tokens_in(ranges[train]) for dataset, ranges in parts}
+        return {dataset.prefix: dataset.tokens_in(train) for dataset, (train, _, _) in parts}
 
     def describe(self) -> str:
         """Return a line for the start of a run: how tokens are read, where orders are kept."""

@@ -109,5 +109,4 @@ def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
     borders: see `document_borders`. The prefix of a document of n tokens has 1 to n - 1 tokens,
     with equal probability; the prefix of a single token is that token.
     """
-    lengths = np.diff(borders)
-    return borders[:-1] + random.integers(1, np.maximum(2, lengths))
+    return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))

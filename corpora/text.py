@@ -73,17 +73,15 @@ class Text:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
             return ids
         if not IDS.fullmatch(prompt):
-            remedy = "token ids such as '17 4 250'"
-            if flag == "--prompt":  # the option of sample.py, which has --tokenizer too
-                remedy = f"--tokenizer FILE, or {remedy}"
+            # sample.py, whose flag is --prompt, has the option --tokenizer too.
+            other_way = "--tokenizer FILE, or " if flag == "--prompt" else ""
             raise UserError(
                 f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus: "
-                f"give {remedy}"
+                f"give {other_way}token ids such as '17 4 250'"
             )
         ids = [int(word) for word in re.findall(r"\d+", prompt)]
-        largest = max(ids)
-        if largest >= self.vocab_size:
-            raise UserError(f"{flag}: {largest} is not below vocab-size({self.vocab_size})")
+        if max(ids) >= self.vocab_size:
+            raise UserError(f"{flag}: {max(ids)} is not below vocab-size({self.vocab_size})")
         return ids
 
     def decode(self, ids: list[int]) -> str:

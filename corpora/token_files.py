@@ -196,8 +196,9 @@ class IndexedDataset:
                 )
             expected = int(ends[-1])
         if actual != expected:
-            sides = f"{self._tokens_path} has {actual} bytes, but {path} describes {expected}"
-            raise UserError(sides)
+            raise UserError(
+                f"{self._tokens_path} has {actual} bytes, but {path} describes {expected}"
+            )
 
 
 def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:

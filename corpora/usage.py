@@ -29,14 +29,12 @@ class Usage:
         counts: the step's number of samples by corpus prefix. samples: their number in all.
         length: the tokens of a sample. trained: whether the step updated the weights.
         """
-        tokens = self.tokens + samples * length
-        if not trained:
-            return Usage(tokens, dict(self.corpora))
         corpora = dict(self.corpora)
-        for prefix, count in counts.items():
-            samples_before, tokens_before = corpora.get(prefix, (0, 0))
-            corpora[prefix] = (samples_before + count, tokens_before + count * length)
-        return Usage(tokens, corpora)
+        if trained:
+            for prefix, count in counts.items():
+                samples_before, tokens_before = corpora.get(prefix, (0, 0))
+                corpora[prefix] = (samples_before + count, tokens_before + count * length)
+        return Usage(self.tokens + samples * length, corpora)
 
     def text(self) -> str:
         """Return the usage as JSON, in ASCII characters."""

@@ -83,8 +83,7 @@ def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in stuck)
     total = 0
     for record in run.records:
-        operations = [e for e in record.events if e.number > 0 and e.kind != "wait"]
-        total += len(operations)
+        total += sum(event.number > 0 and event.kind != "wait" for event in record.events)
     ran = len(run.records)
     not_run = len(run.world.traces) - ran
     text = f"Will every collective meet? Yes: {total:,} operations of the {ran} ranks that were run"

@@ -9,7 +9,6 @@ The functions of torch that this needs to replace are replaced inside the `with`
 
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -148,13 +147,11 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
         experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
         experts_of_rank = experts // group.size
         used = experts if routing == EVEN else experts_of_rank
-        bounds = [rows * i // used for i in range(used + 1)]
-        rows_of_expert = [stop - start for start, stop in pairwise(bounds)]
+        rows_of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
         rows_of_expert += [0] * (experts - used)
         if tensor.dim() == 1:
             return rows_of_expert
-        firsts = range(0, experts, experts_of_rank)
-        sent = [rows_of_expert[first : first + experts_of_rank] for first in firsts]
+        sent = [rows_of_expert[i : i + experts_of_rank] for i in range(0, experts, experts_of_rank)]
         received = [sent[group.rank]] * group.size
         return [sent, received]
 

@@ -80,8 +80,11 @@ class World:
     @cached_property
     def row_of(self) -> dict[tuple[str, int], tuple[int, ...]]:
         """The ranks of the group that a rank is in, by (role of the group, rank)."""
-        groups = [(role, row) for role, rows in self.rows.items() for row in rows]
-        return {(role, rank): row for role, row in groups for rank in row}
+        row_of = {}
+        for role, rows in self.rows.items():
+            for row in rows:
+                row_of |= {(role, rank): row for rank in row}
+        return row_of
 
 
 def mismatches(world: World) -> list[str]:
@@ -287,10 +290,7 @@ class _Simulation:
             while self._host(kind, rank):
                 pass
             self._streams(kind, rank)
-        stuck = []
-        for kind, rank in self.ranks.items():
-            if rank.at < len(rank.events) or any(rank.queues.values()):
-                stuck.append(kind)
+        stuck = [k for k, r in self.ranks.items() if r.at < len(r.events) or any(r.queues.values())]
         return self._describe(stuck) if stuck else None
 
     def _host(self, kind: int, rank: _Rank) -> bool:
@@ -318,9 +318,8 @@ class _Simulation:
 
     def _connected(self, kind: int, event: Event) -> bool:
         """Note that a host is at a message; return whether both hosts reached their first one."""
-        *connection, _ = self._meeting(kind, event)
-        _, _, *ends = connection
-        arrived = self.arrived.setdefault(tuple(connection), set())
+        ends, _ = self._meeting(kind, event)
+        arrived = self.arrived.setdefault((event.role, ends), set())
         if event.kind not in arrived:
             arrived.add(event.kind)
             if len(arrived) == 2:
@@ -334,8 +333,7 @@ class _Simulation:
                 index, waits_before = queue[0]
                 if rank.passed < waits_before:
                     break
-                key = self._meeting(kind, rank.events[index])
-                _, _, *members, _ = key
+                members, key = self._meeting(kind, rank.events[index])
                 ready = self.ready.setdefault(key, set())
                 ready.add(kind)
                 if len(ready) < len(members):
@@ -346,21 +344,21 @@ class _Simulation:
                     other.ended.add(ended_index)
                     self.changed.append(member)
 
-    def _meeting(self, kind: int, event: Event) -> tuple:
-        """Return a key that identifies the operation on all ranks that take part in it.
+    def _meeting(self, kind: int, event: Event) -> tuple[tuple[int, ...], tuple]:
+        """Return the kinds of the ranks of an operation, and a key that these ranks share.
 
-        ("collective", role, kind of each member ..., number), or ("message", role, kind of the
-        sender, kind of the receiver, number).
+        The kinds ascend; those of a message are (sender, receiver).
         """
         row = self.world.row_of[event.role, self.first[kind]]
-        if event.kind not in MESSAGES:
-            if (event.role, kind) not in self._members:
-                members = tuple(sorted({self.kind_of[rank] for rank in row}))
-                self._members[event.role, kind] = members
-            return ("collective", event.role, *self._members[event.role, kind], event.number)
-        peer = self.kind_of[row[event.peer]]
-        ends = (kind, peer) if event.kind == "send" else (peer, kind)
-        return ("message", event.role, *ends, event.number)
+        if event.kind in MESSAGES:
+            peer = self.kind_of[row[event.peer]]
+            ends = (kind, peer) if event.kind == "send" else (peer, kind)
+            return ends, ("message", event.role, ends, event.number)
+        if (event.role, kind) not in self._members:
+            members = tuple(sorted({self.kind_of[rank] for rank in row}))
+            self._members[event.role, kind] = members
+        members = self._members[event.role, kind]
+        return members, ("collective", event.role, members, event.number)
 
     # -- what stands still ------------------------------------------------------------------
 
@@ -392,8 +390,7 @@ class _Simulation:
     def _blocked_by(self, kind: int) -> int | None:
         """Return the kind of a rank that has not reached the operation for which `kind` waits."""
         event = self._head(kind)
-        key = self._meeting(kind, event)
-        _, _, *members, _ = key
+        members, key = self._meeting(kind, event)
         if event.kind in MESSAGES:
             sender, receiver = members
             return receiver if event.kind == "send" else sender

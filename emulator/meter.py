@@ -113,10 +113,7 @@ class Meter(TorchDispatchMode):
     def _facts(self, function: Any) -> _Function:
         """Return the facts about an operation from its schema, and store them in `_functions`."""
         schema = function._schema
-        views = []
-        for returned in schema.returns:
-            alias = returned.alias_info
-            views.append(alias is not None and not alias.is_write)
+        views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         name = schema.name.partition("::")[2]
         launches = not name.startswith(("empty", "new_empty", "_unsafe_view", "lift_fresh"))
         facts = _Function(bool(views) and all(views), launches)
