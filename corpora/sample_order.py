@@ -139,7 +139,7 @@ class GPTSamples:
         tokens = self.dataset.read(*self._cuts(k))  # (seq_length + 1,)
         limit = self.vocab_size
         if limit is not None:
-            # As unsigned numbers negative ids are huge, so one comparison finds both mistakes.
+            # Negative ids are huge as unsigned numbers, so one comparison finds both mistakes.
             unsigned = tokens.view(self.dataset.unsigned)
             if unsigned.max() >= limit:
                 self._refuse(k, limit)
