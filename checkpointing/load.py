@@ -168,9 +168,9 @@ class Loader:
         the tensors that only the model or only the checkpoint has. Collective.
         """
         # Only the first ranks of `tp` and `replicas` report: the others have the same tensors.
-        reported = {}
-        if self.mesh.tp.rank == self.mesh.replicas.rank == 0:
-            reported = {spec.name: spec.shape for spec in self.optimizer.specs}
+        reports = self.mesh.tp.rank == self.mesh.replicas.rank == 0
+        specs = self.optimizer.specs if reports else []
+        reported = {spec.name: spec.shape for spec in specs}
         ours = self.exchange.agree(reported, lambda of_ranks: dict(ChainMap(*of_ranks)))
         theirs = index.shapes
         wrong = [

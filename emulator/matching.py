@@ -83,7 +83,8 @@ class World:
         row_of = {}
         for role, rows in self.rows.items():
             for row in rows:
-                row_of |= {(role, rank): row for rank in row}
+                for rank in row:
+                    row_of[role, rank] = row
         return row_of
 
 
@@ -274,7 +275,7 @@ class _Simulation:
         self.kind_of = kinds(world)
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
-        self.arrived: dict[tuple, set] = {}  # "send", "receive": hosts at a connection, by its key
+        self.arrived: dict[tuple, set] = {}  # "send" and "receive" hosts, by (role, kinds)
         self.ready: dict[tuple, set] = {}  # kinds whose operation may run, by `_meeting`'s key
         self.changed: deque[int] = deque()  # kinds that may be able to continue
         # By (role, kind): the kinds of all members of the group.
