@@ -10,9 +10,8 @@ A wrong bit spreads to all later results of its rank, and by the next collective
 tensor and context group. So the first result that differs from the majority names layer and rank.
 With two replicas there is no majority, and the finding names both.
 
-The ranks of all stages audit at the same time, and replicas that are not asked would have to wait
-in the next step: an audit takes the time of one micro-batch and examines every rank. On a GPU,
-torch's deterministic kernels run inside an audit only. Each audit is a row of OUT/audits.jsonl:
+The ranks of all stages audit at the same time, so an audit takes the time of one micro-batch. On a
+GPU, deterministic kernels run inside an audit only. Each audit is a row of OUT/audits.jsonl:
 
     {"iteration": 0}                         # a start of the ranks: the last step before it
     {"iteration": 100, "results": 213, "finding": "", "time": "2026-11-21T20:41:47+0000"}
@@ -54,21 +53,21 @@ DIFFERS = 2
 
 
 class Results:
-    """The hashes of the results of an audit on this rank, with their names, in order."""
+    """The names and hashes of the results of one audit on this rank, in the order of computing."""
 
     def __init__(self) -> None:
-        self.layer = ""
-        self.direction = ""
+        self.layer = ""  # the layer that is running now
+        self.direction = ""  # " in the backward pass", or empty in the forward pass
         self.names: list[str] = []
-        self.hashes: list[Tensor] = []
+        self.hashes: list[Tensor] = []  # per name a number (), int64, on the device
 
     def add(self, result: str, tensor: Tensor) -> None:
-        """Add a result; its name is for the finding."""
+        """Add the hash of a tensor of any shape; `result` is the tensor's name in messages."""
         self.names.append(result)
         self.hashes.append(bit_hash(tensor.detach().reshape(-1)))
 
     def enter(self, layer: str, direction: str, *_: Any) -> None:
-        """Note that a pass through a layer begins; further arguments are those of torch's hooks."""
+        """Note that a pass through `layer` begins; torch's hooks pass further arguments."""
         self.layer = layer
         self.direction = direction
 
@@ -88,41 +87,43 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run any operation; add the outputs of matrix products and attention to the results."""
         output = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        attention = "attention" in name
-        if name in MATRIX_PRODUCTS or attention:
-            outputs = output if isinstance(output, tuple) else (output,)
-            if attention and "backward" not in name:
-                outputs = outputs[:1]  # the others are padded, or no numbers
-            for tensor in filter(_is_result, outputs):
-                self.results.add(f"{self.results.layer}: {name}{self.results.direction}", tensor)
+        is_attention = "attention" in name
+        if name not in MATRIX_PRODUCTS and not is_attention:
+            return output
+        outputs = output if isinstance(output, tuple) else (output,)
+        if is_attention and "backward" not in name:
+            outputs = outputs[:1]  # further outputs have undefined padding, or are not numbers
+        result = f"{self.results.layer}: {name}{self.results.direction}"
+        for tensor in filter(_is_float_tensor, outputs):
+            self.results.add(result, tensor)
         return output
 
 
-def _is_result(value: Any) -> bool:
+def _is_float_tensor(value: Any) -> bool:
     return torch.is_tensor(value) and value.is_floating_point()
 
 
 class Captured:
-    """The input of a stage and the gradient of its output, copied, and the tokens that it read."""
+    """A micro-batch of a stage: copies of input and output's gradient, and the tokens read."""
 
     def __init__(self, x: Tensor, batch: Batch | None):
+        """Copy the stage's input `x`; `batch` is None if the stage reads no tokens."""
         self.x = x.detach().clone()
         self.batch = batch
         self.gradient: Tensor | None = None
 
     def take_gradient(self, gradient: Tensor) -> None:
-        """Hook that autograd calls with the gradient of the stage's output."""
+        """Copy the gradient of the stage's output; autograd calls this hook."""
         self.gradient = gradient.detach().clone()
 
     def broadcast(self, source: int, replicas: Group) -> None:
-        """Overwrite all tensors by those of the rank `source`; collective over the group.
-
-        The step is over: nothing else reads the tokens of this micro-batch again.
-        """
-        tokens = vars(self.batch).values() if self.batch else ()
-        for tensor in (self.x, *filter(torch.is_tensor, tokens), self.gradient):
+        """Overwrite all tensors, tokens too, by those of the group's rank `source`. Collective."""
+        batch_values = vars(self.batch).values() if self.batch else ()
+        batch_tensors = filter(torch.is_tensor, batch_values)
+        for tensor in (self.x, *batch_tensors, self.gradient):
             assert tensor is not None  # every forward pass of a step has its backward pass
             replicas.broadcast(tensor, source).wait()
 
@@ -131,7 +132,10 @@ class Audit:
     """The audits of one run; every rank has one and calls the same methods."""
 
     def __init__(self, state: Any, checkpoints: Checkpoints, log: Log, done: Progress, last: int):
-        """state: the trainer's. done: how far the run is. last: its last step."""
+        """Register the hooks that capture micro-batches; on rank 0, open audits.jsonl.
+
+        state: the trainer's TrainState. done: the progress so far. last: the run's last step.
+        """
         self.config: Config = state.config
         self.factory: ParamFactory = state.factory
         self.optimizer: Optimizer = state.optimizer
@@ -146,9 +150,9 @@ class Audit:
             self.rows = RowFile(str(path), log.note)
             checkpoints.covered = last_clean(path, done.iteration)
             self.rows.write({"iteration": done.iteration})
-        self.micro_batch = -1  # the one to capture; -1: none
-        self.passes: Counter[int] = Counter()  # forward passes of the step, by stage
-        self.captured: dict[int, Captured] = {}
+        self.micro_batch = -1  # number of the micro-batch to capture in this step; -1: none
+        self.passes: Counter[int] = Counter()  # by stage, the forward passes so far in this step
+        self.captured: dict[int, Captured] = {}  # by stage
         state.before_passes.append(self.begin_passes)
         for index, stage in self.stages.items():
             stage.register_forward_hook(partial(self._capture, index))
@@ -156,7 +160,7 @@ class Audit:
     # -- during the passes of a step --------------------------------------------------------
 
     def begin_passes(self, consumed: int, length: int) -> None:
-        """Prepare to capture a micro-batch, if this step is audited; called before its passes."""
+        """Choose the micro-batch to capture, if the step is audited; called before its passes."""
         self.passes.clear()
         self.captured.clear()
         self.micro_batch = -1
@@ -166,14 +170,15 @@ class Audit:
             self.micro_batch = self._round(iteration) // self.mesh.dp.size % count
 
     def _is_due(self, iteration: int) -> bool:
+        """Return whether a step is followed by an audit."""
         return iteration % self.config.run.audit_every == 0 or iteration == self.last
 
     def _round(self, iteration: int) -> int:
-        """Return the number of the audit, from which replica and micro-batch follow."""
+        """Return the number of a step's audit, which chooses the replica and the micro-batch."""
         return -(-iteration // self.config.run.audit_every)
 
     def _capture(self, index: int, stage: nn.Module, inputs: tuple, output: Tensor) -> None:
-        """Hook that is called after each forward pass of a stage."""
+        """Capture the chosen micro-batch; torch calls this hook after a stage's forward passes."""
         if self.micro_batch < 0 or not output.requires_grad:
             return
         if self.passes[index] == self.micro_batch:
@@ -185,7 +190,7 @@ class Audit:
     # -- after a step -----------------------------------------------------------------------
 
     def after(self, iteration: int) -> None:
-        """Audit if the step is due. Raise NodeError on every rank if results differ. Collective."""
+        """Audit a step if it is due; raise NodeError on all ranks if results differ. Collective."""
         if not self._is_due(iteration):
             return
         self.mesh.recorder.enter("audit")
@@ -207,7 +212,7 @@ class Audit:
         self._end(iteration, results, differing)
 
     def _repeat(self, stage: Stage, captured: Captured, results: Results) -> None:
-        """Run a stage forward and backward on a captured micro-batch."""
+        """Run a stage forward and backward on a captured micro-batch, and add all results."""
         x = captured.x
         if x.is_floating_point():
             x.requires_grad_()
@@ -223,15 +228,13 @@ class Audit:
 
     @contextmanager
     def _apart(self, results: Results) -> Iterator[None]:
-        """Inside, gradients go to `results`, and what training counts stays as it is.
-
-        A parameter's gradient is complete when the optimizer is told, so one buffer, as large as
-        the largest parameter, serves all of them.
-        """
-        parameters: list[Any] = [p for s in self.stages.values() for p in s.parameters()]
+        """Inside this context gradients go to `results`, and training's sums and counts stay."""
+        parameters: list[Any] = [p for stage in self.stages.values() for p in stage.parameters()]
         sums = [(p, p.main_grad) for p in parameters if hasattr(p, "main_grad")]
-        largest = max(sums, key=lambda pair: pair[1].numel(), default=None)
-        scratch = torch.zeros_like(largest[1]).flatten() if largest else torch.empty(0)
+        scratch = torch.empty(0)  # shared by all parameters: `take` empties it after each gradient
+        if sums:
+            _, largest = max(sums, key=lambda pair: pair[1].numel())
+            scratch = torch.zeros_like(largest).flatten()
         for p, _ in sums:
             _set_gradient(p, scratch[: p.numel()].view(p.shape))
 
@@ -248,34 +251,40 @@ class Audit:
         for p, total in sums:
             _set_gradient(p, total)
         if self.optimizer.balance:
-            self.optimizer.balance.discard()  # the step's counts have been used already
+            self.optimizer.balance.discard()  # tokens per expert, counted in the repeated passes
 
     def _differing(self, results: Results) -> tuple[int, bool] | None:
-        """Return what `vote` says about this rank; collective over the data-parallel group."""
+        """Return the place of this rank's first wrong result and whether it is a tie, or None.
+
+        Collective over the data-parallel group.
+        """
         group = self.mesh.dp
         device = self.factory.device
-        longest = torch.tensor([len(results.hashes)], device=device)
+        number_of_hashes = len(results.hashes)
+        longest = torch.tensor([number_of_hashes], device=device)
         group.at_once.all_reduce(longest, MAX).wait()
-        # A wrong choice of experts can change the number of products.
-        count = max(len(results.hashes), int(group.values(longest)[0]))
-        own = torch.zeros(count, dtype=torch.int64, device=device)
+        # A wrong choice of experts can change the number of products, so hashes are padded.
+        count = max(number_of_hashes, int(group.values(longest)[0]))
+        hashes = torch.zeros(count, dtype=torch.int64, device=device)
         if results.hashes:
-            own[: len(results.hashes)] = torch.stack(results.hashes)
-        gathered = own.new_empty(group.size * count)
-        group.at_once.all_gather(gathered, own).wait()
+            hashes[:number_of_hashes] = torch.stack(results.hashes)
+        gathered = hashes.new_empty(group.size * count)
+        group.at_once.all_gather(gathered, hashes).wait()
         by_rank = gathered.view(group.size, -1)
-        differ = (by_rank != own).any(0).nonzero().flatten()
-        places = group.values(differ)
-        found = vote(by_rank[:, differ].t().tolist()) if places else {}
-        if group.rank not in found:
+        unequal_columns = (by_rank != hashes).any(0).nonzero().flatten()
+        places = group.values(unequal_columns)
+        if not places:
             return None
-        row, tied = found[group.rank]
+        wrong_members = vote(by_rank[:, unequal_columns].t().tolist())
+        if group.rank not in wrong_members:
+            return None
+        row, tied = wrong_members[group.rank]
         return places[row], tied
 
     # -- the finding ------------------------------------------------------------------------
 
     def _note(self, iteration: int, results: int, finding: str) -> None:
-        """Write the row of an audit; on rank 0."""
+        """Write an audit's row on rank 0; results: their number; finding: "" if all are equal."""
         if self.rows is None:
             return
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -285,22 +294,25 @@ class Audit:
             self.checkpoints.covered = iteration
 
     def _end(self, iteration: int, results: Results, differing: tuple[int, bool] | None) -> None:
-        """Set uncovered checkpoints aside and raise NodeError with the finding. Collective."""
-        own = None
+        """Set uncovered checkpoints aside and raise NodeError with the finding. Collective.
+
+        differing: place of this rank's first wrong result and whether it is a tie, or None.
+        """
+        report = None
         if differing is not None:
             place, tied = differing
+            # A place after the last name is padding: another rank has computed more products.
             names = [*results.names, "the number of products"]
-            own = place, tied, names[min(place, len(results.names))]
-        reports = self.checkpoints.exchange.gather("audit", own)
+            report = place, tied, names[min(place, len(results.names))]
+        reports = self.checkpoints.exchange.gather("audit", report)
         culprits = named(reports, self.config.layout.axes)
         nodes = self.log.context.nodes
-        what = " and ".join(
-            f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()
-        )
-        tied = any(reports[rank][1] for rank in culprits)
-        finding = f"the audit after iteration {iteration} found wrong bits on {what}"
-        if tied:
-            finding = f"in the audit after iteration {iteration} the results differ between {what}"
+        descriptions = [f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()]
+        ranks = " and ".join(descriptions)
+        ties = [tied for _, tied, _ in (reports[rank] for rank in culprits)]
+        finding = f"the audit after iteration {iteration} found wrong bits on {ranks}"
+        if any(ties):
+            finding = f"in the audit after iteration {iteration} the results differ between {ranks}"
             finding += "; there is no majority, so nobody can say which is wrong"
         self.checkpoints.close()
         if self.rows is not None:
@@ -309,55 +321,60 @@ class Audit:
             parent = checkpoints_folder(self.config)
             line = folders.set_aside(parent, self.checkpoints.covered)
             self.log.note(line or "all checkpoints are covered by audits")
-        self.checkpoints.exchange.gather("audited", None)  # the files are there before a rank ends
+        # Wait for rank 0, which writes files: the launcher ends all ranks when one rank ends.
+        self.checkpoints.exchange.gather("audited", None)
         raise NodeError(finding, {nodes[rank] for rank in culprits}, "audit", list(culprits))
 
 
 def _set_gradient(p: Any, total: Tensor) -> None:
-    """Have the gradients of a parameter added to `total`, by autograd too if it did that before."""
+    """Let the gradients of a parameter be added to `total`, which has the parameter's shape."""
     p.main_grad = total
     if p.grad is not None:
-        p.grad = total
+        p.grad = total  # autograd itself adds to the sum
 
 
 def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
-    """Return the members with wrong results: by member, its first wrong row, and whether there was
-    no majority, so that any of the named members may be wrong.
+    """Return, by member with wrong results, the member's first wrong row, and whether it is a tie.
 
-    rows: for each result, the hashes of all members. A member that was outvoted in a row has no
-    vote in later rows.
+    A tie is a row without a majority: any of the members named for it may be wrong. rows: for each
+    result, the hashes of all members of a data-parallel group, (results, members). A member that
+    was outvoted in a row has no vote in later rows.
     """
     voters = list(range(len(rows[0]))) if rows else []
-    found: dict[int, tuple[int, bool]] = {}
+    wrong: dict[int, tuple[int, bool]] = {}
     for number, row in enumerate(rows):
         common, votes = Counter(row[member] for member in voters).most_common(1)[0]
         if votes == len(voters):
             continue
         if 2 * votes <= len(voters):
-            return found | dict.fromkeys(voters, (number, True))
-        for member in [member for member in voters if row[member] != common]:
-            found[member] = (number, False)
+            return wrong | dict.fromkeys(voters, (number, True))
+        outvoted = [member for member in voters if row[member] != common]
+        for member in outvoted:
+            wrong[member] = (number, False)
             voters.remove(member)
-    return found
+    return wrong
 
 
 def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
-    """Return the ranks whose own products are wrong, and the name of the first one of each.
+    """Return, by rank that computed a wrong result itself, the name of its first wrong result.
 
-    reports: of every rank, the place of its first wrong result, whether nobody was outvoted, and
-    the result's name; None if it has none. The other ranks of a replica get the wrong bits of one
-    rank later, by a collective. So the rank with the earliest result is named.
+    reports: by rank, the place of its first wrong result, whether it is a tie, and the result's
+    name; None if no result is wrong. Collectives spread wrong bits to the other ranks of a stage's
+    replica later, so the ranks with the earliest wrong result of these ranks are named.
     """
     replicas: dict[tuple[int, int], list[int]] = {}
     for rank, report in enumerate(reports):
         if report is not None:
             place = coordinates(rank, axes)
             replicas.setdefault((place["pp"], place["dp"]), []).append(rank)
-    found: dict[int, str] = {}
+    culprits: dict[int, str] = {}
     for ranks in replicas.values():
-        first = min(reports[rank][0] for rank in ranks)
-        found |= {rank: reports[rank][2] for rank in ranks if reports[rank][0] == first}
-    return found
+        earliest = min(reports[rank][0] for rank in ranks)
+        for rank in ranks:
+            place, _, result = reports[rank]
+            if place == earliest:
+                culprits[rank] = result
+    return culprits
 
 
 # ---- Contexts of the repeated passes -------------------------------------------------------------
@@ -365,14 +382,14 @@ def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
 
 @contextmanager
 def observed(stage: Stage, results: Results) -> Iterator[None]:
-    """Inside, `results.layer` is the layer of the stage that runs, forward or backward."""
+    """Inside, `results.layer` and `results.direction` name the pass of `stage` that is running."""
     handles = []
     results.enter(f"stage {stage.spec.index}", "")
     for name, part in _layers(stage):
-        entered = partial(results.enter, name, "")
-        handles.append(part.register_forward_pre_hook(entered))
-        back = partial(results.enter, name, " in the backward pass")
-        handles.append(part.register_forward_hook(partial(_observe_gradient, back)))
+        enter_forward = partial(results.enter, name, "")
+        handles.append(part.register_forward_pre_hook(enter_forward))
+        enter_backward = partial(results.enter, name, " in the backward pass")
+        handles.append(part.register_forward_hook(partial(_observe_gradient, enter_backward)))
     yield
     for handle in handles:
         handle.remove()
@@ -381,13 +398,13 @@ def observed(stage: Stage, results: Results) -> Iterator[None]:
 def _observe_gradient(
     entered: Callable[..., None], part: nn.Module, inputs: tuple, output: Tensor
 ) -> None:
-    """Have `entered` called when the backward pass reaches a layer's output."""
+    """Let autograd call `entered` when the backward pass reaches a layer's output."""
     if output.requires_grad:
         output.register_hook(lambda _: entered())
 
 
 def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a stage with their names in the whole model."""
+    """Yield the name in the whole model and the module of each layer of a stage."""
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     blocks: Iterable[Any] = stage.blocks
@@ -400,7 +417,7 @@ def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Inside, a GPU runs only kernels that give the same bits for the same inputs."""
+    """Inside this context a GPU runs only kernels that give the same bits for the same inputs."""
     if device.type == "cpu":
         yield
         return
@@ -411,11 +428,11 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 
 
 def last_clean(path: Path, begin: int) -> int:
-    """Return the last step whose audit found nothing and that led to the step `begin`, after which
-    the run goes on; -1: there is none.
+    """Return the last step up to `begin` whose audit found nothing, or -1 without such a step.
 
-    path: audits.jsonl, which may be missing. A row without a finding is that of a start of the
-    ranks: audits of later steps belong to another course of the run.
+    path: the file audits.jsonl, which may be missing. begin: the step after which the run goes on.
+    A row without the key "finding" marks a start of the ranks from the row's step: audits of later
+    steps that stand above this row were made before the run went back, so they do not count.
     """
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
