@@ -50,11 +50,11 @@ LINES_BETWEEN_CORPORA = 20  # log lines from one line about the corpora to the n
 
 @dataclass
 class Printed:
-    """How many log lines were printed, the steps since the last one, and its time.monotonic()."""
+    """The log lines that this start of the run has printed."""
 
-    lines: int = 0
-    steps_since: int = 0
-    at: float = -math.inf
+    lines: int = 0  # the number of printed log lines
+    steps_since: int = 0  # steps since the last log line
+    at: float = -math.inf  # time.monotonic() of the last log line
 
 
 class Log:
@@ -111,10 +111,11 @@ class Log:
         result: StepResult,
         everyone: list[StepStats],
     ) -> None:
-        """Record one step; called by every rank after each step.
+        """Write a step's row, and its log line if due; every rank calls this after each step.
 
-        batch: samples of the step. done: the progress after the step. everyone: every rank's
-        statistics; the step's time in the row is rank 0's.
+        done: the progress after the step. batch: the number of samples in the step. lr: the
+        learning rate. everyone: the statistics of all ranks, in rank order; the step's seconds in
+        the row are those of rank 0.
         """
         if not self.is_writer:
             return
@@ -145,26 +146,32 @@ class Log:
         if result.expert_loads is not None:
             row["expert_loads"] = result.expert_loads
         every = self.config.run.log_every
-        is_end = iteration in (1, self.total)
-        if is_end or every is None or iteration % every == 0:
+        is_first_or_last = iteration in (1, self.total)
+        is_multiple = every is not None and iteration % every == 0
+        if is_first_or_last or every is None or is_multiple:
             row |= self._of_corpora(done)
         self._write(row)
         self.printed.steps_since += 1
         is_late = time.monotonic() - self.printed.at >= SECONDS_BETWEEN_LINES
-        is_due = is_late if every is None else iteration % every == 0
-        if is_end or is_due:
+        is_due = is_late if every is None else is_multiple
+        if is_first_or_last or is_due:
             self._print_step(row)
 
     def _rates_of_flops(self, batch: int, seconds: float) -> dict[str, float | None]:
-        """Return 1e12 FLOPs a second of each rank in a step, and MFU if the peak is known."""
+        """Return a step's TFLOPs per second and rank, and its MFU, by name of column.
+
+        batch: the number of samples in the step. tflops_hardware includes recomputation. mfu: the
+        model's FLOPs over the device's peak, or None if the peak is not known.
+        """
         model = self.config.model
         recompute = self.config.layout.recompute
-        share = batch / self.context.size / seconds
-        needed = model_stats.model_flops(model, 1, FORMULA) * share
-        again = 0
+        samples_per_second = batch / self.context.size / seconds  # of a rank
+        needed = model_stats.model_flops(model, 1, FORMULA) * samples_per_second
+        recomputed = 0  # the number of recomputed blocks in all stages
         for spec in self.stage_specs:
-            again += self.config.layout.recomputed_blocks(spec.blocks, spec.index)
-        executed = model_stats.hardware_flops(model, 1, recompute, FORMULA, again) * share
+            recomputed += self.config.layout.recomputed_blocks(spec.blocks, spec.index)
+        flops_of_sample = model_stats.hardware_flops(model, 1, recompute, FORMULA, recomputed)
+        executed = flops_of_sample * samples_per_second
         mfu = None
         if self.peak_flops:
             mfu = needed / self.peak_flops
@@ -172,7 +179,7 @@ class Log:
 
     @functools.cached_property
     def peak_flops(self) -> float | None:
-        """The peak FLOPs a second of the device, for MFU; None if they are not known."""
+        """The device's peak FLOPs per second, for MFU; None on CPUs and on unknown GPUs."""
         if self.context.device.type != "cuda":
             return None
         from planner import hardware
@@ -181,10 +188,13 @@ class Log:
         return hardware.peak_of(name, self.config.training.precision)
 
     def _print_step(self, row: dict[str, Any]) -> None:
-        """Print and store a step's log line, some of them with a line about the corpora below."""
-        count = self.config.run.log_every or self.printed.steps_since
-        left = self.config.total_samples - row["consumed_samples"]
-        line = log_lines.of_step(row, self.total, self.steps, count, left)
+        """Print a step's log line, and after some log lines a line about the corpora.
+
+        row: the step's row of metrics.jsonl.
+        """
+        steps_in_means = self.config.run.log_every or self.printed.steps_since
+        samples_left = self.config.total_samples - row["consumed_samples"]
+        line = log_lines.of_step(row, self.total, self.steps, steps_in_means, samples_left)
         is_last = row["iteration"] == self.total
         if self.printed.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
             line += log_lines.of_corpora(row)
@@ -192,23 +202,30 @@ class Log:
         self.printed = Printed(self.printed.lines + 1, 0, time.monotonic())
 
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
-        """Record a step that --skip-samples leaves out: `batch` samples that end at `consumed`."""
+        """Write the row and the log line of a step that --skip-samples leaves out.
+
+        consumed: the run's samples after the step. batch: the number of samples left out.
+        """
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
         self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
-        """Record a mean loss per token; name: `validation`, `test`, or a set of --eval-data."""
+        """Write the row and the log line of an evaluation.
+
+        name: `validation`, `test`, or a set of --eval-data. done: the progress of the run. loss:
+        the mean loss per token, in nats.
+        """
         self.evaluations[name] = loss
         row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
         self.note(log_lines.of_evaluation(name, done.iteration, self.total, loss))
 
     def note(self, line: str) -> None:
-        """Print a line on rank 0, and append it to log.txt."""
+        """On rank 0, print a line and append it to log.txt; a full disk does not end the run."""
         if not self.is_writer:
             return
-        # If writing fails, self.text stays None, and nothing more is written to log.txt.
+        # If writing fails, self.text stays None, so that a full disk is reported once.
         text = self.text
         self.text = None
         with self.without("log.txt, from here on"):
@@ -223,15 +240,15 @@ class Log:
                 raise
 
     def summarize(self) -> None:
-        """Print the summary on rank 0."""
+        """Print the summary on rank 0; called after the last step."""
         if not self.is_writer or not self.steps.losses:
             return  # a resumed run that was complete has no steps
         device = self.context.device.type
         memory = step_stats.table(self.config, device, self.before, self.latest)
         facts = self.context.describe()
         stages = self.stage_specs
-        end = self.evaluations
-        self.note(log_lines.summary(self.config, facts, stages, self.steps, memory, end))
+        losses = self.evaluations
+        self.note(log_lines.summary(self.config, facts, stages, self.steps, memory, losses))
 
     def close(self) -> None:
         """Close the files and trackers; print how many rows could not be written, if any."""
@@ -245,33 +262,39 @@ class Log:
             self.text = None
 
     def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
-        """Return the tokens trained on and the epochs, by corpus, for the row of metrics.jsonl."""
+        """Return two columns for metrics.jsonl: by corpus, the tokens trained on and the epochs.
+
+        Without corpora, as with synthetic data, the result is empty.
+        """
         corpora = done.usage.corpora
         length = self.config.model.seq_length
         if not corpora:
             return {}
-        epochs = {
-            prefix: corpora[prefix][0] * length / tokens
-            for prefix, tokens in self.epoch_tokens.items()
-            if prefix in corpora
-        }
-        tokens = {prefix: count for prefix, (_, count) in corpora.items()}
-        return {"corpus_tokens": tokens, "corpus_epochs": epochs}
+        corpus_tokens = {}
+        corpus_epochs = {}
+        for prefix, (_, tokens) in corpora.items():
+            corpus_tokens[prefix] = tokens
+        for prefix, epoch_tokens in self.epoch_tokens.items():
+            if prefix in corpora:
+                samples, _ = corpora[prefix]
+                corpus_epochs[prefix] = samples * length / epoch_tokens
+        return {"corpus_tokens": corpus_tokens, "corpus_epochs": corpus_epochs}
 
     def _write(self, row: dict[str, Any]) -> None:
+        """On rank 0, write a row to metrics.jsonl and to the trackers."""
         if not self.is_writer:
             return
         self.metrics.write(row)
         trackers = self.trackers
         self.trackers = {}
-        for name, tracker in trackers.items():  # a tracker that fails is not called again
+        for name, tracker in trackers.items():
             with self.without(f"{name}, from here on"):
                 tracker.write(row["iteration"], row)
-                self.trackers[name] = tracker
+                self.trackers[name] = tracker  # a tracker that fails is not called again
 
     @contextlib.contextmanager
     def without(self, what: str) -> Iterator[None]:
-        """Catch an OSError of the block and print that `what` cannot be written."""
+        """Inside this context, catch an OSError and print that `what` cannot be written."""
         try:
             yield
         except OSError as error:
@@ -280,6 +303,10 @@ class Log:
     # -- start and end ----------------------------------------------------------------------
 
     def _open_files(self, kernels: dict[str, str], checkpoint_bytes: int | None) -> None:
+        """Rename an earlier run's files, write run.json, and open the other files and trackers.
+
+        Raise UserError if a file cannot be written.
+        """
         facts = {
             "version": VERSION,
             "config": self.config.as_dict(),
@@ -299,17 +326,17 @@ class Log:
             },
         }
         out = self.config.run.out
-        new = os.path.join(out, "run.json.new")
+        new_file = os.path.join(out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
-        # A run from step 0 must not add to the checkpoints and files of an earlier run.
-        continued = ["checkpoints", "audits.jsonl", "spikes.jsonl", TRACKED_RUNS]
-        earlier += [] if self.config.run.resume else continued
+        if not self.config.run.resume:
+            # A run from step 0 must not add to the checkpoints and files of an earlier run.
+            earlier += ["checkpoints", "audits.jsonl", "spikes.jsonl", TRACKED_RUNS]
         try:
             os.makedirs(out, exist_ok=True)
-            with open(new, "w") as file:
+            with open(new_file, "w") as file:
                 json.dump(facts, file, indent=1)
             _keep_earlier(out, earlier)
-            os.rename(new, os.path.join(out, "run.json"))
+            os.rename(new_file, os.path.join(out, "run.json"))
             open(self.metrics.path, "w").close()
             self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
             if self.config.run.tensorboard or self.config.run.wandb:
@@ -321,7 +348,10 @@ class Log:
 
 
 def _keep_earlier(out: str, names: list[str]) -> None:
-    """Rename an earlier run's files to NAME.1 (or .2, ...), so that nothing is overwritten."""
+    """Rename an earlier run's files in the folder `out` to NAME.1 (or .2, ...).
+
+    All files get the same number, the first that no file has, so nothing is overwritten.
+    """
     paths = [os.path.join(out, name) for name in names]
     number = unused_number(paths)
     for path in filter(os.path.lexists, paths):
@@ -329,7 +359,7 @@ def _keep_earlier(out: str, names: list[str]) -> None:
 
 
 def _commit() -> str | None:
-    """Return this code's git commit, with + if tracked files differ; None outside of git."""
+    """Return the git commit of this code, with + if tracked files differ; None outside of git."""
     folder = os.path.dirname(os.path.abspath(__file__))
     command = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
