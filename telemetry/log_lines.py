@@ -1,8 +1,8 @@
 """Text that people read: when a run starts, while it trains, and when it ends.
 
-    of_step(row, total, steps, count, left)   step 120/500 | loss 3.2104 | ... | 1:02:03 left
-    at_start(config, device, ...)             layout, batches, kernels, stages, the schedule
-    summary(config, facts, ...)               seconds of steps and losses of a whole run
+    of_step(row, total, steps, ...)     step 120/500 | loss 3.2104 | ... | 1:02:03 left
+    at_start(config, device, ...)       layout, batches, kernels, stages, the schedule
+    summary(config, facts, ...)         seconds of steps and losses of a whole run
 
 telemetry/log.py calls these functions.
 """
@@ -21,26 +21,23 @@ FORMULA = "megatron-2025"  # how FLOPs are counted: one of FORMULAS in config/mo
 # The summary's rates leave these first steps out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
 RECENT_STEPS = 20  # the time left is estimated from the pace of these last steps
-MOST_SIZES = 6  # batch sizes in the line about them
+MOST_SIZES = 6  # the start-up line names all batch sizes only if there are not more sizes
+FIRST_SIZES, LAST_SIZES = 3, 2  # the numbers of sizes named before and after "..." otherwise
 
 
 @dataclass
 class Steps:
-    """The steps of this start: samples, seconds and loss of each.
-
-    skipped: steps without an update; nan: steps whose loss was not finite. began: the
-    time.monotonic() of the start.
-    """
+    """The steps since the run was started or resumed; the lists have an entry per step."""
 
     samples: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    skipped: int = 0
-    nan: int = 0
-    began: float = field(default_factory=time.monotonic)
+    skipped: int = 0  # the number of steps without an update
+    nan: int = 0  # the number of steps whose loss was not finite
+    began: float = field(default_factory=time.monotonic)  # clock reading at the start
 
     def add(self, samples: int, seconds: float, loss: float, skipped: bool) -> None:
-        """Add a step."""
+        """Add a step with `samples` samples; skipped: the step made no update."""
         self.samples.append(samples)
         self.seconds.append(seconds)
         self.losses.append(loss)
@@ -52,18 +49,21 @@ class Steps:
 
 
 def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_left: int) -> str:
-    """Return a step's log line; MFU is in it only where the device's peak FLOPS are known.
+    """Return a step's log line; it contains the MFU only if the device's peak FLOPS are known.
 
-    row: the step's row of metrics.jsonl. count: loss and rates are means over so many last steps.
+    row: the step's row of metrics.jsonl. total: the run's last step. count: the number of last
+    steps over which the line's loss and rates are means. samples_left: until the end of the run.
     """
     losses = steps.losses[-count:]
     loss = sum(losses) / len(losses)
     mean_rate = sum(steps.samples[-count:]) / sum(steps.seconds[-count:])
-    ratio = mean_rate / (row["global_batch_size"] / row["seconds"])
-    pace = sum(steps.seconds[-RECENT_STEPS:]) / sum(steps.samples[-RECENT_STEPS:])
-    left = max(0.0, samples_left * pace)
+    row_rate = row["global_batch_size"] / row["seconds"]
+    ratio = mean_rate / row_rate  # turns the row's rates into those of the mean step
+    recent_seconds = sum(steps.seconds[-RECENT_STEPS:])
+    seconds_of_sample = recent_seconds / sum(steps.samples[-RECENT_STEPS:])
+    seconds_left = max(0.0, samples_left * seconds_of_sample)
     if row["iteration"] >= total:
-        left = 0.0
+        seconds_left = 0.0
     parts = [
         f" step {row['iteration']}/{total}",
         f"loss {loss:.4f}",
@@ -74,7 +74,7 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu'] * ratio:.1%}")
     parts.append(f"{row['peak_memory_bytes'] / 1e9:.1f} GB")
-    parts.append(f"{duration(left)} left")
+    parts.append(f"{duration(seconds_left)} left")
     if "expert_loads" in row:
         parts.append(f"busiest expert {max(row['expert_loads']):.2f} of the mean")
     epochs = list(row.get("corpus_epochs", {}).values())
@@ -88,9 +88,10 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
 
 
 def of_corpora(row: dict[str, Any]) -> str:
-    """Return the line about several corpora that follows a step's log line, or "".
+    """Return the line about the corpora that follows a step's log line, after a line's end.
 
-    The epoch of a run's only corpus is in the step's log line itself (`of_step`).
+    row: the step's row of metrics.jsonl. With fewer than two corpora the result is empty, since
+    `of_step` shows the epoch of a run's only corpus.
     """
     epochs = row.get("corpus_epochs", {})
     if len(epochs) < 2:
@@ -101,27 +102,33 @@ def of_corpora(row: dict[str, Any]) -> str:
 
 
 def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
-    """Return the log line of an evaluation; name: a split or a set of --eval-data.
+    """Return the log line of an evaluation after the step `iteration` of `total` steps.
 
-    loss: the mean per token; its exponential is the perplexity.
+    name: `validation`, `test`, or a set of --eval-data. loss: the mean per token, in nats; the
+    perplexity is its exponential.
     """
     perplexity = math.exp(min(loss, 100.0))
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
 
 
 def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:
-    """Return the log line of a step that was passed over: `batch` samples, up to `consumed`."""
+    """Return the log line of a step that --skip-samples leaves out.
+
+    consumed: the run's samples after the step. batch: the number of samples left out.
+    """
     samples = f"{consumed - batch} to {consumed - 1}"
     return f" step {iteration}/{total} | passed over by --skip-samples: {samples}"
 
 
 def duration(seconds: float) -> str:
     """Return seconds as text: `1:02:03` (hours, minutes, seconds), or `2d 1:02:03` with days."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{rest:02}"
-    return f"{days}d {clock}" if days else clock
+    clock = f"{hours}:{minutes:02}:{whole_seconds:02}"
+    if days:
+        return f"{days}d {clock}"
+    return clock
 
 
 # ---- At the start and at the end -----------------------------------------------------------------
@@ -134,15 +141,16 @@ def at_start(
     stages: list[partition.StageSpec],
     kernels: dict[str, str],
 ) -> list[str]:
-    """Return the start-up lines.
+    """Return the lines that a run prints before its first step.
 
-    device: "cuda" or "cpu". facts: of Context.describe. kernels: in use, by purpose.
+    device: "cuda" or "cpu". facts: the result of Context.describe. stages: those of the whole
+    pipeline. kernels: the implementation in use, by purpose.
     """
     lines = [_of_layout(config, facts), *_of_batches(config)]
     lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
     lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
     if config.run.saves:
-        from config.families import export_note  # runs without checkpoints do not need it
+        from config.families import export_note  # only runs that save need this module
 
         note = export_note(config.model)
         if note:
@@ -160,6 +168,7 @@ def at_start(
 
 
 def _of_layout(config: Config, facts: dict[str, Any]) -> str:
+    """Return the line about ranks, layout and devices; facts: the result of Context.describe."""
     layout = config.layout
     ranks = f"{facts['ranks']} ranks"
     if facts["ranks"] == 1:
@@ -190,27 +199,32 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
 
 
 def _of_batches(config: Config) -> list[str]:
-    """Return the lines about the batch sizes, and the options that change them."""
+    """Return the start-up lines about the batch sizes, and about the options that change them.
+
+    The line on several sizes gives the number of samples before the last size begins.
+    """
     layout = config.layout
     levels = config.batches.levels()
+    last_level = levels[-1]
     text = f"{levels[0].batch} samples"
     if len(levels) > 1:
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
         if len(sizes) > MOST_SIZES:
-            sizes[3:-2] = ["..."]
-        text = f"{', '.join(sizes)} ({levels[-1].consumed} samples); {len(levels)} sizes"
+            sizes[FIRST_SIZES:-LAST_SIZES] = ["..."]
+        text = f"{', '.join(sizes)} ({last_level.consumed} samples); {len(levels)} sizes"
     lines = [f"global batch: {text}, {config.total_steps} steps"]
     if config.skipped:
         ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
         lines.append(f"batches that hold samples of {ranges} are passed over")
-    planned = batch_schedule(config.training, config.model.seq_length)
-    if planned != config.batches:
+    requested = batch_schedule(config.training, config.model.seq_length)
+    if requested != config.batches:  # the sizes in use are rounded
         micro = layout.micro_batch_size
         dp = layout.dp
+        last_requested = requested.levels()[-1]
         lines.append(
             f"--decrease-batch-size-if-needed: rounded down to multiples of "
             f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}, in the end "
-            f"{levels[-1].batch} in place of {planned.levels()[-1].batch}"
+            f"{last_level.batch} in place of {last_requested.batch}"
         )
     return lines
 
@@ -223,12 +237,13 @@ def summary(
     memory: str,
     evaluations: dict[str, float],
 ) -> str:
-    """Return the lines at the end of a run.
+    """Return the text at the end of a run that has trained at least one step.
 
-    memory: the table of step_stats. evaluations: the last losses, by name.
+    facts: the result of Context.describe. memory: the table of peak memory. evaluations: the last
+    losses, by the name of the evaluation.
     """
     out = config.run.out
-    rates = []
+    rates = []  # tokens per second of every step
     for samples, seconds in zip(steps.samples, steps.seconds):
         rates.append(samples * config.model.seq_length / seconds)
     rates = rates[WARM_UP_STEPS:] or rates
