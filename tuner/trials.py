@@ -3,12 +3,12 @@
     trial = run(candidate, Runner("mpirun -n {ranks}", Path("runs/tune/trials")), number=0)
     TrialStore(Path("runs/tune/trials.jsonl")).add(trial)
 
-    outcome = Rehearser("a100-80").rehearse(candidate, runner, number=0)     # rehearse.py before it
-    outcome.finding         # why the layout must not be queued, or empty
+    outcome = Rehearser("a100-80").rehearse(candidate, runner, number=0)    # before the first trial
+    outcome.finding         # why the layout must not be run, or empty
 
-Every outcome is a result with its reason: ok, rejected by train.py itself or by the rehearsal
-before it, out of memory, hang (over the limit), crash, divergence. When `run`
-returns, none of its processes on this machine is left.
+Every trial has a status and a reason: ok, rejected by train.py itself or by rehearse.py, out of
+memory, hang (over the time limit), crash, divergence. When `run` returns, all processes of the
+trial on this machine have ended.
 """
 
 import contextlib
@@ -39,8 +39,11 @@ REHEARSAL = str(ROOT / "rehearse.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
 TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1  # found here: after a fork that is not safe
-RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # of a row of metrics.jsonl
+MOST_CHARACTERS = 300  # of a line of output in a trial's reason
+OUTPUT_BYTES = 65536  # at the end of a trial's output, in which its reason is looked for
+_PRCTL = ctypes.CDLL(None).prctl  # looked up now, since loading after a fork is not safe
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # columns of metrics.jsonl
 
 # Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
 OUT_OF_MEMORY = re.compile(
@@ -51,20 +54,20 @@ OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Trial:
-    """One run and its figures: seconds of the timed steps, bytes of each stage's fullest rank."""
+    """One run of a candidate and its figures, as trials.jsonl has them."""
 
-    key: str
-    label: str
+    key: str  # Candidate.key
+    label: str  # Candidate.label
     ranks: int
     status: str  # ok, rejected, oom, hang, crash, diverged
     reason: str  # empty if ok
-    seconds: list[float]
-    predicted: float
+    seconds: list[float]  # of the timed steps
+    predicted: float  # the planner's seconds of a step
     config: dict[str, Any]  # groups of options, as in run.json
-    peak_memory: list[float] = field(default_factory=list)
-    tflops_model: float = 0.0  # per rank, at the median
-    tflops_hardware: float = 0.0
-    tokens_per_second: float = 0.0
+    peak_memory: list[float] = field(default_factory=list)  # bytes of each stage's fullest rank
+    tflops_model: float = 0.0  # per rank, at the median of the timed steps
+    tflops_hardware: float = 0.0  # the same, with recomputation
+    tokens_per_second: float = 0.0  # of all ranks, at the median
     loss: float | None = None
     formula: str = ""
     cluster: dict[str, Any] = field(default_factory=dict)
@@ -78,12 +81,12 @@ class Trial:
 
     @property
     def median(self) -> float:
-        """Seconds per iteration; raises StatisticsError if nothing was timed."""
+        """The median seconds of the timed steps; raises StatisticsError if no step was timed."""
         return statistics.median(self.seconds)
 
     @property
     def spread(self) -> float:
-        """Slowest minus fastest timed step, as a share of the median."""
+        """The slowest minus the fastest timed step's seconds, as a share of the median."""
         return (max(self.seconds) - min(self.seconds)) / self.median
 
 
@@ -91,13 +94,16 @@ class Trial:
 class Runner:
     """How trials are run: launcher, steps, time limit, and the folder of their output."""
 
-    launch: str  # `{ranks}` is replaced by their number
-    folder: Path
-    timed: int = 3  # steps that are measured, after WARM_UP
+    launch: str  # the launcher's command, in which `{ranks}` stands for the number of ranks
+    folder: Path  # has a folder per trial
+    timed: int = 3  # the number of measured steps, after the first WARM_UP steps
     time_limit: float = 600.0  # seconds
 
     def launch_command(self, ranks: int) -> list[str]:
-        """Launcher, interpreter and program; UserError if the launcher has no {ranks}."""
+        """Return the words of launcher, interpreter and train.py.
+
+        Raise UserError if the launcher has no {ranks}, or is no command of a shell.
+        """
         if "{ranks}" not in self.launch:
             text = f"--launch {self.launch!r} has no {{ranks}}, as in 'mpirun -n {{ranks}}'"
             raise UserError(text)
@@ -111,33 +117,38 @@ class Runner:
         return [*words, PROGRAM]
 
     def out(self, candidate: search_space.Candidate, number: int) -> Path:
-        """The folder of a trial, which is made."""
+        """Make and return the folder of the trial with the number `number`."""
         out = self.folder / f"{number:04d}-{candidate.label.replace(' ', '-')}"
         out.mkdir(parents=True, exist_ok=True)
         return out
 
     def command(self, candidate: search_space.Candidate, out: Path) -> list[str]:
-        """The command line of a trial in `out`: a few steps, nothing is saved or evaluated."""
+        """Return the command line of a trial with output in the folder `out`.
+
+        The trial trains a few steps on the full batch, and saves and evaluates nothing.
+        """
         config = candidate.config
         training = replace(config.training, **search_space.FULL_BATCH)
         training = replace(training, steps=WARM_UP + self.timed)
-        full: dict[str, Any] = {"eval_data": None}
-        full |= {"cache": None} if config.data.data == ("synthetic",) else {}  # nothing is read
-        data = replace(config.data, eval_every=0, eval_samples=0, **full)
-        quiet: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
-        quiet |= {"keep_last": 0, "keep_every": 0, "check_replicas_every": 0, "tensorboard": False}
-        quiet |= {"preflight": False, "exit_after_minutes": 0.0}
-        quiet |= {"begin_at_samples": 0, "stop_at_samples": 0}
-        quiet |= {"save_weights_only": False, "load_weights_only": False}
-        run = replace(config.run, out=str(out), **quiet)
+        data_options: dict[str, Any] = {"eval_every": 0, "eval_samples": 0, "eval_data": None}
+        if config.data.data == ("synthetic",):
+            data_options["cache"] = None  # synthetic data is not read from files
+        data = replace(config.data, **data_options)
+        off: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
+        off |= {"keep_last": 0, "keep_every": 0, "check_replicas_every": 0, "tensorboard": False}
+        off |= {"preflight": False, "exit_after_minutes": 0.0}
+        off |= {"begin_at_samples": 0, "stop_at_samples": 0}
+        off |= {"save_weights_only": False, "load_weights_only": False}
+        run = replace(config.run, out=str(out), **off)
         config = replace(config, training=training, data=data, run=run)
         return [*self.launch_command(candidate.ranks), *search_space.to_cli_args(config)]
 
 
 def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str = "") -> Trial:
-    """Measure one candidate; kills all processes that it started, also when interrupted.
+    """Run a candidate and return its trial; end all processes of the trial, also if interrupted.
 
-    Raises UserError if the launcher cannot be started.
+    number: that of the trial's folder. tag: why it runs, if not for the search. Raise UserError if
+    the launcher cannot be started.
     """
     out = runner.out(candidate, number)
     command = runner.command(candidate, out)
@@ -147,104 +158,114 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
     wall = time.monotonic() - began
     steps = WARM_UP + runner.timed
     status, reason, rows = classify(exit_status, log, out, steps, runner.time_limit)
-    facts: dict[str, Any] = {}  # stay empty if train.py ended before it had written them
+    facts: dict[str, Any] = {}  # stays empty if train.py ended before it had written run.json
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         facts = json.loads((out / "run.json").read_text())
+    figures = _figures(rows) if status == "ok" else {}
     return _trial(
         candidate,
         status,
         reason,
         formula=facts.get("flops_formula", ""),
-        cluster={k: v for k, v in facts.get("cluster", {}).items() if k != "places"},
+        cluster={name: v for name, v in facts.get("cluster", {}).items() if name != "places"},
         versions=facts.get("versions", {}),
         commit=facts.get("commit"),
         command=shlex.join(command),
         started=started,
         wall=wall,
         tag=tag,
-        **(_figures(rows) if status == "ok" else {}),
+        **figures,
     )
 
 
 def rejected(candidate: search_space.Candidate, finding: str, seconds: float, tag: str) -> Trial:
-    """The trial of a candidate that a rehearsal of so many seconds rejected: it is not run."""
-    about = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "tag": tag, "rehearsal": seconds}
-    return _trial(candidate, "rejected", f"by the rehearsal: {finding}", **about)
+    """Return the trial of a candidate that is not run, because its rehearsal rejected it.
+
+    finding: the reason. seconds: the duration of the rehearsal. tag: why it would have run.
+    """
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    reason = f"by the rehearsal: {finding}"
+    return _trial(candidate, "rejected", reason, started=started, tag=tag, rehearsal=seconds)
 
 
 def _trial(candidate: search_space.Candidate, status: str, reason: str, **facts: Any) -> Trial:
-    place = candidate.key, candidate.label, candidate.ranks
+    """Return a candidate's trial; facts: further attributes of the Trial by name."""
+    identity = candidate.key, candidate.label, candidate.ranks
     config = json.loads(json.dumps(candidate.config.as_dict()))  # lists for tuples, as in JSON
     seconds = facts.pop("seconds", [])
-    return Trial(*place, status, reason, seconds, candidate.prediction.seconds, config, **facts)
+    return Trial(*identity, status, reason, seconds, candidate.prediction.seconds, config, **facts)
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of the timed steps; memory, loss and rates of the last one, at the median step."""
+    """Return the figures of a trial that ran to its end, by attribute of Trial.
+
+    rows: those of metrics.jsonl, a row per step. Memory and loss are those of the last step; the
+    rates are scaled from the last step to the median one.
+    """
     seconds = [row["seconds"] for row in rows[WARM_UP:]]
-    last = rows[-1]
-    scale = last["seconds"] / statistics.median(seconds)
-    rates = {name: last[name] * scale for name in RATES}
-    memory = last.get("peak_memory_bytes_per_stage", [last["peak_memory_bytes"]])
-    return {"seconds": seconds, "peak_memory": memory, "loss": last["loss"], **rates}
+    last_row = rows[-1]
+    scale = last_row["seconds"] / statistics.median(seconds)
+    rates = {name: last_row[name] * scale for name in RATES}
+    memory = last_row.get("peak_memory_bytes_per_stage", [last_row["peak_memory_bytes"]])
+    return {"seconds": seconds, "peak_memory": memory, "loss": last_row["loss"], **rates}
 
 
 # ---- The rehearsal before the first trial --------------------------------------------------------
 
-# It comes before the trial and not beside the one before: a trial's ranks may share this machine's
-# cores, and would be measured too slow. On CPUs nothing is rehearsed: memory and NCCL's rules,
-# which a layout can break, are of GPUs, and a trial costs less there.
+# A rehearsal never runs beside a trial: the trial's ranks may share this machine's cores, and would
+# be measured too slow. On CPUs nothing is rehearsed, because rehearse.py finds what goes wrong on
+# GPUs only (their memory, NCCL's rules), and because a failed trial costs less there.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict of a rehearsal. failure: why there is no answer, or empty; then the trial
-    decides.
-    """
+    """The result of a rehearsal; with neither finding nor failure the layout can be run."""
 
-    seconds: float = 0.0
-    finding: str = ""
-    failure: str = ""
+    seconds: float = 0.0  # the duration of the rehearsal
+    finding: str = ""  # why the layout must not be run, or empty
+    failure: str = ""  # why the rehearsal has no answer, or empty; a trial is run then
 
     @property
     def text(self) -> str:
-        """The seconds that it took, and what it says."""
-        said = (
-            "rejected"
-            if self.finding
-            else "every operation of the ranks that were run meets, and it fits"
-        )
+        """The rehearsal's seconds and its verdict, for a printed line."""
+        verdict = "every operation of the ranks that were run meets, and it fits"
         if self.failure:
-            said = f"no answer, the trial decides: {self.failure}"
-        return f"{self.seconds:.0f} s: {said}"
+            verdict = f"no answer, the trial decides: {self.failure}"
+        elif self.finding:
+            verdict = "rejected"
+        return f"{self.seconds:.0f} s: {verdict}"
 
 
 @dataclass(frozen=True)
 class Rehearser:
-    """For which machine layouts are rehearsed."""
+    """Rehearses layouts on fake GPUs; gpu: their name; calibration: a file of measured costs."""
 
     gpu: str
     calibration: str | None = None
 
     def rehearse(self, candidate: search_space.Candidate, runner: Runner, number: int) -> Outcome:
-        """Rehearse a candidate, with the runner's time limit; words and answers into the folder of
-        the trial of that number. When it returns or raises, no process of it is left.
+        """Rehearse a candidate under the runner's time limit, and return the outcome.
+
+        Output and answers are written into the folder of the trial with the number `number`. When
+        this method returns or raises, all processes of the rehearsal have ended.
         """
         out = runner.out(candidate, number)
         began = time.monotonic()
         answers = out / "rehearsal.json"
         log = out / "rehearsal.txt"
-        answers.unlink(missing_ok=True)  # of a search that was stopped
+        answers.unlink(missing_ok=True)  # a search that was stopped may have left this file
         command = [sys.executable, REHEARSAL, "--gpus", str(candidate.ranks), "--gpu", self.gpu]
-        command += ["--calibration", self.calibration] if self.calibration else []
+        if self.calibration:
+            command += ["--calibration", self.calibration]
         command += ["--json", str(answers), *search_space.to_cli_args(candidate.config)]
         status, output = execute(command, log, number, runner.time_limit)
         seconds = time.monotonic() - began
         if answers.exists() and status in (0, 1):
             return Outcome(seconds, json.loads(answers.read_text())["finding"])
+        if status is None:
+            return Outcome(seconds, failure=f"not done within {runner.time_limit:g} s")
         lines = output.strip().splitlines() or ["no output"]
-        late = f"not done within {runner.time_limit:g} s" if status is None else lines[-1][:300]
-        return Outcome(seconds, failure=late)
+        return Outcome(seconds, failure=lines[-1][:MOST_CHARACTERS])
 
 
 # ---- Processes -----------------------------------------------------------------------------------
@@ -256,10 +277,10 @@ def execute(
     number: int,
     time_limit: float,
 ) -> tuple[int | None, str]:
-    """Run a process of the trial of that number to its end, or to the time limit, and end all that
-    it started: its exit status (None: over the limit) and the last 64 KiB of its output.
+    """Run a command to its end or for `time_limit` seconds, then end all processes it started.
 
-    Raises UserError if it cannot be started.
+    Return its exit status (None: over the limit) and the end of its output, OUTPUT_BYTES. log: the
+    file of the output. number: that of the trial. Raise UserError if it cannot be started.
     """
     trial_id = f"{os.getpid()}-{number}"
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
@@ -277,7 +298,7 @@ def execute(
             status = None
         finally:
             _terminate(process, trial_id)
-    return status, printable(log.read_bytes()[-65536:].decode(errors="replace"))
+    return status, printable(log.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace"))
 
 
 def _end_with_search() -> None:
@@ -286,32 +307,33 @@ def _end_with_search() -> None:
 
 
 def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
-    """End what is left of a trial: SIGTERM first, so that srun ends its ranks on other nodes.
+    """End the processes of a trial: SIGTERM first, so that srun ends its ranks on other nodes.
 
-    Launchers put ranks into sessions of their own, and orphans get other parents: processes are
-    found by the environment variable of the trial.
+    process: the launcher; None if it did not start. trial_id: its TRIAL_VARIABLE, which finds also
+    ranks in sessions of their own and orphans with other parents.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left = processes_of(trial_id)
-        if not left and (process is None or process.poll() is not None):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        running = processes_of(trial_id)
+        has_ended = process is None or process.poll() is not None
+        if not running and has_ended:
             return
-        for one in left:
+        for running_process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
-        psutil.wait_procs(left, timeout=GRACE_SECONDS)
+                running_process.send_signal(signal_number)
+        psutil.wait_procs(running, timeout=GRACE_SECONDS)
     if process:
         process.wait()
 
 
 def processes_of(trial_id: str) -> list[psutil.Process]:
-    """The running processes of this machine and user that belong to that trial."""
-    found = []
+    """Return the user's running processes on this machine whose TRIAL_VARIABLE is `trial_id`."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            own = process.environ().get(TRIAL_VARIABLE) == trial_id
-            if own and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+            is_of_trial = process.environ().get(TRIAL_VARIABLE) == trial_id
+            if is_of_trial and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
+    return processes
 
 
 # ---- Outcome of a trial, from its exit status, output and files ----------------------------------
@@ -324,10 +346,15 @@ def classify(
     steps: int,
     time_limit: float,
 ) -> tuple[str, str, list[dict[str, Any]]]:
-    """Status, reason and rows of a trial that ended with `exit_status` (None: over the limit)."""
+    """Return a trial's status, its reason (empty if ok), and its rows of metrics.jsonl per step.
+
+    exit_status: None if the trial was over the time limit in seconds. log: the end of its output.
+    out: its folder. steps: the number of steps that it should have trained.
+    """
     metrics = out / "metrics.jsonl"
-    # The text after the last line's end is empty, or a line that is incomplete.
-    written = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    written: list[str] = []
+    if metrics.exists():
+        *written, _ = metrics.read_text().split("\n")  # a text without a line's end is incomplete
     rows = [row for row in map(json.loads, written) if "loss" in row]
     for row in rows:
         if not math.isfinite(row["loss"]):
@@ -335,49 +362,56 @@ def classify(
     if exit_status is None:
         done = f"after step {len(rows)} of {steps}" if rows else "before the first step"
         return "hang", f"not done within {time_limit:g} s: stopped {done}", rows
+    if exit_status == 0 and len(rows) == steps:
+        return "ok", "", rows
     if exit_status == 0:
-        short = f"ended with status 0 after {len(rows)} of {steps} steps"
-        return ("ok", "", rows) if len(rows) == steps else ("crash", short, rows)
+        return "crash", f"ended with status 0 after {len(rows)} of {steps} steps", rows
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    memory = [line for line in lines if OUT_OF_MEMORY.search(line)]
-    if memory:
-        return "oom", memory[-1][:300], rows
-    # SIGKILL, as Popen, a shell or MPICH's mpirun (the bare 9) report it.
+    of_memory = [line for line in lines if OUT_OF_MEMORY.search(line)]
+    if of_memory:
+        return "oom", of_memory[-1][:MOST_CHARACTERS], rows
+    # Popen and shells report SIGKILL as -9 or 137, MPICH's mpirun as 9, with a line about it.
     kill = signal.SIGKILL
-    if exit_status in (-kill, 128 + kill) or (exit_status == kill and "(signal 9)" in log):
+    killed_by_mpich = exit_status == kill and "(signal 9)" in log
+    if exit_status in (-kill, 128 + kill) or killed_by_mpich:
         return "oom", "killed from outside, as the kernel does when memory runs out", rows
-    mistakes = [line for line in lines if "error: " in line]
-    if exit_status == 2 and mistakes:
-        return "rejected", mistakes[-1][:300].removeprefix("error: "), rows
-    causes = ([line for line in lines if text in line] for text in ("Error", ": DEAD: ", ""))
-    cause = next((found[-1][:300] for found in causes if found), "no output")
-    return "crash", f"status {exit_status}: {cause}", rows
+    errors = [line for line in lines if "error: " in line]
+    if exit_status == 2 and errors:
+        return "rejected", errors[-1][:MOST_CHARACTERS].removeprefix("error: "), rows
+    cause = "no output"
+    for text in ("", ": DEAD: ", "Error"):  # the last line of output, or a more telling line
+        matching = [line for line in lines if text in line]
+        cause = matching[-1] if matching else cause
+    return "crash", f"status {exit_status}: {cause[:MOST_CHARACTERS]}", rows
 
 
 # ---- The file of trials --------------------------------------------------------------------------
 
 
 class TrialStore:
-    """Trials in a file of JSON lines: each is on the disk before the next one starts."""
+    """A file with a JSON line per trial; each trial is on the disk before the next trial starts."""
 
     def __init__(self, path: Path):
-        """Read the trials of an existing file; raises UserError if it is not a file of trials."""
+        """Read the trials of the file, if it exists; raise UserError if it is no file of trials."""
         self.path = path
-        self.trials = []
+        self.trials: list[Trial] = []
+        text = ""
         try:
-            *lines, rest = path.read_text().split("\n") if path.exists() else [""]
+            if path.exists():
+                text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the trials in {path}: {error}") from None
+        *lines, incomplete_line = text.split("\n")
         for number, line in enumerate(lines, start=1):
             try:
                 self.trials.append(Trial(**json.loads(line)))
             except (ValueError, TypeError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}, is no trial: {error}") from None
-        if rest:  # interrupted in the middle of a line: remove it before appending
+        if incomplete_line:  # a search was killed while it wrote; lines are appended to this file
             path.write_text("".join(line + "\n" for line in lines))
 
     def add(self, trial: Trial) -> None:
-        """Append one trial and wait until it is on the disk."""
+        """Append a trial to the file and wait until it is on the disk."""
         self.trials.append(trial)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a") as file:
@@ -386,7 +420,7 @@ class TrialStore:
             os.fsync(file.fileno())
 
     def of(self, key: str) -> list[Trial]:
-        """All trials of one candidate, oldest first."""
+        """Return the trials of the candidate with that key, oldest first."""
         return [trial for trial in self.trials if trial.key == key]
 
 
@@ -394,10 +428,10 @@ class TrialStore:
 
 
 def noise(trials: list[Trial]) -> float:
-    """Standard deviation of the logarithm of one trial's median, from 0.01 to 0.3.
+    """Return the standard deviation of the logarithm of a trial's median seconds, from 0.01 to 0.3.
 
-    Pooled over the layouts that were measured more than once, and over a prior estimate from the
-    steps within each trial, which counts as much as three repeats.
+    The variance is pooled over the layouts that were measured more than once, and over a prior
+    estimate from the steps within each trial, which has the weight of three repeated trials.
     """
     medians: dict[str, list[float]] = {}
     for trial in trials:
@@ -406,10 +440,10 @@ def noise(trials: list[Trial]) -> float:
     repeated = [group for group in medians.values() if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeated)
     squares = sum((len(group) - 1) * statistics.variance(group) for group in repeated)
-    # Three normal values have a range of 1.7 deviations on average, and their median has a
-    # deviation of 0.67 of one: 0.67 / 1.7 = 0.4.
-    spreads = [0.4 * trial.spread for trial in trials if trial.status == "ok"]
-    prior = statistics.median(spreads or [LEAST_NOISE])
+    # Three normal values with standard deviation s have on average a range of 1.7 s, and a median
+    # with standard deviation 0.67 s: the median's deviation is 0.67 / 1.7 = 0.4 of the range.
+    deviations = [0.4 * trial.spread for trial in trials if trial.status == "ok"]
+    prior = statistics.median(deviations or [LEAST_NOISE])
     weight = 3
     variance = (weight * prior**2 + squares) / (weight + degrees)
     return min(0.3, max(LEAST_NOISE, math.sqrt(variance)))
