@@ -1,9 +1,9 @@
-"""One use of the tuner: reads what is asked, measures it, writes the report.
+"""One use of the tuner: reads the command line, measures layouts, and writes the report.
 
     Session(options, ["--model", "gpt2-124m", ...]).run()      # options: the flags of tune.py
 
-A search stops when it is decided (search.py) or when the budget is spent. Trials that are stored
-already are not run again.
+A search stops when no other layout is likely to be faster (search.py), or when the budget is spent.
+Trials that are stored already are not run again.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from tuner.search_space import Candidate
 from tuner.trials import Outcome, Rehearser, Runner, Trial, TrialStore
 
 TOP = 5  # layouts that are printed at the end
-MOST = 1e18  # of the numbers on the command line
-PREDICTED = 200  # layouts that a search chooses from: those that are likely the fastest
+MOST = 1e18  # numbers on the command line must be below
+PREDICTED = 200  # a search chooses from these many layouts, which are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
-DEFAULT_GAIN = 1.0  # per cent
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DEFAULT_GAIN = 1.0  # per cent of a step's seconds
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
 
 
 class StoppedBySignal(BaseException):
-    """Raised in the main thread by the first of the signals in STOPPING; number: which one."""
+    """Raised in the main thread by the first signal of STOPPING; number: that of the signal."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -47,36 +47,38 @@ class StoppedBySignal(BaseException):
 
 
 def raise_on_signals() -> None:
-    """From here on the first signal raises StoppedBySignal, and further ones have no effect.
+    """Make the first signal of STOPPING raise StoppedBySignal, and further signals have no effect.
 
-    A signal that is ignored, as by nohup, stays ignored.
+    A signal that is ignored before the call, for example with nohup, stays ignored.
     """
 
     def stop(number: int, frame: object) -> None:
-        for each in STOPPING:
-            signal.signal(each, signal.SIG_IGN)
+        for signal_number in STOPPING:
+            signal.signal(signal_number, signal.SIG_IGN)
         raise StoppedBySignal(number)
 
-    for each in STOPPING:
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, stop)
+    for signal_number in STOPPING:
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, stop)
 
 
 class BudgetSpent(Exception):
-    """A trial is needed for which the budget has no room."""
+    """Raised when a trial is needed that would exceed the budget."""
 
 
 class Budget:
-    """How much may be spent in this session: trials, or minutes."""
+    """The most trials or the most minutes that this session may take."""
 
     def __init__(self, text: str | None, earlier_trials: int = 0):
-        """`12` trials, `90m` minutes, or None; UserError for anything else.
+        """Read the value of --budget; raise UserError if it is not one of the following.
 
-        `earlier_trials` were stored before this session and do not count.
+        text: `12` for 12 trials, `90m` for 90 minutes, None for no limit. earlier_trials: the
+        number of trials that were stored before this session, which do not count.
         """
         self.start = time.monotonic()
         self.earlier_trials = earlier_trials
-        self.minutes = self.trials = math.inf
+        self.minutes = math.inf
+        self.trials: float = math.inf
         try:
             if text and text.endswith("m"):
                 self.minutes = float(text[:-1])
@@ -90,27 +92,35 @@ class Budget:
         self.ending = f"the budget of {text} is spent; run again with a larger one to continue"
 
     def spent(self, stored: list[Trial]) -> bool:
-        """Whether another trial, of the median duration so far, would exceed the budget."""
-        own = [trial for trial in stored[self.earlier_trials :] if trial.command]  # that ran
-        typical = statistics.median([t.wall for t in own]) if own else 0.0
-        return len(own) >= self.trials or self.elapsed() + typical > 60 * self.minutes
+        """Return whether another trial, of the median duration so far, would exceed the budget.
+
+        stored: all trials, those of earlier sessions first. Trials without a command did not run,
+        since the rehearsal rejected them, and do not count.
+        """
+        ran = [trial for trial in stored[self.earlier_trials :] if trial.command]
+        median_seconds = 0.0
+        if ran:
+            median_seconds = statistics.median([trial.wall for trial in ran])
+        too_long = self.elapsed() + median_seconds > 60 * self.minutes
+        return too_long or len(ran) >= self.trials
 
     def elapsed(self) -> float:
-        """Seconds since the session began."""
+        """Return the seconds since the session began."""
         return time.monotonic() - self.start
 
     def seconds_left(self) -> float:
-        """Until its minutes have passed; infinite without."""
+        """Return the seconds until the budget's minutes have passed; infinite without minutes."""
         return 60 * self.minutes - self.elapsed()
 
     def left(self, done: int) -> str:
-        """Return what is left after `done` trials, for the progress line."""
+        """Return the remaining trials or minutes as text, after `done` trials of this session."""
         if self.minutes < math.inf:
             return f"{max(0.0, self.seconds_left() / 60):.0f} minutes left"
         if self.trials < math.inf:
-            rest = max(0, self.trials - done)
-            minutes = rest * self.elapsed() / max(1, done) / 60
-            return f"at most {rest} trials left, {minutes:.0f} minutes"
+            trials_left = max(0, self.trials - done)
+            seconds_per_trial = self.elapsed() / max(1, done)
+            minutes = trials_left * seconds_per_trial / 60
+            return f"at most {trials_left} trials left, {minutes:.0f} minutes"
         return f"{self.elapsed() / 60:.0f} minutes so far"
 
 
@@ -120,10 +130,13 @@ def say(line: str) -> None:
 
 
 class Session:
-    """A search: what is asked, what is measured, and where the report is written."""
+    """A search for the fastest layout of one model on a number of ranks."""
 
     def __init__(self, options: argparse.Namespace, train_arguments: list[str]):
-        """Read the whole command line: tune.py's flags and train.py's; raises UserError."""
+        """Check the command line and read the stored trials; raise UserError for a mistake.
+
+        options: the flags of tune.py. train_arguments: the words for train.py.
+        """
         for name in ("launch", "gpus"):
             if getattr(options, name) is None:
                 raise UserError(f"give --{name}: see python tune.py --help")
@@ -143,12 +156,14 @@ class Session:
         self.options = options
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         request = self._request(train_arguments)
-        for note in [*filter(None, [self.machine.note]), *request.notes]:
-            print(f"note: {note}", file=sys.stderr)
+        for note in (self.machine.note, *request.notes):
+            if note:
+                print(f"note: {note}", file=sys.stderr)
         self.config = request.config
-        # The values of each layout axis that is held; --try replaces what was given otherwise.
-        axes = request.given.intersection(search_space.AXES)
-        self.held = {name: [getattr(self.config.layout, name)] for name in axes}
+        # By axis of the layout that the command line gives, the values to try: the value of the
+        # option of train.py, or all values of --try, which takes precedence.
+        given_axes = request.given.intersection(search_space.AXES)
+        self.held = {name: [getattr(self.config.layout, name)] for name in given_axes}
         self.held |= search_space.tried_values(options.tried)
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
@@ -161,7 +176,8 @@ class Session:
         on_gpus = self.machine.device != "CPU" and self.config.run.device != "cpu"
         if on_gpus and not options.no_rehearse:
             self.rehearser = Rehearser(self.machine.name, options.calibration)
-        else:  # what a rehearsal rejected before may run now
+        else:
+            # Forget the layouts that a rehearsal rejected in an earlier session: they may run now.
             self.store.trials = [trial for trial in self.store.trials if trial.command]
         if not shutil.which(launcher):
             raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
@@ -171,19 +187,24 @@ class Session:
         self.finished: list[Trial] = []  # trials of this session
 
     def _request(self, arguments: list[str]) -> command_line.Request:
-        """The run that train.py's flags ask for, with its own folder if none is given, and with the
-        precision of --gpu, or of CPUs if --device says so.
+        """Return the configuration that train.py's arguments ask for.
+
+        The defaults are the folder runs/tune and the precision of --gpu, or fp32 with --device cpu.
         """
         precision = self.machine.precision
 
         def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+            """Return the values of options that are not given; given: the other values by name."""
             on_cpu = given.get("device") == "cpu"
             return {"out": "runs/tune", "precision": "fp32" if on_cpu else precision}
 
         return command_line.parse_request(arguments, defaults=defaults)
 
     def run(self) -> None:
-        """Measure what is asked, then write the report, also if StoppedBySignal is raised."""
+        """Measure layouts, then write the report, also after a signal or a spent budget.
+
+        After a signal, raise StoppedBySignal when the report is written.
+        """
         stopped: StoppedBySignal | None = None
         try:
             self._measure()
@@ -191,8 +212,9 @@ class Session:
             self.ending = self.budget.ending
         except StoppedBySignal as error:
             stopped = error
-            name = signal.Signals(error.number).name
-            name = "Ctrl-C" if error.number == signal.SIGINT else name
+            name = "Ctrl-C"
+            if error.number != signal.SIGINT:
+                name = signal.Signals(error.number).name
             self.ending = f"stopped by {name}; run the same command again to continue"
         print(f"\n{self.ending}")
         print("\n".join(write_report(self.result(), self.out)))
@@ -200,9 +222,9 @@ class Session:
             raise stopped
 
     def result(self) -> SearchResult:
-        """Everything that the report contains."""
+        """Return everything that the report contains, of this session and of earlier ones."""
         return SearchResult(
-            trials=[t for t in self.store.trials if t.key in self.wanted],
+            trials=[trial for trial in self.store.trials if trial.key in self.wanted],
             candidates=list(self.wanted.values()),
             rejected=self.rejected,
             machine=self.machine,
@@ -212,95 +234,107 @@ class Session:
         )
 
     def command(self, candidate: Candidate) -> list[str]:
-        """Return the command that trains on that layout, into a folder beside the trials'."""
+        """Return the words of the command that trains on the candidate's layout in OUT/train."""
         config = candidate.config
         run = dataclasses.replace(config.run, out=str(self.out / "train"))
         training = config.training
         if training.steps is None and training.train_samples is None:
             training = dataclasses.replace(training, steps=DEFAULT_STEPS)
         config = dataclasses.replace(config, training=training, run=run)
-        *start, _ = self.runner.launch_command(candidate.ranks)
-        names = ["python" if word == sys.executable else word for word in start]
-        return [*names, "train.py", *search_space.to_cli_args(config)]
+        *launcher, _ = self.runner.launch_command(candidate.ranks)
+        words = ["python" if word == sys.executable else word for word in launcher]
+        return [*words, "train.py", *search_space.to_cli_args(config)]
 
     # ---- What is measured ------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Measure layouts until the fastest is known, or the budget is spent."""
+        """Measure layouts until the fastest is known; raise BudgetSpent if the budget is spent."""
         config = self.config
         ranks = self.options.gpus
         say(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
-        about = config, self.machine, ranks, self.held, self.options.risk
         most = math.inf if self.options.all else PREDICTED
-        found, self.rejected, slower = search_space.candidates(*about, most)
+        candidates, self.rejected, slower = search_space.candidates(
+            config, self.machine, ranks, self.held, self.options.risk, most
+        )
         for entry in self.rejected:
             say("rejected " + result_tables.rejection_line(entry))
-        say(f"{len(found)} layouts can run, {len(self.rejected)} cannot")
+        say(f"{len(candidates)} layouts can run, {len(self.rejected)} cannot")
         if slower:
             say(f"{slower} more are likely slower than most of these: not predicted")
-        if not found:
+        if not candidates:
             raise UserError(f"no layout can run on {ranks} ranks: see the reasons above")
-        self.wanted = {candidate.key: candidate for candidate in found}
+        self.wanted = {candidate.key: candidate for candidate in candidates}
         if self.options.all:
-            for candidate in found:
+            for candidate in candidates:
                 if not self.store.of(candidate.key):
                     self._trial(candidate, "all")
             return
-        predicted = [candidate.prediction.seconds for candidate in found]
-        positions = [features(candidate.config) for candidate in found]
+        predicted = [candidate.prediction.seconds for candidate in candidates]
+        positions = [features(candidate.config) for candidate in candidates]
         search = Search(predicted, positions, self.options.gain / 100)
-        for number, candidate in enumerate(found):
+        for number, candidate in enumerate(candidates):
             for trial in self.store.of(candidate.key):
-                self._add(search, found, number, trial)
+                self._add(search, candidates, number, trial)
         while (index := search.next()) is not None:
-            self._add(search, found, index, self._trial(found[index]))
-        with contextlib.suppress(BudgetSpent):
+            trial = self._trial(candidates[index])
+            self._add(search, candidates, index, trial)
+        with contextlib.suppress(BudgetSpent):  # the fastest layout is known without these trials
             for contender in search.contenders():
-                trial = self._trial(found[contender], "confirm")
-                self._add(search, found, contender, trial)
+                trial = self._trial(candidates[contender], "confirm")
+                self._add(search, candidates, contender, trial)
         self.ending = (
             f"no other layout is likely to be {self.options.gain:g} % faster "
             f"(chance of each at most {MAX_CHANCE:.0%})"
         )
 
-    def _add(self, search: Search, found: list[Candidate], index: int, trial: Trial) -> None:
-        """Add one trial to a search; out of memory also rules out layouts that need more of it."""
-        search.add(index, trial.median if trial.status == "ok" else None)
+    def _add(self, search: Search, candidates: list[Candidate], index: int, trial: Trial) -> None:
+        """Add a trial of the candidate with that index to the search.
+
+        If the trial ran out of memory, all candidates that need more memory are rejected too.
+        """
+        seconds = trial.median if trial.status == "ok" else None
+        search.add(index, seconds)
         if trial.status == "oom":
             reason = f"needs more memory than {trial.label}, which ran out of it"
-            for other in search.untried:
-                if search_space.needs_more_memory(found[other], found[index]):
-                    search.add(other, None)
-                    self.rejected.append(Rejected({"layout": found[other].label}, reason))
-        ran = [t for i in search.measured for t in self.store.of(found[i].key)]
-        search.noise = trials.noise(ran)
+            for untried in search.untried:
+                other = candidates[untried]
+                if search_space.needs_more_memory(other, candidates[index]):
+                    search.add(untried, None)
+                    self.rejected.append(Rejected({"layout": other.label}, reason))
+        trials_of_measured: list[Trial] = []
+        for measured in search.measured:
+            trials_of_measured += self.store.of(candidates[measured].key)
+        search.noise = trials.noise(trials_of_measured)
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
-        """Run one trial, store it, show it. A layout without one is rehearsed before, and not run
-        if that rejects it. BudgetSpent if the budget has no room for it, or ends before it does.
+        """Run a trial of a candidate; store, print and return the trial.
+
+        A candidate without trials is rehearsed before, if this session rehearses, and is not run if
+        the rehearsal rejects it. tag: why it runs, if not for the search. Raise BudgetSpent if the
+        budget does not allow the trial, or ends while it runs.
         """
         number = len(self.store.trials)
-        rehearsed = Outcome()
+        rehearsal = Outcome()
         if self.rehearser and not self.store.of(candidate.key):
             say(f"rehearsing {candidate.label} on fake GPUs")
-            rehearsed = self.rehearser.rehearse(candidate, self._runner(), number)
-            say(f"rehearsed {candidate.label} in {rehearsed.text}")
-        if rehearsed.finding:
-            trial = trials.rejected(candidate, rehearsed.finding, rehearsed.seconds, tag)
+            rehearsal = self.rehearser.rehearse(candidate, self._runner(), number)
+            say(f"rehearsed {candidate.label} in {rehearsal.text}")
+        if rehearsal.finding:
+            trial = trials.rejected(candidate, rehearsal.finding, rehearsal.seconds, tag)
         else:
             runner = self._runner()
             trial = trials.run(candidate, runner, number, tag)
             if trial.status == "hang" and runner != self.runner:
                 say(f"{candidate.label}: stopped, the budget is spent; not stored")
                 raise BudgetSpent
-            trial = dataclasses.replace(trial, rehearsal=rehearsed.seconds)
+            trial = dataclasses.replace(trial, rehearsal=rehearsal.seconds)
         self.store.add(trial)
         self._print_outcome(trial)
         return trial
 
     def _print_outcome(self, trial: Trial) -> None:
-        """Print a trial of this session in one line."""
-        ran = [each for each in self.finished if each.status == "ok"]
+        """Print a line about the trial that has just ended, and add it to `self.finished`."""
+        ran_before = [earlier for earlier in self.finished if earlier.status == "ok"]
         self.finished.append(trial)
         text = f"{trial.status}: {trial.reason}"
         if trial.status == "ok":
@@ -308,14 +342,17 @@ class Session:
                 f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
                 f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB"
             )
-            if all(trial.median < each.median for each in ran):
+            if all(trial.median < earlier.median for earlier in ran_before):
                 text += " best so far"
-            started = sum(bool(each.command) for each in self.finished)
-            text += f"; {self.budget.left(started)}"
+            run_trials = [finished for finished in self.finished if finished.command]
+            text += f"; {self.budget.left(len(run_trials))}"
         say(f"trial {len(self.finished):3} {trial.label:36} {text}")
 
     def _runner(self) -> Runner:
-        """How a trial is run that ends with the budget at the latest; BudgetSpent."""
+        """Return the runner with a time limit that ends with the budget at the latest.
+
+        Raise BudgetSpent if the budget does not allow another trial.
+        """
         if self.budget.spent(self.store.trials):
             raise BudgetSpent
         limit = min(self.runner.time_limit, self.budget.seconds_left())
@@ -323,7 +360,10 @@ class Session:
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:
-    """Write table.md, results.csv and layouts.svg into `out`; the lines to print about them."""
+    """Write table.md, results.csv and layouts.svg into the folder `out`.
+
+    Return the lines to print: the fastest layouts, a summary, and a command that trains.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text("\n".join(result_tables.markdown(result)) + "\n")
     (out / "results.csv").write_text(result_tables.csv_text(result))
