@@ -7,8 +7,9 @@
 
 The logarithm of measured over predicted seconds is a Bayesian linear regression: one factor common
 to all layouts (the machine is slower than assumed), a slope along each feature (tp costs more than
-assumed), and an error of each layout for itself. The layout that is most likely to be faster than
-the best one is measured next (Kushner 1964); the search ends when none is likely to be.
+assumed), and an independent error per layout. The layout that is most likely to be faster than the
+best measured layout is measured next (Kushner 1964); the search ends when no layout is likely to be
+faster. Layouts are named by their index in the list of predictions.
 """
 
 import math
@@ -19,19 +20,18 @@ import numpy as np
 
 from config.schema import Config
 
-# The planner's error, as standard deviations of the logarithm of seconds: of a machine's speed,
-# which is often unknown; along one feature by one unit; and of one layout.
-COMMON_ERROR = 1.5
-SLOPE_ERROR = 0.05
-OWN_ERROR = 0.025
+# The planner's errors, as standard deviations of the logarithm of a step's seconds.
+COMMON_ERROR = 1.5  # of all layouts alike, since the machine's speed is often unknown
+SLOPE_ERROR = 0.05  # of a layout that is one unit of a feature away from another layout
+OWN_ERROR = 0.025  # of a layout, independent of all other layouts
 MAX_CHANCE = 0.05  # the search ends when no layout is faster with a larger probability
 LEAST_NOISE = 0.01  # least standard deviation of the logarithm of a measurement
 
 
 def features(config: Config) -> tuple[float, ...]:
-    """A layout's position along the axes on which predictions err; a factor of two is one unit.
+    """Return a layout's position in units along the 12 axes on which predictions err.
 
-    Options that are not numbers are half a unit from one another.
+    A factor of two in a number is one unit; two values of another option are half a unit apart.
     """
     layout = config.layout
     pipeline = layout.pp > 1
@@ -57,7 +57,7 @@ def features(config: Config) -> tuple[float, ...]:
 
 
 class Search:
-    """The measurements so far, and what follows from them for the other layouts."""
+    """The measurements so far, and the choice of the layout to measure next."""
 
     def __init__(
         self,
@@ -66,23 +66,28 @@ class Search:
         min_gain: float = 0.01,
         noise: float = LEAST_NOISE,
     ):
-        """Stop when no layout has a chance above MAX_CHANCE to be faster by `min_gain`.
+        """Begin without measurements.
 
-        predicted: seconds of each layout. positions: its features. min_gain: a share of the best
-        layout's seconds. noise: the standard deviation of the logarithm of one measurement.
+        predicted: the planner's seconds per layout. positions: the features per layout. min_gain:
+        the search ends when no layout is likely to save this share of the best layout's seconds.
+        noise: the standard deviation of the logarithm of one measurement.
         """
         self.predicted = list(predicted)
         self.min_gain = min_gain
         self.noise = max(noise, LEAST_NOISE)
-        self.measured: dict[int, list[float]] = {}  # seconds of each run, by layout
-        self.failed: set[int] = set()
+        self.measured: dict[int, list[float]] = {}  # by layout, the seconds of its runs
+        self.failed: set[int] = set()  # layouts with a run that failed
         self._log_predicted = np.log(self.predicted)
-        slopes = np.array(positions) @ np.array(positions).T
-        own = np.eye(len(self.predicted))
-        self._covariance = COMMON_ERROR**2 + SLOPE_ERROR**2 * slopes + OWN_ERROR**2 * own
+        common = COMMON_ERROR**2
+        slopes = SLOPE_ERROR**2 * (np.array(positions) @ np.array(positions).T)
+        independent = OWN_ERROR**2 * np.eye(len(self.predicted))
+        self._covariance = common + slopes + independent  # of the planner's errors, per two layouts
 
     def add(self, index: int, seconds: float | None) -> None:
-        """Add one run of a layout; None if it failed, and then the layout is not proposed again."""
+        """Add a run of the layout `index`; seconds: None if the run failed.
+
+        A layout with a failed run is not proposed again.
+        """
         if seconds is None:
             self.failed.add(index)
         else:
@@ -90,31 +95,38 @@ class Search:
 
     @property
     def untried(self) -> list[int]:
-        """Layouts without a measurement that have not failed."""
+        """The indices of the layouts that have neither a measurement nor a failed run."""
         tried = self.failed | self.measured.keys()
         return [index for index in range(len(self.predicted)) if index not in tried]
 
     @property
     def best(self) -> int | None:
-        """The fastest measured layout, by the geometric mean of its runs."""
+        """The layout with the smallest geometric mean of its runs' seconds; None before a run."""
         means = self._log_means()
         return min(means, key=means.__getitem__, default=None)
 
     def contenders(self, most: int = 3) -> list[int]:
-        """Layouts to measure once more, because noise alone may decide which one is the fastest.
+        """Return up to `most` layouts to measure once more, the fastest first.
 
-        Those measured once and within noise of the best, with the best itself, at most `most`;
-        none if the best is faster than all others by more than noise explains.
+        The layouts were measured once, and noise alone may explain why they are slower than the
+        best layout; the best layout may be among them. If noise explains no other layout's
+        distance from the best one, the result is empty.
         """
         means = self._log_means()
         order = sorted(means, key=means.__getitem__)
-        near = [i for i in order if means[i] - means[order[0]] < 2 * math.sqrt(2) * self.noise]
+        # Two standard deviations of the difference of two measurements.
+        margin = 2 * math.sqrt(2) * self.noise
+        near = [index for index in order if means[index] - means[order[0]] < margin]
         if len(near) < 2:
             return []
-        return [index for index in near if len(self.measured[index]) == 1][:most]
+        measured_once = [index for index in near if len(self.measured[index]) == 1]
+        return measured_once[:most]
 
     def next(self) -> int | None:
-        """The layout to measure next, or None when no other is likely to be faster."""
+        """Return the layout to measure next, or None if no other layout is likely to be faster.
+
+        Before the first measurement it is the layout with the fewest predicted seconds.
+        """
         untried = self.untried
         means = self._log_means()
         if not untried:
@@ -122,28 +134,32 @@ class Search:
         if not means:
             return min(untried, key=self.predicted.__getitem__)
         mean, deviation = self.posterior()
-        goal = min(means.values()) + math.log1p(-self.min_gain)
+        goal = min(means.values()) + math.log1p(-self.min_gain)  # the logarithm of seconds
         margin = (goal - mean) / deviation
         likeliest = max(untried, key=margin.__getitem__)
         chance = statistics.NormalDist().cdf(margin[likeliest])
         return likeliest if chance > MAX_CHANCE else None
 
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation of the logarithm of every layout's seconds."""
+        """Return mean and standard deviation of the logarithm of all layouts' seconds: (layouts,).
+
+        This is the regression's posterior given the measurements, of which there is at least one.
+        """
         means = self._log_means()
         known = list(means)
         errors = np.array(list(means.values())) - self._log_predicted[known]
         noise = [self.noise**2 / len(self.measured[index]) for index in known]
-        across = self._covariance[known]
-        weights = np.linalg.solve(across[:, known] + np.diag(noise), across)
-        variance = np.diag(self._covariance) - (weights * across).sum(0)
+        covariance_with_known = self._covariance[known]  # (known, layouts)
+        covariance_of_known = covariance_with_known[:, known] + np.diag(noise)
+        weights = np.linalg.solve(covariance_of_known, covariance_with_known)
+        variance = np.diag(self._covariance) - (weights * covariance_with_known).sum(0)
         deviation = np.sqrt(np.maximum(variance, self.noise**2))
         return self._log_predicted + errors @ weights, deviation
 
     def _log_means(self) -> dict[int, float]:
-        """Mean logarithm of the seconds of every layout that ran and never failed."""
-        found = {}
+        """Return, by layout that ran and never failed, the mean logarithm of its runs' seconds."""
+        means = {}
         for index, seconds in self.measured.items():
             if index not in self.failed:
-                found[index] = statistics.mean(map(math.log, seconds))
-        return found
+                means[index] = statistics.mean(map(math.log, seconds))
+        return means
