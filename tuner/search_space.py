@@ -1,11 +1,12 @@
-"""The layouts that a search chooses from, each as a whole run of train.py, and why not the others.
+"""The layouts that a search chooses from, as configurations of train.py, and the rejected layouts.
 
     space = candidates(config, machine, ranks=384, given={"zero": [1]}, accepted=0.05, most=200)
     to_cli_args(space.found[0].config)        # what to type after train.py
 
-They are rows of the planner's table (planner/enumeration.py). Every value of the axes below is
-tried, unless it is given; `--schedule auto` only if it is. Layouts that run the same program (two
-schedules without a pipeline, two partitions with equal stages) are listed once.
+The layouts come from the planner's table of all layouts (planner/enumeration.py). All values of an
+option of AXES are tried, unless values are given; `--schedule auto` is tried only if it is given.
+Layouts that run the same program (two schedules without a pipeline, two partitions with equal
+stages) are listed once.
 """
 
 import hashlib
@@ -25,72 +26,87 @@ from planner.hardware import Machine
 from planner.step_time import Prediction
 from schedules import partition
 
-# The options that are varied, unless they are given.
+# A search varies these options of a layout, unless the command line gives them.
 AXES = (
     *("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero"),
     *("sequence_parallel", "schedule", "virtual_stages", "vocab_pp", "partition"),
 )
-# Options that do not change a run's speed at its full batch.
+# Options of Training that are cleared for a trial: they do not change the speed at the full batch.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
 )
-RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # what needs the least memory first
-ALL_BLOCKS = 0.1  # of the rows that are predicted, those that recompute all blocks
+RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # the least memory first
+ALL_BLOCKS = 0.1  # share of the predicted layouts that may be added to recompute all blocks
 
 
 class Space(NamedTuple):
-    """The runs that are possible, the fastest predicted first; the layouts that are not, and why;
-    and how many more there are that are likely slower.
-    """
+    """All layouts of a model on a number of ranks."""
 
-    found: "list[Candidate]"
-    rejected: list[Rejected]
-    slower: int
+    found: "list[Candidate]"  # layouts that can run, the fastest predicted first
+    rejected: list[Rejected]  # layouts that cannot run, with reasons
+    slower: int  # the number of layouts that are not predicted, since they are likely slower
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One possible run, checked, and the planner's prediction of it."""
+    """A configuration that train.py accepts, with the planner's prediction of its steps."""
 
     config: Config
     prediction: Prediction
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks of the run."""
         return math.prod(self.config.layout.axes.values())
 
     @property
     def key(self) -> str:
-        """Hash of the options that a run's speed depends on: all but length, data and folder.
+        """A hash of the options that a run's speed depends on: all but length, data and folder.
 
-        Options at their defaults are left out: a key stays valid when train.py gets a new one.
+        Options at their defaults do not enter it, so a stored key stays valid when train.py gets a
+        new option.
         """
         training = replace(self.config.training, **FULL_BATCH)
-        place = Run(device=self.config.run.device, backend=self.config.run.backend)
-        same = Config(self.config.model, self.config.layout, training, run=place)
-        return hashlib.sha256(" ".join(to_cli_args(same)).encode()).hexdigest()[:12]
+        device_options = Run(device=self.config.run.device, backend=self.config.run.backend)
+        hashed = Config(self.config.model, self.config.layout, training, run=device_options)
+        text = " ".join(to_cli_args(hashed))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def label(self) -> str:
-        """Such as `tp2 pp4 dp1 mbs4 full zero1 sp`; options at their defaults are left out."""
+        """The layout as text, for example `tp2 pp4 dp1 mbs4 full zero1 sp`.
+
+        The options after mbs are left out at their defaults, and where they have no effect.
+        """
         layout = self.config.layout
-        parts = [f"tp{layout.tp} pp{layout.pp} dp{layout.dp} mbs{layout.micro_batch_size}"]
-        parts[0] = parts[0].replace(" dp", f" cp{layout.cp} dp" if layout.cp > 1 else " dp")
-        blocks = "" if layout.recompute_layers is None else f" {layout.recompute_layers}"
-        parts += [f"{layout.recompute}{blocks}"] * (layout.recompute != "none")
-        parts += [f"ep{layout.ep}"] * (layout.ep is not None)
-        parts += [f"zero{layout.zero}"] * (layout.dp * layout.cp > 1)
-        parts += ["sp"] * bool(layout.sequence_parallel)
-        virtual = "" if layout.virtual_stages is None else f" {layout.virtual_stages}"
-        parts += [f"{layout.schedule}{virtual}"] * (layout.pp > 1 and layout.schedule != "1f1b")
-        parts += ["vocab-pp"] * bool(layout.vocab_pp and layout.pp > 1)
-        parts += [layout.partition] * (layout.pp > 1 and layout.partition != "balanced")
+        pipeline = layout.pp > 1
+        parts = [f"tp{layout.tp}", f"pp{layout.pp}"]
+        if layout.cp > 1:
+            parts.append(f"cp{layout.cp}")
+        parts += [f"dp{layout.dp}", f"mbs{layout.micro_batch_size}"]
+        if layout.recompute != "none":
+            parts.append(layout.recompute)
+            if layout.recompute_layers is not None:
+                parts.append(str(layout.recompute_layers))
+        if layout.ep is not None:
+            parts.append(f"ep{layout.ep}")
+        if layout.dp * layout.cp > 1:
+            parts.append(f"zero{layout.zero}")
+        if layout.sequence_parallel:
+            parts.append("sp")
+        if pipeline and layout.schedule != "1f1b":
+            parts.append(layout.schedule)
+            if layout.virtual_stages is not None:
+                parts.append(str(layout.virtual_stages))
+        if pipeline and layout.vocab_pp:
+            parts.append("vocab-pp")
+        if pipeline and layout.partition != "balanced":
+            parts.append(layout.partition)
         return " ".join(parts)
 
 
 def to_cli_args(config: Config) -> list[str]:
-    """The arguments that make train.py run `config`: every option that is not at its default."""
+    """Return the words after train.py that give `config`: the options that are not at defaults."""
     return [word for group in GROUPS for word in to_words(getattr(config, group))]
 
 
@@ -102,23 +118,24 @@ def candidates(
     accepted: float = 1.0,
     most: float = math.inf,
 ) -> Space:
-    """All runs of `config`'s model on that many ranks that may run out of memory with a probability
-    of at most `accepted`; of more than `most` those that are likely the fastest.
+    """Return the layouts in which `config`'s model can run on `ranks` ranks, and those rejected.
 
-    `given` lists the values to try of some AXES; of the others all values are tried. Other layout
-    options, dp too, keep `config`'s values. UserError if the model itself is impossible.
+    given: values to try by option of AXES; all values are tried of an option that is not in it.
+    The layout's other options keep the values of `config`. accepted: the highest probability to run
+    out of memory. most: the number of layouts, likely the fastest, that are predicted. Raise
+    UserError if the model itself is impossible.
     """
 
     def refusal(layout: Layout) -> str:
-        """Why train.py would not start it, or nothing."""
+        """Return train.py's error for a layout, or an empty text."""
         try:
             check_any_length(replace(config, layout=layout), ranks)
         except UserError as error:
             return str(error)
         return ""
 
-    runs: dict[tuple, Candidate] = {}  # by what runs: of equal ones the first is kept
-    rejected: dict[tuple, Rejected] = {}
+    runs: dict[tuple, Candidate] = {}  # by program: layouts with the same program run alike
+    rejected: dict[tuple, Rejected] = {}  # by layout and reason, since tables overlap
     slower = 0
     for fixed, share in _tables(config, given):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
@@ -127,43 +144,47 @@ def candidates(
         else:
             answer = layouts.rank(asked, refusal, accepted, share * most, every=True)
         slower += answer.slower
-        for one in answer.ranked:
-            if one.prediction.risk > accepted:
+        for ranked in answer.ranked:
+            if ranked.prediction.risk > accepted:
                 continue
-            run = Candidate(replace(config, layout=one.layout), one.prediction)
-            runs.setdefault(_program(config, one.layout), run)
+            run = Candidate(replace(config, layout=ranked.layout), ranked.prediction)
+            runs.setdefault(_program(config, ranked.layout), run)
         for entry in answer.rejected:
             rejected[(*sorted(entry.layout.items()), entry.reason)] = entry
-    found = sorted(runs.values(), key=lambda c: c.prediction.seconds)
-    return Space(found, list(rejected.values()), slower)
+    fastest_first = sorted(runs.values(), key=lambda run: run.prediction.seconds)
+    return Space(fastest_first, list(rejected.values()), slower)
 
 
 def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield what is fixed in each of the planner's tables that together have all runs, and the
-    share of its rows that is predicted.
+    """Yield the questions to the planner whose answers together have all layouts.
+
+    A question is the options of the layout with their value or their list of values, and the share
+    of `most` of `candidates` that the planner may predict. given: values to try, by option.
     """
     fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
     fixed["partition"] = choices("partition")
-    fixed |= {name: values[0] if len(values) == 1 else values for name, values in given.items()}
+    for name, values in given.items():
+        fixed[name] = values[0] if len(values) == 1 else values
     fixed.pop("recompute_layers", None)
-    numbers = given.get("recompute_layers")
+    numbers_of_blocks = given.get("recompute_layers")
     schedules = given.get("schedule", [])
     if "auto" in schedules:
         yield fixed | {"schedule": "auto", "partition": "balanced"}, 1.0
         fixed["schedule"] = [name for name in schedules if name != "auto"]
     if schedules == ["auto"]:
         return
-    if numbers:
-        yield from ((fixed | {"recompute_layers": number}, 1.0) for number in numbers)
+    if numbers_of_blocks:
+        for number in numbers_of_blocks:
+            yield fixed | {"recompute_layers": number}, 1.0
         return
-    yield fixed, 1.0  # which recomputes as few blocks as fit
+    yield fixed, 1.0  # the planner chooses to recompute the fewest blocks with which a layout fits
     if "full" in given.get("recompute", ["full"]):
-        # All blocks, in case that a run needs more memory than predicted.
+        # Layouts that recompute all blocks, in case that a run needs more memory than predicted.
         yield fixed | {"recompute": ["full"], "recompute_layers": None}, ALL_BLOCKS
 
 
 def choices(option: str) -> list:
-    """Every value of an option that train.py offers, the default first."""
+    """Return all values of an option that train.py offers, the default first."""
     if option == "partition":
         return ["balanced", "blocks", "layers"]
     if option == "sequence_parallel":
@@ -173,63 +194,83 @@ def choices(option: str) -> list:
 
 
 def _program(config: Config, layout: Layout) -> tuple:
-    """Equal for two layouts that run the same program."""
+    """Return a tuple that is equal for two layouts that run the same program.
+
+    Options that have no effect in a layout are None in it.
+    """
     blocks = partition.blocks_per_stage(config.model, layout)
     pipeline = layout.pp > 1
-    several = config.training.global_batch_size > layout.micro_batch_size * layout.dp
+    several_micro_batches = config.training.global_batch_size > layout.micro_batch_size * layout.dp
     return (
         (layout.tp, layout.pp, layout.cp, layout.micro_batch_size, layout.recompute),
         tuple(layout.recomputed_blocks(count, stage) for stage, count in enumerate(blocks)),
         layout.zero if layout.dp * layout.cp > 1 else None,
         layout.sequence_parallel if layout.tp > 1 else None,
-        layout.schedule if pipeline and several else None,
+        layout.schedule if pipeline and several_micro_batches else None,
         bool(layout.vocab_pp) and pipeline,
         tuple(blocks),
     )
 
 
 def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
-    """Whether a layout surely needs at least the memory of another one.
+    """Return whether a candidate surely needs at least the memory of the other candidate.
 
-    That is certain only if they differ in nothing but micro-batch size and recomputation.
+    This is certain only if their layouts differ in micro-batch size and recomputation alone.
     """
     a = candidate.config.layout
     b = other.config.layout
     names = ("micro_batch_size", "recompute", "recompute_layers")
-    same = replace(a, **{name: getattr(b, name) for name in names}) == b
-    return same and _keeps_more(a, b) and a.micro_batch_size >= b.micro_batch_size
+    others_are_equal = replace(a, **{name: getattr(b, name) for name in names}) == b
+    is_as_large = a.micro_batch_size >= b.micro_batch_size
+    return others_are_equal and is_as_large and _keeps_more(a, b)
 
 
 def _keeps_more(a: Layout, b: Layout) -> bool:
-    """Whether recomputation surely leaves as much of a layout's memory as of another's, or more."""
-    fewer = [math.inf if one.recompute_layers is None else one.recompute_layers for one in (a, b)]
+    """Return whether layout `a` surely keeps at least the activations that layout `b` keeps."""
+    blocks_a = _recomputed_blocks(a)
+    blocks_b = _recomputed_blocks(b)
     if a.recompute == b.recompute:
-        return fewer[0] <= fewer[1]
+        return blocks_a <= blocks_b
     more = RECOMPUTE_BY_MEMORY.index(a.recompute) > RECOMPUTE_BY_MEMORY.index(b.recompute)
-    return more and (a.recompute == "none" or fewer[1] == math.inf)
+    # A kind that keeps more of a block keeps more in total if `b` recomputes all blocks.
+    return more and (a.recompute == "none" or blocks_b == math.inf)
+
+
+def _recomputed_blocks(layout: Layout) -> float:
+    """Return the number of recomputed blocks of a stage that is given; infinite if it is not."""
+    if layout.recompute_layers is None:
+        return math.inf
+    return layout.recompute_layers
 
 
 # ---- Values that the user names ------------------------------------------------------------------
 
 
 def tried_values(texts: list[str]) -> dict[str, list]:
-    """The values of each --try AXIS=V,V by axis; UserError for an unknown axis or value."""
-    found: dict[str, list] = {}
+    """Return the values of all --try AXIS=V,V, by the axis' name with underscores.
+
+    Raise UserError for an unknown or repeated axis, and for a value that the option cannot have.
+    """
+    values_of_axes: dict[str, list] = {}
     for text in texts:
         name, _, values = text.partition("=")
         name = name.replace("-", "_")
-        if name not in AXES or not values or name in found:
+        if name not in AXES or not values or name in values_of_axes:
             axes = ", ".join(axis.replace("_", "-") for axis in AXES)
             raise UserError(f"--try takes AXIS=V,V with AXIS one of {axes}, once, not {text!r}")
         try:
-            found[name] = [_tried_value(name, value) for value in values.split(",")]
+            values_of_axes[name] = [_tried_value(name, value) for value in values.split(",")]
         except UserError as error:
             raise UserError(f"--try {text}: {error}") from None
-    return found
+    return values_of_axes
 
 
 def _tried_value(option: str, text: str) -> bool | int | str:
-    """One value of an option, in its type; UserError if it cannot have that value."""
-    value = {"true": True, "false": False}.get(text, int(text) if text.isdecimal() else text)
+    """Return the text of a value as a bool, int or str; UserError if the option cannot have it."""
+    value: bool | int | str = text
+    if text in ("true", "false"):
+        value = text == "true"
+    elif text.isdecimal():
+        value = int(text)
     check_option(option, value)
     return value
