@@ -1,7 +1,7 @@
 """The results of a search: table.md, results.csv, layouts.svg, and the lines that are printed.
 
 result.ranked       the layouts that ran, fastest first
-result.rows         the same, then those that failed
+result.rows         the layouts that ran, fastest first, then the layouts that failed
 """
 
 import csv
@@ -24,7 +24,8 @@ from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
-# Columns of results.csv; those that have an option's name hold that option.
+WORDS_OF_COLUMNS = 4  # the first words of a layout's label, which table.md has as columns
+# The columns of results.csv. A column with the name of an option has the option's value.
 # fmt: off
 COLUMNS = (
     "row_id", "section", "gpu", "gpus", "size_b", "layers", "hidden", "heads", "ffn", "seq",
@@ -40,37 +41,42 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """All trials of one layout: one row of the tables."""
+    """The trials of one layout, which are one row of the tables."""
 
     candidate: Candidate
-    trials: list[Trial]  # those that ran to the end; if none did, the last one
-    notes: list[str]
+    trials: list[Trial]  # the trials that ran to the end; without such a trial, the last trial
+    notes: list[str]  # the last failure, and the number of trials if there are several
 
     @property
     def ok(self) -> bool:
-        """Whether it ran."""
+        """Whether the layout ran to the end in at least one trial."""
         return self.trials[0].status == "ok"
 
     @property
     def seconds(self) -> float:
-        """Median over the trials' medians; infinite if none ran."""
-        return statistics.median(t.median for t in self.trials) if self.ok else math.inf
+        """The median over the trials of their median seconds of a step; infinite if none ran."""
+        if not self.ok:
+            return math.inf
+        return statistics.median(trial.median for trial in self.trials)
 
     @property
     def spread(self) -> float:
-        """Slowest minus fastest timed step of all trials, as a share of the median."""
-        steps = [s for t in self.trials for s in t.seconds]
-        return (max(steps) - min(steps)) / self.seconds
+        """The slowest minus the fastest timed step of all trials, as a share of the median."""
+        seconds = [step for trial in self.trials for step in trial.seconds]
+        return (max(seconds) - min(seconds)) / self.seconds
 
     @property
     def memory(self) -> list[float]:
-        """Bytes of the fullest rank of each stage, the largest of all trials."""
-        return [max(stage) for stage in zip(*(t.peak_memory for t in self.trials))]
+        """Per pipeline stage, the peak bytes of its fullest rank, the largest of all trials."""
+        return [max(stage) for stage in zip(*(trial.peak_memory for trial in self.trials))]
 
     def rate(self, name: str) -> float:
-        """tflops_model, tflops_hardware or tokens_per_second at the median."""
-        first = self.trials[0]
-        return getattr(first, name) * first.median / self.seconds
+        """Return the rate of that name at the median step.
+
+        name: tflops_model, tflops_hardware (both per rank) or tokens_per_second (of all ranks).
+        """
+        first_trial = self.trials[0]
+        return getattr(first_trial, name) * first_trial.median / self.seconds
 
 
 @dataclass(frozen=True)
@@ -82,21 +88,24 @@ class SearchResult:
     rejected: list[Rejected]
     machine: Machine
     ending: str  # why the search ended
-    command: Callable[[Candidate], list[str]]  # what to type to train on that layout
+    command: Callable[[Candidate], list[str]]  # returns the words that train on a layout
     title: str
 
     @cached_property
     def rows(self) -> list[LayoutResult]:
-        """One row for each layout that has trials: fastest first, failed ones last."""
-        found = []
+        """A row per layout that has trials: the fastest first, the layouts that failed last."""
+        rows = []
         for candidate in self.candidates:
-            own = [t for t in self.trials if t.key == candidate.key]
-            ran = [t for t in own if t.status == "ok"]
-            notes = [f"{t.status}: {t.reason}" for t in own if t.status != "ok"][-1:]
-            notes += [f"{len(ran)} trials"] * (len(ran) > 1)
-            if own:
-                found.append(LayoutResult(candidate, ran or own[-1:], notes))
-        return sorted(found, key=lambda row: row.seconds)
+            trials = [trial for trial in self.trials if trial.key == candidate.key]
+            if not trials:
+                continue
+            ran = [trial for trial in trials if trial.status == "ok"]
+            failed = [trial for trial in trials if trial.status != "ok"]
+            notes = [f"{trial.status}: {trial.reason}" for trial in failed[-1:]]
+            if len(ran) > 1:
+                notes.append(f"{len(ran)} trials")
+            rows.append(LayoutResult(candidate, ran or trials[-1:], notes))
+        return sorted(rows, key=lambda row: row.seconds)
 
     @property
     def ranked(self) -> list[LayoutResult]:
@@ -105,7 +114,7 @@ class SearchResult:
 
 
 def top_line(row: LayoutResult) -> str:
-    """A layout and its figures in one line."""
+    """Return a printed line with a layout and its figures; the layout must have run."""
     return (
         f"{row.candidate.label:36} {row.seconds:9.3f} s/iteration, spread {row.spread:.0%}, "
         f"{row.rate('tokens_per_second'):,.0f} tokens/s, {max(row.memory) / GIGA:.2f} GB, "
@@ -114,10 +123,10 @@ def top_line(row: LayoutResult) -> str:
 
 
 def summary(result: SearchResult) -> list[str]:
-    """Return what was measured, the planner's error, and whether the machine's speed changed."""
+    """Return lines about the number of trials, the planner's error, and the rehearsals."""
     ranked = result.ranked
-    kinds = Counter(t.status for t in result.trials if t.status != "ok")
-    failures = "".join(f", {n} {status}" for status, n in sorted(kinds.items()))
+    failed = Counter(trial.status for trial in result.trials if trial.status != "ok")
+    failures = "".join(f", {count} {status}" for status, count in sorted(failed.items()))
     lines = [
         f"{len(result.trials)} trials of {len(ranked)} layouts that ran{failures}; "
         f"{len(result.rejected)} rejected without a run.",
@@ -125,17 +134,17 @@ def summary(result: SearchResult) -> list[str]:
     ]
     if ranked:
         ratios = [row.seconds / row.candidate.prediction.seconds for row in ranked]
-        middle = statistics.median(ratios)
-        rest = statistics.mean(abs(ratio / middle - 1) for ratio in ratios)
-        error = f"median {middle:.2f}, mean deviation from it {rest:.0%}"
+        median = statistics.median(ratios)
+        deviation = statistics.mean(abs(ratio / median - 1) for ratio in ratios)
+        error = f"median {median:.2f}, mean deviation from it {deviation:.0%}"
         lines.append(f"Measured over predicted: {error}.")
-    rehearsed = [t for t in result.trials if t.rehearsal]
+    rehearsed = [trial for trial in result.trials if trial.rehearsal]
     if rehearsed:
-        took = sum(t.rehearsal for t in rehearsed)
-        bad = sum(not t.command for t in rehearsed)
+        seconds = sum(trial.rehearsal for trial in rehearsed)
+        rejected = [trial for trial in rehearsed if not trial.command]
         lines.append(
             f"{len(rehearsed)} layouts were rehearsed on fake GPUs before their first trial, "
-            f"{took:.0f} s in all; {bad} of them rejected."
+            f"{seconds:.0f} s in all; {len(rejected)} of them rejected."
         )
     return lines
 
@@ -144,11 +153,12 @@ def summary(result: SearchResult) -> list[str]:
 
 
 def markdown(result: SearchResult) -> list[str]:
-    """The table of layouts, fastest first and failed ones last, and what was rejected."""
+    """Return the lines of table.md: summary, table of layouts, command, rejected layouts."""
     text = [f"# Tuning: {result.title}", "", *summary(result), "", environment_line(result), ""]
     text += [f"| {' | '.join(HEAD)} |", "| " + " | ".join(["--:"] * 10) + " | :-- |"]
     text += ["| " + " | ".join(_markdown_row(row, result)) + " |" for row in result.rows]
-    formula = next((t.formula for t in result.trials if t.formula), "(none ran)")
+    formulas = [trial.formula for trial in result.trials if trial.formula]
+    formula = formulas[0] if formulas else "(none ran)"
     text += ["", "* Mem: peak of the fullest rank. TFLOPs: hardware TFLOPs per rank by the formula"]
     text += [f"  {formula}, recomputation counted. Sec/it: median of timed steps."]
     if result.ranked:
@@ -161,7 +171,7 @@ def markdown(result: SearchResult) -> list[str]:
 
 
 def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
-    """The cells of one row; its notes begin with what no column shows of the layout."""
+    """Return the cells of a row of table.md; its notes begin with options that have no column."""
     config = row.candidate.config
     label = row.candidate.label
     model = config.model
@@ -173,9 +183,10 @@ def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
         memory = max(row.memory) / GIGA
         size = f"{memory:.0f}GB" if memory >= 10 else f"{memory:.2f}GB"
         measured = [size, format_number(row.seconds), rate]
-    options = " ".join(label.split()[4:])
+    options = " ".join(label.split()[WORDS_OF_COLUMNS:])
     shape = f"h {model.hidden}, {model.heads} heads, {model.layers} layers"
-    dates = ", ".join(sorted({t.started[5:10] for t in row.trials}))
+    months_and_days = {trial.started[5:10] for trial in row.trials}
+    dates = ", ".join(sorted(months_and_days))
     notes = [options, shape, training.precision, training.optimizer, dates, *row.notes]
     nodes = -(-row.candidate.ranks // result.machine.node)
     numbers = (layout.dp, layout.tp, layout.pp, layout.micro_batch_size, training.global_batch_size)
@@ -184,33 +195,36 @@ def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
 
 
 def environment_line(result: SearchResult) -> str:
-    """Machine, versions and commit of the trials."""
-    ran = next((t for t in reversed(result.trials) if t.cluster), None)
-    if ran is None:
+    """Return a line on machine, versions and commit, as the newest trial that ran recorded them."""
+    ran = [trial for trial in result.trials if trial.cluster]
+    if not ran:
         return f"Machine model: {result.machine.name}."
-    c = ran.cluster
-    count = len(c["nodes"])
-    versions = ", ".join(f"{name} {version}" for name, version in ran.versions.items())
+    newest = ran[-1]
+    cluster = newest.cluster
+    count = len(cluster["nodes"])
+    nodes = "1 node" if count == 1 else f"{count} nodes"
+    versions = ", ".join(f"{name} {version}" for name, version in newest.versions.items())
+    commit = newest.commit or "none"
     return (
-        f"{c['ranks']} ranks by {c['launcher']} on {count} node{'s' * (count > 1)}, {c['device']}, "
-        f"{c['backend']}, {c['threads_per_rank']} threads a rank; {versions}; "
-        f"commit {(ran.commit or 'none')[:10]}; machine model {result.machine.name}; "
+        f"{cluster['ranks']} ranks by {cluster['launcher']} on {nodes}, {cluster['device']}, "
+        f"{cluster['backend']}, {cluster['threads_per_rank']} threads a rank; {versions}; "
+        f"commit {commit[:10]}; machine model {result.machine.name}; "
         f"{time.strftime('%Y-%m-%d')}."
     )
 
 
 def rejection_line(entry: Rejected) -> str:
-    """A rejected layout and why, in one line."""
-    names = {"micro_batch_size": "mbs ", "sequence_parallel": "sp ", "layout": ""}
-    place = [f"{names.get(name, name + ' ')}{value}" for name, value in entry.layout.items()]
-    return f"{' '.join(place)}: {entry.reason}"
+    """Return a printed line with a rejected layout and the reason."""
+    short_names = {"micro_batch_size": "mbs ", "sequence_parallel": "sp ", "layout": ""}
+    words = [f"{short_names.get(name, f'{name} ')}{value}" for name, value in entry.layout.items()]
+    return f"{' '.join(words)}: {entry.reason}"
 
 
 # ---- results.csv ---------------------------------------------------------------------------------
 
 
 def csv_text(result: SearchResult) -> str:
-    """The text of results.csv."""
+    """Return the text of results.csv: a line of names, then a line per layout that has trials."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="")
     writer.writeheader()
@@ -220,13 +234,14 @@ def csv_text(result: SearchResult) -> str:
 
 
 def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, object]:
-    """The columns of one row that are not empty."""
+    """Return the values of a row of results.csv by column; the other columns stay empty."""
     config = row.candidate.config
     model = config.model
     layout = config.layout
     training = config.training
     options = asdict(model) | asdict(layout) | asdict(training)
     values = {name: options[name] for name in COLUMNS if name in options}
+    statuses = {"ok": "ok", "oom": "OOM", "hang": "hang"}
     values |= {
         "row_id": f"tune-{number}",
         "section": f"tune {result.title}",
@@ -239,25 +254,25 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
         "mbs": layout.micro_batch_size,
         "gbs": training.global_batch_size,
         "zero_stage": layout.zero,
-        "status": {"ok": "ok", "oom": "OOM", "hang": "hang"}.get(row.trials[0].status, "fail"),
+        "status": statuses.get(row.trials[0].status, "fail"),
         "trials": len(row.trials),
         "predicted_sec": f"{row.candidate.prediction.seconds:.6g}",
         "note": "; ".join(row.notes),
     }
     if row.ok:
-        hardware = row.rate("tflops_hardware")
-        rate = row.rate("tflops_model")
+        tflops_hardware = row.rate("tflops_hardware")
+        tflops_model = row.rate("tflops_model")
         values |= {
             "formula": row.trials[0].formula,
             "mem_gb": f"{max(row.memory) / GIGA:.3f}",
             "sec_per_it": f"{row.seconds:.6g}",
             "sec_clean": f"{row.seconds:.6g}",
-            "tflops": f"{hardware:.6g}",
+            "tflops": f"{tflops_hardware:.6g}",
             "sec_trials": " ".join(f"{trial.median:.6g}" for trial in row.trials),
             "spread": f"{row.spread:.3f}",
             "tokens_per_second": f"{row.rate('tokens_per_second'):.6g}",
-            "mfu": f"{1e12 * rate / result.machine.peak:.4f}",
-            "hfu": f"{1e12 * hardware / result.machine.peak:.4f}",
+            "mfu": f"{1e12 * tflops_model / result.machine.peak:.4f}",
+            "hfu": f"{1e12 * tflops_hardware / result.machine.peak:.4f}",
             "mem_gb_per_stage": " ".join(f"{stage / GIGA:.3f}" for stage in row.memory),
         }
     return values
@@ -267,7 +282,7 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
 
 
 def draw(result: SearchResult, path: str) -> None:
-    """Write tokens per second over the memory of the fullest rank, of the layouts that ran."""
+    """Write a picture of the layouts that ran: tokens per second over the fullest rank's GB."""
     points = []
     for row in result.ranked:
         points.append((max(row.memory) / GIGA, row.rate("tokens_per_second")))
@@ -276,11 +291,14 @@ def draw(result: SearchResult, path: str) -> None:
 
 
 def format_number(number: float) -> str:
-    """Four significant digits; two decimals from 100 on."""
+    """Return a number as text: four significant digits, or two decimals from 100 on."""
     return f"{number:.2f}" if number >= 100 else f"{number:.4g}"
 
 
 def format_size(count: float) -> str:
-    """A number of parameters, as 181B, 1.3B, 124M."""
-    unit, name = (1e9, "B") if count >= 1e9 else (1e6, "M") if count >= 1e6 else (1e3, "K")
-    return f"{count / unit:.3g}{name}"
+    """Return a number of parameters as text, for example 181B, 1.3B or 124M."""
+    if count >= 1e9:
+        return f"{count / 1e9:.3g}B"
+    if count >= 1e6:
+        return f"{count / 1e6:.3g}M"
+    return f"{count / 1e3:.3g}K"

@@ -80,29 +80,25 @@ class Candidate:
         """
         layout = self.config.layout
         pipeline = layout.pp > 1
-        parts = [f"tp{layout.tp}", f"pp{layout.pp}"]
-        if layout.cp > 1:
-            parts.append(f"cp{layout.cp}")
-        parts += [f"dp{layout.dp}", f"mbs{layout.micro_batch_size}"]
-        if layout.recompute != "none":
-            parts.append(layout.recompute)
-            if layout.recompute_layers is not None:
-                parts.append(str(layout.recompute_layers))
-        if layout.ep is not None:
-            parts.append(f"ep{layout.ep}")
-        if layout.dp * layout.cp > 1:
-            parts.append(f"zero{layout.zero}")
-        if layout.sequence_parallel:
-            parts.append("sp")
-        if pipeline and layout.schedule != "1f1b":
-            parts.append(layout.schedule)
-            if layout.virtual_stages is not None:
-                parts.append(str(layout.virtual_stages))
-        if pipeline and layout.vocab_pp:
-            parts.append("vocab-pp")
-        if pipeline and layout.partition != "balanced":
-            parts.append(layout.partition)
-        return " ".join(parts)
+        recomputes = layout.recompute != "none"
+        has_schedule = pipeline and layout.schedule != "1f1b"
+        words = [  # whether a word is shown, and the word
+            (True, f"tp{layout.tp}"),
+            (True, f"pp{layout.pp}"),
+            (layout.cp > 1, f"cp{layout.cp}"),
+            (True, f"dp{layout.dp}"),
+            (True, f"mbs{layout.micro_batch_size}"),
+            (recomputes, layout.recompute),
+            (recomputes and layout.recompute_layers is not None, layout.recompute_layers),
+            (layout.ep is not None, f"ep{layout.ep}"),
+            (layout.dp * layout.cp > 1, f"zero{layout.zero}"),
+            (layout.sequence_parallel, "sp"),
+            (has_schedule, layout.schedule),
+            (has_schedule and layout.virtual_stages is not None, layout.virtual_stages),
+            (pipeline and layout.vocab_pp, "vocab-pp"),
+            (pipeline and layout.partition != "balanced", layout.partition),
+        ]
+        return " ".join(str(word) for is_shown, word in words if is_shown)
 
 
 def to_cli_args(config: Config) -> list[str]:
