@@ -114,7 +114,7 @@ def _first_difference(rows: list[Rows], name: str, unit: float) -> dict[str, Any
             continue
         explained = min(0.1, unit * (4 + step))
         relative = abs(a - b) / max(abs(a), abs(b))
-        if not relative <= explained:  # "not" includes NaN, if only one of the losses is finite
+        if not relative <= explained:  # also true if a value is NaN
             return {
                 "step": step,
                 "of": name,

@@ -1,7 +1,7 @@
-"""Reads the folder of a run, also of one that trains, was killed, or has an older version's files.
+"""Reads the folder of a run, which may still train, may have been killed, or may have old files.
 
     record = read(Path("runs/a"))       facts of run.json, rows of metrics.jsonl
-    differing([options(one.facts) for one in records])      {"lr": [0.001, 0.002], ...}
+    differing([options(record.facts) for record in records])      {"lr": [0.001, 0.002], ...}
 
 A run that was resumed in its folder has earlier parts, metrics.jsonl.1 and so on. The rows of a
 part end where the next part begins, so no step is in the rows twice.
@@ -20,38 +20,33 @@ from distributed.run_lock import in_use
 from planner import run_files
 from telemetry.row_file import read_rows
 
-LAST_ROWS = 50  # of a part, if not the whole part is asked for
-# The options of `run` that can change a run's numbers or its speed.
+LAST_ROWS = 50  # of a part are read, if not the whole part is needed
+# The options of the group `run` that can change a run's numbers or its speed.
 OF_RUN = ("device", "backend", "compile", "deterministic")
-ORDER = ("training", "data", "model", "program", "versions", "layout")
+ORDER = ("training", "data", "model", "program", "versions", "layout")  # groups in `options`
 DEFAULTS = {name: {f.name: f.default for f in fields(cls)} for name, cls in GROUPS.items()}
 
 
 @dataclass(frozen=True)
 class Record:
-    """Everything that was read of a run.
-
-    facts: run.json. rows: of metrics.jsonl and its earlier parts, the oldest first; steps: those
-    of steps, without evaluations. parts: endings of the names of these files, newest first: an
-    empty text, then .2 and so on. notes: sentences about what is missing or damaged.
-    """
+    """The contents of a run's folder."""
 
     folder: Path
-    facts: dict[str, Any]
-    rows: list[dict[str, Any]]
-    steps: list[dict[str, Any]]
-    parts: list[str]
-    notes: list[str]
+    facts: dict[str, Any]  # of run.json
+    rows: list[dict[str, Any]]  # of metrics.jsonl and its earlier parts, the oldest first
+    steps: list[dict[str, Any]]  # the rows of steps, without those of evaluations
+    parts: list[str]  # endings of the files' names, newest first: an empty text, ".2", ".1"
+    notes: list[str]  # sentences about missing or damaged files
 
     @property
     def spikes(self) -> list[dict[str, Any]]:
-        """The rows of spikes.jsonl and its earlier parts, those of a file in order of time."""
-        found: list[dict[str, Any]] = []
+        """The rows of spikes.jsonl, then of its earlier parts; each file is in order of time."""
+        rows: list[dict[str, Any]] = []
         for ending in self.parts:
             file = self.folder / f"spikes.jsonl{ending}"
             if file.exists():
-                found += read_rows(file.read_bytes())
-        return found
+                rows += read_rows(file.read_bytes())
+        return rows
 
     def last(self, name: str) -> Any:
         """Return the newest value of a column; None if no row has it."""
@@ -62,37 +57,40 @@ class Record:
 
     @property
     def total(self) -> int | None:
-        """The run's last step; None if the run ends after a number of samples."""
+        """The number of the run's last step; None if the run ends after a number of samples."""
         return self.facts["config"].get("training", {}).get("steps")
 
     @property
     def state(self) -> str:
-        """A word: running, finished, stopped or empty. In a run that ends after a number of
-        samples, the last step is the one after which less than a batch is left.
+        """The state of the run: running, finished, stopped, or empty (no step is done).
+
+        A run that ends after a number of samples is finished when less than a batch is left.
         """
         if in_use(str(self.folder)):
             return "running"
         if not self.steps:
             return "empty"
-        done = self.steps[-1]
+        last_step = self.steps[-1]
         if self.total:
-            is_complete = done["iteration"] >= self.total
+            is_complete = last_step["iteration"] >= self.total
         else:
-            left = self.facts["config"]["training"]["train_samples"] - done["consumed_samples"]
-            is_complete = left < done["global_batch_size"]
+            samples = self.facts["config"]["training"]["train_samples"]
+            samples_left = samples - last_step["consumed_samples"]
+            is_complete = samples_left < last_step["global_batch_size"]
         return "finished" if is_complete else "stopped"
 
 
 def find(folder: Path) -> Iterator[Path]:
-    """Yield the folders in `folder` that have a run.json, except folders of checkpoints."""
-    for place, folders, files in os.walk(folder):
+    """Yield the folders of runs in `folder` at any depth, which are those with a run.json."""
+    for path, folders, files in os.walk(folder):
+        # os.walk goes into the folders that are left in this list, in its order.
         folders[:] = [name for name in sorted(folders) if not name.startswith("checkpoints")]
         if "run.json" in files:
-            yield Path(place)
+            yield Path(path)
 
 
 def read_steps(folder: Path) -> Record:
-    """Return the record of a run; UserError if it is no run or has no row of a step."""
+    """Return the record of a run; raise UserError if it is no run or has no row of a step."""
     record = read(folder)
     if not record.steps:
         raise UserError("; ".join([f"{folder} has no row of a step", *record.notes]))
@@ -100,9 +98,9 @@ def read_steps(folder: Path) -> Record:
 
 
 def read(folder: Path, whole: bool = True) -> Record:
-    """Return the record of a run; UserError if it has no readable run.json.
+    """Return the record of a run; raise UserError if it has no readable run.json.
 
-    whole: False reads the first row, the newest validation and the last rows of each part.
+    whole: read all rows; otherwise, per part, the first row, the newest validation and LAST_ROWS.
     """
     try:
         facts = run_files.facts_of(str(folder / "run.json"))
@@ -122,20 +120,20 @@ def read(folder: Path, whole: bool = True) -> Record:
     if config.get("run", {}).get("resume"):
         earlier = sorted(folder.glob("metrics.jsonl.*"), key=lambda path: int(path.suffix[1:]))
     for path in reversed(earlier):
-        first = rows[0]["iteration"] if rows else math.inf
-        if first == 1:
-            break
+        first_step = rows[0]["iteration"] if rows else math.inf
+        if first_step == 1:
+            break  # older parts belong to another run, since this run began at step 1
         part = _read_part(path, whole, notes)
-        rows = [row for row in part if row["iteration"] < first] + rows
+        rows = [row for row in part if row["iteration"] < first_step] + rows
         endings.append(path.suffix)
     steps = [row for row in rows if isinstance(row.get("loss"), float)]
     return Record(folder, facts, rows, steps, endings, notes)
 
 
 def last_two_parts(folder: Path) -> list[Record]:
-    """Return what a run has recorded before its last start in its folder, and since that start.
+    """Return two records of a run: before its last start in its folder, and since that start.
 
-    Raise UserError if the folder has no earlier part, or if one of the two has no row of a step.
+    Raise UserError if the folder has no earlier part, or if a part has no row of a step.
     """
     earlier = sorted(int(path.suffix[1:]) for path in folder.glob("metrics.jsonl.*"))
     if not earlier:
@@ -153,7 +151,10 @@ def last_two_parts(folder: Path) -> list[Record]:
 
 
 def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the rows of a file; add a note for whatever in it is not a row."""
+    """Return the rows of a metrics.jsonl; add notes about missing files and damaged lines.
+
+    whole: read all rows; otherwise the first row, the newest validation and LAST_ROWS.
+    """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
@@ -163,8 +164,9 @@ def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]
         notes.append(f"{path}: the last line is cut off and not read")
         del lines[-1]
     if not whole:
-        evaluations = [line for line in lines if b'"validation_loss"' in line]
-        lines = lines[:1] + evaluations[-1:] + lines[1:][-LAST_ROWS:]
+        validations = [line for line in lines if b'"validation_loss"' in line]
+        first_line = lines[:1]
+        lines = first_line + validations[-1:] + lines[1:][-LAST_ROWS:]
     rows = [row for row in read_rows(b"".join(lines)) if "iteration" in row]
     if len(rows) < len(lines):
         notes.append(f"{path}: {len(lines) - len(rows)} lines are damaged and not read")
@@ -172,36 +174,38 @@ def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]
 
 
 def options(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's options and versions; those of the layout come last.
+    """Return a run's options and versions by name; the options of the layout come last.
 
-    Left out are options at values that follow from others, such as ffn_hidden, and the options of
-    `run` that change neither numbers nor speed. An option that run.json lacks has its default.
+    facts: run.json; an option that it lacks has its default. The result has no options whose values
+    follow from other options, such as ffn_hidden, and no options of `run` that change neither
+    numbers nor speed.
     """
     config = facts["config"]
     groups = {name: DEFAULTS[name] | config.get(name, {}) for name in DEFAULTS}
     shape = groups["model"]
     model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
-    follows = model.derived() | {"max_positions": model.seq_length}
+    derived = model.derived() | {"max_positions": model.seq_length}
     groups["model"] = {}
     for name, value in shape.items():
-        if value not in (None, follows.get(name)):
+        if value not in (None, derived.get(name)):
             groups["model"][name] = value
     groups["program"] = {"trine": facts.get("version")}
     groups["versions"] = facts.get("versions", {})
-    found = {name: groups["run"][name] for name in OF_RUN}
+    options_by_name = {name: groups["run"][name] for name in OF_RUN}
     for group in ORDER:
-        found |= groups[group]
-    return found
+        options_by_name |= groups[group]
+    return options_by_name
 
 
 def differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the names whose values are not the same in all tables, with a value per table.
+    """Return, by name whose values are not equal in all tables, the list of its value per table.
 
-    A table that lacks a name counts as None.
+    tables: options by name, a table per run. The value is None in a table that lacks the name.
     """
-    found: dict[str, list[Any]] = {}
+    values_by_name: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [table.get(name) for table in tables]
-        if values != values[:1] * len(values):
-            found[name] = values
-    return found
+        all_equal = values == values[:1] * len(values)
+        if not all_equal:
+            values_by_name[name] = values
+    return values_by_name

@@ -1,13 +1,12 @@
 """How do the states in two checkpoints differ? `python runs.py diff CHECKPOINT_A CHECKPOINT_B`.
 
-    found = compare(a, b)      a dictionary, for --json
-    print(text(found))         one screen
+    result = compare(a, b)      a dictionary, for --json
+    print(text(result))         one screen
 
-A run stands for its checkpoint of the step of the other one. Checkpoints do not depend on the
-layout, so each tensor is compared with the same tensor, whatever the layouts of the two runs are.
-The differences are shown as they are: how far rounding alone may move weights in many steps is not
-known, so one number per tensor cannot tell rounding from a fault. The traces of --trace-numerics
-can.
+If one of the two folders is a run, its checkpoint of the same step is compared. Checkpoints do not
+depend on the layout, so tensors of the same name are compared, whatever the layouts of the runs
+are. How far rounding alone moves weights in many steps is not known, so these differences cannot
+tell rounding from a fault. The traces of --trace-numerics can.
 """
 
 import json
@@ -21,50 +20,54 @@ from checkpointing.index import Index, check_files
 from config.messages import UserError
 from numerics.record import differing, options
 
-MOST_OPTIONS = 8  # in the text
-MOST_TENSORS = 4  # of each kind of state, in the text
+MOST_OPTIONS = 8  # the text names this many options
+MOST_TENSORS = 4  # the text names this many tensors of each kind of state
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint's folder, and not a run's."""
+    """Return whether a path is the folder of a checkpoint."""
     return (path / folders.MANIFEST).exists()
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
-    """Return how two checkpoints differ; a or b may also be the folder of a run.
+    """Return how two checkpoints differ, as a dictionary for --json.
 
-    Raise UserError if a checkpoint is damaged, if a run has none of the other one's step, or if the
-    two checkpoints have no tensor in common.
+    a, b: folders of checkpoints; one of them may be the folder of a run. Raise UserError if a
+    checkpoint is damaged, if the run has no checkpoint of the same step, or if the two checkpoints
+    have no tensor in common.
     """
     paths = [_checkpoint_of(a, b), _checkpoint_of(b, a)]
     steps = [check_files(str(path), contents=False)["step"] for path in paths]
     with Index(str(paths[0])) as index_a, Index(str(paths[1])) as index_b:
-        differ = differing([_facts(index_a), _facts(index_b)])
+        differing_facts = differing([_facts(index_a), _facts(index_b)])
         tensors = _compare_tensors(index_a, index_b)
     return {
         "checkpoints": [str(path) for path in paths],
         "steps": steps,
-        "options": [[name, *values] for name, values in differ.items()],
+        "options": [[name, *values] for name, values in differing_facts.items()],
         "tensors": tensors,
         "differs": any(row["relative"] != 0.0 for row in tensors),
     }
 
 
 def _checkpoint_of(path: Path, other: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the run's checkpoint of the step of `other`."""
+    """Return `path` if it is a checkpoint, else the run's checkpoint of the step of `other`.
+
+    Raise UserError if the run in the folder `path` has no checkpoint of that step.
+    """
     if is_checkpoint(path):
         return path
     step = folders.read_manifest(str(other))["step"]
-    of_run = folders.find_checkpoints(str(path))
-    for checkpoint in of_run:
+    checkpoints = folders.find_checkpoints(str(path))
+    for checkpoint in checkpoints:
         if folders.step_of(checkpoint) == step:
             return Path(checkpoint)
-    steps = ", ".join(str(folders.step_of(checkpoint)) for checkpoint in reversed(of_run))
+    steps = ", ".join(str(folders.step_of(checkpoint)) for checkpoint in reversed(checkpoints))
     raise UserError(f"{other} is of step {step}; {path} has checkpoints of steps {steps}")
 
 
 def _facts(index: Index) -> dict[str, Any]:
-    """Return the options of the run that saved a checkpoint, and the attributes of its state."""
+    """Return a checkpoint's facts by name: the run's options, and the attributes of its state."""
     config = json.loads(index.attributes("run")["config"])
     facts = options({"config": config})
     for group in ("progress", "optimizer", "data"):
@@ -73,10 +76,10 @@ def _facts(index: Index) -> dict[str, Any]:
 
 
 def _compare_tensors(a: Index, b: Index) -> list[dict[str, Any]]:
-    """Return a row for each tensor of each kind of state that both checkpoints have.
+    """Return a row per kind of state and tensor that both checkpoints have with the same shape.
 
-    relative: the norm of the difference over the norm of the tensor in A, 0 if all bits are equal,
-    infinite if only the tensor in A is 0, or if one of the two has a number that is not finite.
+    A row has the kind, the name and the relative difference of the tensor. Raise UserError if the
+    checkpoints have no tensor in common.
     """
     rows = []
     for kind in a.kinds:
@@ -90,6 +93,11 @@ def _compare_tensors(a: Index, b: Index) -> list[dict[str, Any]]:
 
 
 def _relative(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the norm of the difference of two arrays of one shape over the norm of `a`.
+
+    The result is 0 if the arrays are equal, and infinite if only `a` is 0 or a number of either
+    array is not finite.
+    """
     if np.array_equal(a, b):
         return 0.0
     norm = float(np.linalg.norm(a.astype(np.float64)))
@@ -100,22 +108,25 @@ def _relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Return one screen of text about the result of `compare`."""
-    lines = [
-        f"{name}: {path}, step {step}"
-        for name, path, step in zip("AB", found["checkpoints"], found["steps"])
-    ]
-    differ = found["options"]
-    lines += [f"{name}: {a} in A, {b} in B" for name, a, b in differ[:MOST_OPTIONS]]
-    if len(differ) > MOST_OPTIONS:
-        lines.append(f"and {len(differ) - MOST_OPTIONS} more options, which --json lists")
+    """Return one screen of text; found: the result of `compare`."""
+    lines = []
+    for name, path, step in zip("AB", found["checkpoints"], found["steps"]):
+        lines.append(f"{name}: {path}, step {step}")
+    facts = found["options"]
+    lines += [f"{name}: {a} in A, {b} in B" for name, a, b in facts[:MOST_OPTIONS]]
+    if len(facts) > MOST_OPTIONS:
+        lines.append(f"and {len(facts) - MOST_OPTIONS} more options, which --json lists")
     for kind in dict.fromkeys(row["kind"] for row in found["tensors"]):
-        lines += _text_of_kind(kind, [row for row in found["tensors"] if row["kind"] == kind])
+        rows = [row for row in found["tensors"] if row["kind"] == kind]
+        lines += _text_of_kind(kind, rows)
     return "\n".join(lines)
 
 
 def _text_of_kind(kind: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines about one kind of state: the tensors that differ most, the largest first."""
+    """Return the lines about a kind of state: the tensors that differ most, the largest first.
+
+    rows: those of `compare` of that kind.
+    """
     unequal = [row for row in rows if row["relative"] != 0.0]
     if not unequal:
         return [f"{kind}: all {len(rows)} tensors are equal bit for bit"]

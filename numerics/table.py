@@ -15,11 +15,11 @@ from config.messages import UserError, printable
 from numerics.record import Record, differing, find, options, read
 from planner.layout_table import columns
 
-MOST_OPTIONS = 8  # columns of options in the text; --json has all
-MOST_NOTES = 12  # lines
+MOST_OPTIONS = 8  # the text has this many columns of options; --json has all
+MOST_NOTES = 12  # the text has this many lines of notes
 RECENT_STEPS = 20  # the speed is the median of these last steps
-SHOWN = ("tp", "pp", "cp", "dp", "steps")  # options that have a column anyway
-# Columns and how their values are printed.
+SHOWN = ("tp", "pp", "cp", "dp", "steps")  # options that the columns of FORMATS show already
+# The columns of every run, with the format of their values.
 FORMATS = {
     "run": "",
     "state": "",
@@ -36,10 +36,10 @@ FORMATS = {
 
 
 def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a dictionary per run, sorted by one of FORMATS, and notes about damaged runs.
+    """Return a dictionary of columns per run in `folder`, and notes about damaged runs.
 
-    Runs without the value that they are sorted by come last. Raise UserError if the folder has no
-    run that can be read.
+    sort: the column of FORMATS by which the runs are sorted; runs without a value in it come last.
+    Raise UserError if the folder has no run that can be read.
     """
     rows: list[dict[str, Any]] = []
     tables: list[dict[str, Any]] = []
@@ -55,17 +55,25 @@ def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
             notes += record.notes
     if not rows:
         raise UserError("; ".join([f"{folder} has no folder with a run.json to read", *notes]))
-    differ = differing(tables)
+    differing_options = differing(tables)
     for number, row in enumerate(rows):
-        row["options"] = {name: differ[name][number] for name in differ if name not in SHOWN}
-    return sorted(rows, key=lambda row: (row[sort] is None, row[sort] or 0)), notes
+        row["options"] = {}
+        for name, values in differing_options.items():
+            if name not in SHOWN:
+                row["options"][name] = values[number]
+    rows.sort(key=lambda row: (row[sort] is None, row[sort] or 0))
+    return rows, notes
 
 
 def _row(record: Record, folder: Path) -> dict[str, Any]:
-    """Return the columns of a run, None for unknown values and for losses that are not finite."""
+    """Return the columns of a run by name, for a table of the runs in `folder`.
+
+    Unknown values and losses that are not finite are None.
+    """
     axes = record.facts["config"].get("layout", {})
     speeds = [row["tokens_per_second"] for row in record.steps[-RECENT_STEPS:]]
-    found = {
+    speed = statistics.median(speeds) if speeds else None
+    row = {
         "run": str(record.folder.relative_to(folder)),
         "state": record.state,
         "step": record.last("iteration"),
@@ -73,22 +81,22 @@ def _row(record: Record, folder: Path) -> dict[str, Any]:
         "tokens": record.last("consumed_tokens"),
         "loss": record.last("loss"),
         "validation": record.last("validation_loss"),
-        "tokens/s": statistics.median(speeds) if speeds else None,
+        "tokens/s": speed,
         "parameters": record.facts.get("parameters"),
         "layout": " ".join(f"{name}{axes.get(name, 1)}" for name in ("tp", "pp", "cp", "dp")),
         "date": record.facts.get("started"),
     }
     for name in ("loss", "validation"):
-        if found[name] is not None and not math.isfinite(found[name]):
-            found[name] = None
-    return found
+        if row[name] is not None and not math.isfinite(row[name]):
+            row[name] = None
+    return row
 
 
 def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
-    """Return the table as lines, with the notes below it."""
+    """Return the result of `table` as text: a line per run, and the notes below the lines."""
     names = list(rows[0]["options"])
     heads = [*FORMATS, *names[:MOST_OPTIONS]]
-    cells = [heads]
+    cells = [heads]  # a list per line
     for row in rows:
         values = row | row["options"]
         cells.append([_cell(values[name], FORMATS.get(name, "")) for name in heads])
@@ -102,6 +110,7 @@ def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
 
 
 def _cell(value: Any, form: str) -> str:
+    """Return a value in a format of Python's format(), or "-" for None."""
     if value is None:
         return "-"
     return format(value, form)
