@@ -1,13 +1,13 @@
-"""Questions about runs, answered from the files in their folders, without torch.
+"""Answers questions about runs from the files in their folders, without torch.
 
 record   reads the folder of a run; options in which runs differ
 table    all runs of a folder, one line each
 page     one run on one screen
 chart    losses of several runs as a picture or as text
-traces   the files of --trace-numerics, and the difference of two of them row by row
-places   which samples, micro-batches and ranks a row belongs to, and what is computed before it
+traces   the files of --trace-numerics, and the differences of two files, tensor by tensor
+places   which ranks compute a tensor of a trace, by which operations, and from which samples
 diff     why two runs differ
-spikes   a spike against the step before
+spikes   the growth of gradients in a spike, against the step before
 states   which tensors of two checkpoints differ
 
 runs.py calls all of them.

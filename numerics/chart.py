@@ -21,9 +21,9 @@ from planner.picture import LIGHT, SETTINGS, themed
 MOST_POINTS = 400  # of a curve: the points of a longer run are means of several steps
 AXES = ("tokens", "seconds of all steps", "FLOPs of the model")
 COLORS = [LIGHT[name] for name in ("mark", "orange", "good", "red", "violet")]
-DASHES = ("-", "--", ":")  # one for the first runs, the next when all colours are taken
-LEGEND = 150  # characters of a run's entry
-COLUMNS = 60  # of a line of bars
+DASHES = ("-", "--", ":")  # "-" for the first five runs, one per colour, "--" for the next five
+LEGEND = 150  # characters of a run's entry in the legend
+COLUMNS = 60  # characters of a line of bars
 BARS = "▁▂▃▄▅▆▇█"
 # The browser takes a dark background and light text on a dark screen.
 HEAD = """<!doctype html>
@@ -34,29 +34,28 @@ HEAD = """<!doctype html>
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of a run, NaN where a loss is not finite, and for each of AXES their places."""
+    """The losses of a run, as points of a picture."""
 
-    label: str
-    loss: np.ndarray
-    over: np.ndarray
-    notes: list[str]
+    label: str  # the folder, and the options in which the runs differ
+    loss: np.ndarray  # (points,): nats per token; NaN for a loss that is not finite
+    over: np.ndarray  # (AXES, points): the place of each point along each axis of AXES
+    notes: list[str]  # sentences about missing or damaged files of the run
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
-    """Return a curve per run; UserError if a folder is no run or has no step.
-
-    A label is the folder and the options in which the runs differ.
-    """
+    """Return a curve per run; raise UserError if a folder is no run or has no step."""
     records = [read_steps(folder) for folder in folders]
-    differ = differing([options(record.facts) for record in records])
+    differing_options = differing([options(record.facts) for record in records])
     curves = []
     for number, record in enumerate(records):
-        words = [f"{name} {values[number]}" for name, values in differ.items()]
-        curves.append(_curve(record, printable(f"{record.folder}: {', '.join(words)}")))
+        words = [f"{name} {values[number]}" for name, values in differing_options.items()]
+        label = printable(f"{record.folder}: {', '.join(words)}")
+        curves.append(_curve(record, label))
     return curves
 
 
 def _curve(record: Record, label: str) -> Curve:
+    """Return a run's curve of at most MOST_POINTS points, which are means of equally many steps."""
     steps = record.steps
     loss = np.array([row["loss"] for row in steps])
     tokens = np.array([row["consumed_tokens"] for row in steps])
@@ -65,18 +64,23 @@ def _curve(record: Record, label: str) -> Curve:
     ranks = record.facts.get("cluster", {}).get("ranks", 1)
     flops = tflops * 1e12 * seconds * ranks
     over = np.array([tokens, seconds.cumsum(), flops.cumsum()])
-    parts = np.array_split(np.arange(len(loss)), min(len(loss), MOST_POINTS))
-    means = np.array([loss[part].mean() for part in parts])
+    steps_of_points = np.array_split(np.arange(len(loss)), min(len(loss), MOST_POINTS))
+    means = np.array([loss[indices].mean() for indices in steps_of_points])
     means[~np.isfinite(means)] = np.nan
-    return Curve(label, means, over[:, [part[-1] for part in parts]], record.notes)
+    last_steps = [indices[-1] for indices in steps_of_points]
+    return Curve(label, means, over[:, last_steps], record.notes)
 
 
 def page(curves: Sequence[Curve]) -> str:
-    """Return an HTML page with the picture and the text of `bars`; UserError without matplotlib."""
+    """Return an HTML page with a picture of the curves and the text of `bars`.
+
+    Raise UserError if matplotlib is not installed.
+    """
     return f"{HEAD}{_picture(curves)}\n<pre>{html.escape(bars(curves))}</pre>\n"
 
 
 def _picture(curves: Sequence[Curve]) -> str:
+    """Return an SVG picture with a panel of curves per axis of AXES, and a legend below."""
     with messages.installed("a picture needs matplotlib, `pip install matplotlib`"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -99,27 +103,32 @@ def _picture(curves: Sequence[Curve]) -> str:
 
 
 def bars(curves: Sequence[Curve]) -> str:
-    """Return a line of bars per run, all of one scale, over tokens up to the most of all runs."""
-    most = max(curve.over[0, -1] for curve in curves)
+    """Return lines for a terminal: per run its label, and its losses over tokens as bars.
+
+    A higher bar is a larger loss, in the same scale for all runs. The columns of the bars have the
+    same number of tokens for all runs, up to the tokens of the longest run.
+    """
+    most_tokens = max(curve.over[0, -1] for curve in curves)
     losses = np.concatenate([curve.loss for curve in curves])
     low = np.nanmin(losses)
     high = np.nanmax(losses)
     span = max(high - low, 1e-9)
-    tokens_of_columns = np.linspace(most / COLUMNS, most, COLUMNS)
+    tokens_of_columns = np.linspace(most_tokens / COLUMNS, most_tokens, COLUMNS)
     lines = []
     for curve in curves:
-        shown = ""
-        for point in np.searchsorted(curve.over[0], tokens_of_columns):
+        tokens = curve.over[0]
+        bar_line = ""
+        for point in np.searchsorted(tokens, tokens_of_columns):
             if point == len(curve.loss):
-                break
+                break  # this run has fewer tokens than the longest run
             height = (curve.loss[point] - low) / span
             if np.isnan(height):
-                shown += " "
+                bar_line += " "
             else:
-                shown += BARS[int(height * (len(BARS) - 1))]
+                bar_line += BARS[int(height * (len(BARS) - 1))]
         lines.append(curve.label)
-        lines.append(f"    {shown} {curve.loss[-1]:.4f}")
-    lines.append(f"bars: losses from {low:.4f} to {high:.4f}, over 0 to {most:,.0f} tokens")
+        lines.append(f"    {bar_line} {curve.loss[-1]:.4f}")
+    lines.append(f"bars: losses from {low:.4f} to {high:.4f}, over 0 to {most_tokens:,.0f} tokens")
     for curve in curves:
         lines += [f"note: {note}" for note in curve.notes]
     return "\n".join(lines)

@@ -221,11 +221,10 @@ def text(found: dict[str, Any]) -> str:
         lines.append(f"step {difference['step']}: {setting} is {a} in A and {b} in B")
     lines += [f"note: {note}" for note in found["notes"]]
     differing_options = found["options"]
-    for name, a, b in differing_options[:MOST_LINES]:
-        lines.append(f"option {name}: {a} in A, {b} in B")
+    shown = differing_options[:MOST_LINES]
+    lines += [f"option {name}: {a} in A, {b} in B" for name, a, b in shown]
     if len(differing_options) > MOST_LINES:
-        more = len(differing_options) - MOST_LINES
-        lines.append(f"and {more} more options, which --json lists")
+        lines.append(f"and {len(differing_options) - MOST_LINES} more options, which --json lists")
     lines.append(_text_of_losses(found["losses"]))
     if found["tensor"]:
         lines += _text_of_tensor(found["tensor"])

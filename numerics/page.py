@@ -13,49 +13,52 @@ from supervisor.evidence import Files, read_evidence
 FACTS = ("started", "commit", "parameters", "blocks_per_stage", "kernels")  # of run.json
 WARM_UP_STEPS = 2  # at the start of a run; the medians leave them out
 SPEEDS = ("seconds", "tokens_per_second", "tflops_model", "mfu", "peak_memory_bytes")
-MOST_LINES = 8  # of one heading; [...] ends what is longer
+MOST_LINES = 8  # of text below a heading; a longer text is cut and ends with [...]
 
 
 def text(folder: Path) -> str:
-    """Return what the files in the folder of a run say; UserError if it is no run."""
+    """Return a screen of text about the run in `folder`; raise UserError if it is no run."""
     record = read(folder)
     facts = record.facts
     defaults: dict[str, Any] = {}
     for group in DEFAULTS.values():
         defaults |= group
-    given = {}
+    not_default = {}
     for name, (_, value) in differing([defaults, options(facts)]).items():
         if value is not None:
-            given[name] = value
+            not_default[name] = value
     machine = dict(facts.get("cluster", {}))
     machine.pop("places", None)
-    found: dict[str, Any] = {
+    values_by_heading: dict[str, Any] = {
         "run": f"{folder}: {record.state}, resumed {len(record.parts) - 1} times",
-        "not default": given,
+        "not default": not_default,
         "machine": machine,
     }
     for name in FACTS:
-        found[name.replace("_", " ")] = facts.get(name)
+        values_by_heading[name.replace("_", " ")] = facts.get(name)
     if record.steps:
-        found |= _training(record)
-    found |= _events(record)
-    found["notes"] = "; ".join(record.notes) or "none"
+        values_by_heading |= _training(record)
+    values_by_heading |= _events(record)
+    values_by_heading["notes"] = "; ".join(record.notes) or "none"
     lines = []
-    for name, value in found.items():
-        shown = value
+    for heading, value in values_by_heading.items():
+        value_text = value
         if isinstance(value, dict):
-            shown = ", ".join(f"{key} {value[key]}" for key in value)
-        line = printable(f"{name:18}{shown}")
+            value_text = ", ".join(f"{name} {value[name]}" for name in value)
+        line = printable(f"{heading:18}{value_text}")
         lines += textwrap.wrap(line, 110, subsequent_indent=" " * 18, max_lines=MOST_LINES)
     return "\n".join(lines)
 
 
 def _training(record: Record) -> dict[str, Any]:
-    """Return progress, losses, and medians of the steps."""
+    """Return, by heading, the progress and losses of a run, and medians over its steps.
+
+    The run must have trained at least one step.
+    """
     steps = record.steps
     last = steps[-1]
-    finite = [row for row in steps if not math.isnan(row["loss"])]
-    lowest = min(finite or steps, key=lambda row: row["loss"])
+    comparable = [row for row in steps if not math.isnan(row["loss"])]
+    lowest = min(comparable or steps, key=lambda row: row["loss"])
     losses = [f"{row['loss']:.4f} at step {row['iteration']}" for row in (steps[0], lowest, last)]
     medians = {}
     for name in SPEEDS:
@@ -73,21 +76,26 @@ def _training(record: Record) -> dict[str, Any]:
 
 
 def _events(record: Record) -> dict[str, Any]:
-    """Return the steps with spikes, without a finite loss or an update, the checkpoints, and the
-    fault that ended the newest start.
+    """Return, by heading, the steps of a run's events, and the fault that ended its newest start.
+
+    Events are spikes, losses that are not finite, steps without an update, and checkpoints. Events
+    and faults that the run does not have are left out.
     """
     folder = record.folder
-    steps = {
+    steps_of_events = {
         "spikes": {row["iteration"] for row in record.spikes},
         "not finite": {row["iteration"] for row in record.steps if not math.isfinite(row["loss"])},
         "no update": {row["iteration"] for row in record.steps if row["skipped"]},
         "checkpoints": {int(path.name[5:]) for path in folder.glob("checkpoints/step_????????")},
     }
-    found = {name: f"at step {number_ranges(at)}" for name, at in steps.items() if at}
+    events = {}
+    for name, steps in steps_of_events.items():
+        if steps:
+            events[name] = f"at step {number_ranges(steps)}"
     case = read_evidence(str(folder), 0, Files(b"", 0, b""))
     file = folder / "hang" / "case.json"
     if case.kind and file.exists():
         is_of_newest_start = (folder / "run.json").stat().st_mtime <= file.stat().st_mtime
         if is_of_newest_start:
-            found["fault"] = f"{case.kind}, ranks {number_ranges(case.ranks)}: {case.error}"
-    return found
+            events["fault"] = f"{case.kind}, ranks {number_ranges(case.ranks)}: {case.error}"
+    return events

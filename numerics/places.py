@@ -1,4 +1,4 @@
-"""Where a row of a trace belongs: samples, micro-batches and ranks; the operations before it."""
+"""Says which ranks compute a tensor of a trace, by which operations, and from which samples."""
 
 import re
 import tomllib
@@ -14,13 +14,16 @@ from schedules.partition import placement
 
 BLOCK = re.compile(r"blocks\.(\d+)")
 WORDS = Path(__file__).with_name("words.toml")
-# Least values of options of a layout with which it has the operations of words.toml.
+# An entry of words.toml has further operations by option of the layout. A layout has them if the
+# option has at least this value, or if it is set at all for options that are not in this table.
 LEAST = {"pp": 2, "ep": 2}
 
 
 def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
-    """Return the title of a row, and the operations between the rows before it and it; an entry of
-    words.toml has more operations for some options, which any of the layouts may have.
+    """Return the title of a trace's row, and the operations that compute it from earlier rows.
+
+    The keys are "title" and "between". layouts: the layouts of the compared runs; operations that
+    any of them has are in the text.
     """
     words = tomllib.loads(WORDS.read_text())
     block = BLOCK.search(row.name)
@@ -41,30 +44,38 @@ def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str
 
 
 def place(row: Row, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
-    """Return the samples of a step in which a row differs, the micro-batches that hold them, by
-    rank of dp, and the ranks that compute it. about: of the trace; blocks: of each stage.
+    """Return the samples of a step in which a row differs, their micro-batches, and the ranks.
+
+    micro_batches: by rank of dp, the numbers of the micro-batches with these samples. ranks: the
+    ranks that compute the row. about: the trace's facts. blocks: the number of blocks per stage.
     """
     layout = Layout(**about["layout"])
     count = about["samples"]
-    samples = [i for i in range(count) if i * about["bins"] // count in row.bins]
-    replicas: dict[int, list[int]] = {}
-    for batch in sorted({i // layout.micro_batch_size for i in samples}):
-        replicas.setdefault(batch % layout.dp, []).append(batch // layout.dp)
+    samples = []
+    for sample in range(count):
+        if sample * about["bins"] // count in row.bins:
+            samples.append(sample)
+    micro_batches: dict[int, list[int]] = {}
+    for number in sorted({sample // layout.micro_batch_size for sample in samples}):
+        # The replicas take the micro-batches of a step in turn.
+        micro_batches.setdefault(number % layout.dp, []).append(number // layout.dp)
     pp = placement(layout)[_stage_of(row, blocks)]
     ranks = []
     for rank in range(prod(layout.axes.values())):
-        at = coordinates(rank, layout.axes)
-        has_samples = not row.bins or at["dp"] in replicas
-        if at["pp"] == pp and has_samples:
+        position = coordinates(rank, layout.axes)
+        has_samples = not row.bins or position["dp"] in micro_batches
+        if position["pp"] == pp and has_samples:
             ranks.append(rank)
-    return {"samples": samples, "micro_batches": replicas, "ranks": ranks}
+    return {"samples": samples, "micro_batches": micro_batches, "ranks": ranks}
 
 
 def _stage_of(row: Row, blocks: list[int]) -> int:
-    """Return the stage that computes a row; blocks: of each stage."""
+    """Return the index of the stage that computes a row; blocks: the number of blocks per stage."""
     block = BLOCK.search(row.name)
     if block:
-        return sum(last <= int(block[1]) for last in accumulate(blocks))
+        number = int(block[1])
+        earlier_stages = [end for end in accumulate(blocks) if end <= number]
+        return len(earlier_stages)
     if re.search("embedding|tokens", row.name):
         return 0
     return len(blocks) - 1

@@ -109,9 +109,8 @@ def _relative(a: np.ndarray, b: np.ndarray) -> float:
 
 def text(found: dict[str, Any]) -> str:
     """Return one screen of text; found: the result of `compare`."""
-    lines = []
-    for name, path, step in zip("AB", found["checkpoints"], found["steps"]):
-        lines.append(f"{name}: {path}, step {step}")
+    checkpoints = zip("AB", found["checkpoints"], found["steps"])
+    lines = [f"{name}: {path}, step {step}" for name, path, step in checkpoints]
     facts = found["options"]
     lines += [f"{name}: {a} in A, {b} in B" for name, a, b in facts[:MOST_OPTIONS]]
     if len(facts) > MOST_OPTIONS:

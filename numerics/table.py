@@ -57,10 +57,8 @@ def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
         raise UserError("; ".join([f"{folder} has no folder with a run.json to read", *notes]))
     differing_options = differing(tables)
     for number, row in enumerate(rows):
-        row["options"] = {}
-        for name, values in differing_options.items():
-            if name not in SHOWN:
-                row["options"][name] = values[number]
+        shown = [name for name in differing_options if name not in SHOWN]
+        row["options"] = {name: differing_options[name][number] for name in shown}
     rows.sort(key=lambda row: (row[sort] is None, row[sort] or 0))
     return rows, notes
 

@@ -270,15 +270,13 @@ class Log:
         length = self.config.model.seq_length
         if not corpora:
             return {}
-        corpus_tokens = {}
-        corpus_epochs = {}
-        for prefix, (_, tokens) in corpora.items():
-            corpus_tokens[prefix] = tokens
+        tokens = {prefix: count for prefix, (_, count) in corpora.items()}
+        epochs = {}
         for prefix, epoch_tokens in self.epoch_tokens.items():
             if prefix in corpora:
                 samples, _ = corpora[prefix]
-                corpus_epochs[prefix] = samples * length / epoch_tokens
-        return {"corpus_tokens": corpus_tokens, "corpus_epochs": corpus_epochs}
+                epochs[prefix] = samples * length / epoch_tokens
+        return {"corpus_tokens": tokens, "corpus_epochs": epochs}
 
     def _write(self, row: dict[str, Any]) -> None:
         """On rank 0, write a row to metrics.jsonl and to the trackers."""
