@@ -1,4 +1,4 @@
-"""The numbers of a step in sketches: `--trace-numerics STEP ...` writes OUT/numerics/step-N.npz.
+"""Sketches of a step's tensors: `--trace-numerics STEP ...` writes OUT/numerics/step-N.npz.
 
 The file has a sketch (telemetry/sketches.py) of every named tensor. Its rows are:
 
@@ -7,11 +7,11 @@ The file has a sketch (telemetry/sketches.py) of every named tensor. Its rows ar
     kinds x parameters                 gradients before clipping, weights before the step, state of
                                        the optimizer and weights after the step
 
-All ranks' sketches are added, so the file does not depend on the layout, but for rounding. To
-measure how much rounding is to be expected, the passes of a traced step run twice: the first time
-with the last bit of every weight flipped. `response` is the change of each sketch of activations
-and gradients by it. The gradients of the first passes are discarded, and flipping the bits again
-restores the weights, so a traced run has the weights of any other.
+All ranks' sketches are added, so the file does not depend on the layout, except for rounding. To
+measure how much rounding is to be expected, the passes of a traced step run twice, the first time
+with the last bit of every weight flipped. `response` in the file is the resulting change of each
+sketch of activations and gradients. The gradients of the first passes are discarded, and flipping
+the bits again restores the weights, so a traced run has the same weights as a run without traces.
 
 numerics/diff.py compares two files.
 """
@@ -38,15 +38,18 @@ from zero import Optimizer, StepResult
 
 FORMAT = 1
 MOST_BINS = 32
-MOST_BYTES = 950_000  # of the arrays of a file, by fewer bins; names need 40,000 more
+MOST_BYTES = 950_000  # of a file's arrays: larger models get fewer bins; names need 40,000 more
 # Bits of a number below those that a precision keeps, of the 52 that fp64 keeps.
 LOST_BITS = {torch.float64: 0, torch.float32: 29, torch.float16: 42, torch.bfloat16: 45}
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 GRADIENT, BEFORE, AFTER = "gradient", "weights before", "weights after"
 
 
 def activation_names(layers: int) -> list[str]:
-    """Return the names of a model's activations and their gradients in order of execution."""
+    """Return the names of a model's activations and their gradients, in the order of execution.
+
+    layers: the number of the model's blocks.
+    """
     outputs = ["embedding"]
     for block in range(layers):
         outputs += [f"blocks.{block}.attention", f"blocks.{block}"]
@@ -56,10 +59,16 @@ def activation_names(layers: int) -> list[str]:
 
 
 def bins(batch: int, activations: int, parameters: int, kinds: int) -> int:
-    """Return the number of bins of the samples of a step, such that a file is small enough."""
+    """Return the number of bins of a step's samples with which a file has at most MOST_BYTES.
+
+    batch: the samples of the step. activations, parameters: their number in the whole model. kinds:
+    the kinds of tensors per parameter.
+    """
     most = min(MOST_BINS, batch)
-    fixed = parameters * NUMBERS * (8 * kinds + 4)
-    while most > 1 and fixed + most * activations * NUMBERS * 12 > MOST_BYTES:
+    # Sketches have 8 bytes a number, and responses, which optimizer state does not have, 4 bytes.
+    bytes_of_parameters = parameters * NUMBERS * (8 * kinds + 4)
+    bytes_of_bin = activations * NUMBERS * (8 + 4)
+    while most > 1 and bytes_of_parameters + most * bytes_of_bin > MOST_BYTES:
         most = (most + 1) // 2
     return most
 
@@ -75,8 +84,11 @@ class NumericsTrace:
         gather: Callable[[str, Any], list[Any]],
         writing: Callable[[str], AbstractContextManager],
     ):
-        """Collective over the world. state, passes, step: of trainer.py. gather: returns every
-        rank's value. writing: the context in which a file is written.
+        """Gather the names of all ranks' parameters; collective over the world.
+
+        state: the trainer's TrainState. passes: runs the forward and backward passes of a step.
+        step: does one optimizer step. gather: returns the list of all ranks' values. writing:
+        returns the context in which a file of that path is written.
         """
         self.state = state
         self.config: Config = state.config
@@ -85,20 +97,24 @@ class NumericsTrace:
         self.passes = passes
         self.take_step = step
         self.writing = writing
-        self.iteration = 0
+        self.iteration = 0  # the number of the step
         self.activations = activation_names(self.config.model.layers)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
-        every = gather("numerics", [spec.name for spec in self.optimizer.specs])
-        self.parameters = sorted(dict.fromkeys(chain(*every)), key=_place)
+        names_of_ranks = gather("numerics", [spec.name for spec in self.optimizer.specs])
+        self.parameters = sorted(dict.fromkeys(chain(*names_of_ranks)), key=_place)
 
     def step(self, samples: Any, consumed: int, lr: float) -> StepResult:
-        """Do one optimizer step, as trainer.step, and write its trace if the options ask for it."""
+        """Do one optimizer step and return its result; write a trace of the steps asked for.
+
+        samples: the data set. consumed: samples before the step. lr: the learning rate.
+        """
         self.iteration = self.factory.mesh.recorder.place[1]
         if self.iteration not in self.config.run.trace_numerics:
             return self.take_step(self.state, samples, consumed, lr)
         batch = self.config.batches.batch(consumed)
         self.bins = bins(batch, len(self.activations), len(self.parameters), len(self.kinds))
-        real, perturbed = self._table(), self._table()
+        real = self._table()
+        perturbed = self._table()
         self.optimizer.finish_gathering()
         self._add(real, BEFORE)
         self._flip_last_bits()
@@ -109,7 +125,8 @@ class NumericsTrace:
         with self._observing(real, consumed):
             result = self.take_step(self.state, samples, consumed, lr)
         self.optimizer.finish_gathering()
-        for kind in self.kinds[2:]:
+        kinds_after_step = self.kinds[self.kinds.index(BEFORE) + 1 :]
+        for kind in kinds_after_step:
             self._add(real, kind)
         world = self.factory.mesh.world
         tables = real.total(world), perturbed.total(world)
@@ -119,11 +136,15 @@ class NumericsTrace:
         return result
 
     def _table(self) -> Sketches:
+        """Return a table of zeros: rows of activations by bin, then rows of parameters by kind."""
         rows = len(self.activations) * self.bins + len(self.kinds) * len(self.parameters)
         return Sketches(rows, self.factory.device)
 
     def _add(self, table: Sketches, kind: str) -> None:
-        """Add the parameters' gradients, weights or state on this rank that no other one counts."""
+        """Add this rank's shards of all parameters' gradients, weights or state to the table.
+
+        kind: one of `self.kinds`. An element that several ranks have is added on one rank.
+        """
         first = len(self.activations) * self.bins + self.kinds.index(kind) * len(self.parameters)
         for shard in self.optimizer.owned():
             if shard.spec.copy or shard.copy > 0:
@@ -135,26 +156,31 @@ class NumericsTrace:
                 flat = gradients[shard.master].view(-1) / self.optimizer.scale.value
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
             else:
-                read = "weights" if kind in (BEFORE, AFTER) else kind
-                values = shard.read(read, shard.start, shard.stop)
+                state_kind = "weights" if kind in (BEFORE, AFTER) else kind
+                values = shard.read(state_kind, shard.start, shard.stop)
             row = torch.tensor([first + self.parameters.index(shard.spec.name)])
             table.add(row.to(values.device), *of_shard(shard, values))
 
     def _flip_last_bits(self) -> None:
         """Flip the last bit, in the precision of computation, of every weight on this rank.
 
-        Whether that adds or subtracts depends on the weight alone, so not on the layout.
+        The flip depends on the weight alone, so it is the same in all layouts. A second call
+        restores the weights.
         """
         for p in self.state.stages.parameters():
             if p.requires_grad:
-                held: Any = p.data
-                local = held.to_local() if hasattr(held, "to_local") else held
+                local: Any = p.data
+                if hasattr(local, "to_local"):  # at --zero 3 the rank has a shard
+                    local = local.to_local()
                 bits = max(0, LOST_BITS[self.factory.dtype] - LOST_BITS[local.dtype])
                 local.view(INTEGERS[local.element_size()]).bitwise_xor_(1 << bits)
 
     @contextmanager
     def _observing(self, table: Sketches, consumed: int) -> Iterator[None]:
-        """Add the activations and gradients of the passes inside to the table."""
+        """Inside this context, add the activations and gradients of all passes to the table.
+
+        consumed: samples before the step.
+        """
         observe = partial(self._add, table, GRADIENT)
         handles = list(_Observer(self, table, consumed).hooks(self.state.pipeline.stages))
         self.optimizer.after_reduction.append(observe)
@@ -164,13 +190,18 @@ class NumericsTrace:
             handle.remove()
 
     def _write(self, real: np.ndarray, perturbed: np.ndarray, about: dict[str, Any]) -> None:
+        """Write the file of a step; called on rank 0.
+
+        real, perturbed: sketches without and with flipped bits, (rows, 12). about: facts of the
+        step for the file.
+        """
         config = self.config
         about |= {"format": FORMAT, "step": self.iteration, "bins": self.bins}
         about |= {"precision": config.training.precision, "layout": asdict(config.layout)}
         about |= {"activations": self.activations, "parameters": self.parameters}
         text = json.dumps(about | {"kinds": self.kinds}).encode()
-        responding = len(self.activations) * self.bins + len(self.parameters)
-        response = (perturbed - real)[:responding].astype(np.float32)
+        rows_with_response = len(self.activations) * self.bins + len(self.parameters)
+        response = (perturbed - real)[:rows_with_response].astype(np.float32)
         folder = os.path.join(config.run.out, "numerics")
         path = os.path.join(folder, f"step-{self.iteration:06d}.npz")
         with self.writing(path):
@@ -181,12 +212,16 @@ class NumericsTrace:
 
 
 def _place(name: str) -> tuple[int, int, str]:
-    """Return the place of a parameter in the order of execution: part, block, name outside."""
-    part, block = [*name.split("."), ""][:2]
-    if part == "blocks":
+    """Return a key that sorts parameters in the order of execution.
+
+    The key has the part of the model (embedding, blocks, head), the number of the block, and the
+    name outside of blocks.
+    """
+    if name.startswith("blocks."):
+        _, block, *_ = name.split(".")
         return 1, int(block), ""
-    if part == "embedding":
-        return 0, 0, name.replace("tokens", "")
+    if name.split(".")[0] == "embedding":
+        return 0, 0, name.replace("tokens", "")  # sorts the embedding of tokens first
     return 2, 0, name
 
 
@@ -199,18 +234,19 @@ class _Observer:
     """
 
     def __init__(self, trace: NumericsTrace, table: Sketches, consumed: int):
+        """Prepare for the passes of one step; consumed: samples before the step."""
         self.trace = trace
         self.table = table
         self.mesh = trace.factory.mesh
         self.batch = trace.config.batches.batch(consumed)
         length = trace.config.model.seq_length
-        places = torch.arange(length, device=trace.factory.device)
-        self.positions = self.mesh.cp.balanced_shard(places, 0)
+        positions = torch.arange(length, device=trace.factory.device)
+        self.positions = self.mesh.cp.balanced_shard(positions, 0)  # of this rank's tokens
         self.passes: dict[int, int] = {}  # forward passes so far, by stage
-        self.micro_batch: int | None = None  # of the forward pass that runs
+        self.micro_batch: int | None = None  # of the running forward pass; None outside of passes
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
-        """Register all hooks; yield their handles."""
+        """Register hooks on this rank's stages, by index of the stage; yield the hooks' handles."""
         for index, stage in stages.items():
             yield stage.register_forward_pre_hook(partial(self._begin, index))
             yield stage.register_forward_hook(self._end)
@@ -218,33 +254,46 @@ class _Observer:
                 yield part.register_forward_hook(partial(self._after, name))
 
     def _begin(self, index: int, stage: Any, inputs: tuple) -> None:
+        """Count a forward pass and add its tokens; torch calls this hook before a stage's pass."""
         self.micro_batch = self.passes.get(index, 0)
         self.passes[index] = self.micro_batch + 1
-        batch: Batch | None = inputs[1]
+        batch: Batch | None
+        _, batch = inputs
         if batch is not None and index == 0:
             self._add("tokens", self.micro_batch, batch.tokens.t())
         if batch is not None and stage.head is not None:
             self._add("labels", self.micro_batch, batch.labels.t())
 
     def _end(self, *_: Any) -> None:
+        """Note that a stage's forward pass has ended; torch calls this hook after the pass."""
         self.micro_batch = None
 
     def _after(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+        """Add the output of a part of a stage, and later its gradient.
+
+        torch calls this hook after the part's forward pass. name: that of the activation.
+        """
         if self.micro_batch is None:
             return
-        last = output
-        if isinstance(output, tuple):  # a block's output is the sum of two tensors
-            last = output[1]
-            output = output[0] + last
+        with_gradient = output
+        if isinstance(output, tuple):
+            # A block's output is the sum of two tensors, which have the same gradient.
+            residual, with_gradient = output
+            output = residual + with_gradient
         self._add(name, self.micro_batch, output)
-        if last.requires_grad and name != "loss":
-            last.register_hook(partial(self._add, f"gradient of {name}", self.micro_batch))
+        if with_gradient.requires_grad and name != "loss":
+            observe_gradient = partial(self._add, f"gradient of {name}", self.micro_batch)
+            with_gradient.register_hook(observe_gradient)
 
     def _add(self, name: str, micro_batch: int, x: Tensor) -> None:
-        """Add an activation (s, b, h) of a micro-batch, or numbers of its tokens, (s, b)."""
-        tp = self.mesh.tp
-        split = self.trace.factory.sequence_parallel and x.dim() == 3
+        """Add an activation of a micro-batch to the table.
+
+        x: (s, b, h), or (s, b) for numbers of tokens such as labels and losses, with this rank's
+        part of the sequence.
+        """
         trace = self.trace
+        tp = self.mesh.tp
+        split = trace.factory.sequence_parallel and x.dim() == 3
         x = x.detach()
         if name.startswith("gradient"):
             x = x.double() / trace.optimizer.scale.value
@@ -252,15 +301,17 @@ class _Observer:
         first = first_of_micro_batch(0, micro_batch, trace.config.layout, self.mesh.dp.rank)
         samples = torch.arange(first, first + x.shape[1], device=x.device)
         rows = samples * trace.bins // self.batch + trace.activations.index(name) * trace.bins
-        of = x if x.dim() == 3 else x[..., None]
-        sums, largest = of_activation(of, positions, samples)
-        if not split:  # every tensor rank has the same, or one of them is wrong
+        if x.dim() == 2:
+            x = x[..., None]
+        sums, largest = of_activation(x, positions, samples)
+        if not split:
+            # Every tensor rank adds the same sums; a wrong rank changes the total nevertheless.
             sums /= tp.size
         self.table.add(rows, sums, largest)
 
 
 def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a stage that are observed, with their names."""
+    """Yield the name of the activation and the module of each observed part of a stage."""
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for number, block in enumerate(stage.blocks, stage.spec.first):

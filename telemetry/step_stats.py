@@ -1,15 +1,14 @@
-"""Every rank's memory, seconds and requested action at the end of a step; names slow ranks.
+"""Exchanges all ranks' memory, seconds and requested actions after a step; names slow ranks.
 
-    own = measure(device, seconds=..., waiting=..., requested_action=RequestedAction.GO_ON)
-    everyone = exchange(own, mesh.world, device)   # of every rank, in rank order
+    stats = measure(device, seconds=..., waiting=..., requested_action=RequestedAction.GO_ON)
+    everyone = exchange(stats, mesh.world, device)   # all ranks' statistics, in rank order
 
 All values that ranks must agree on between steps go through this one all-gather.
 
-Peak memory of a run's ranks, for each pipeline stage.
-
-It is the peak of the rank of the stage that needs most: allocated bytes on a GPU, resident bytes on
-a CPU, where the bytes before the model was built stand beside it. The Log prints the table in the
-run's summary (telemetry/log.py). `plan.py stages --config RUN` predicts the same bytes by part.
+`table` has the peak memory of each pipeline stage, which is that of its fullest rank: allocated
+bytes on a GPU, resident bytes on a CPU, with the resident bytes before the model was built beside
+them. telemetry/log.py prints the table in the run's summary. `plan.py stages --config RUN` predicts
+the same bytes by part.
 """
 
 import math
@@ -70,9 +69,9 @@ def measure(
 
 
 def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepStats]:
-    """Return every rank's statistics in rank order, the same list on every rank.
+    """Return all ranks' statistics in rank order, the same list on every rank.
 
-    own: this rank's. An all-gather over the world, so all ranks must call it.
+    own: this rank's statistics. Collective over the world, by one all-gather.
     """
     if world.size == 1:
         return [own]
@@ -147,8 +146,8 @@ class StragglerCheck:
         self.nodes = nodes
         # By rank, the seconds of computing in the steps whose waits were timed.
         self.computing = [0.0] * len(nodes)
-        # Steps since the last check, and the number of these steps whose waits were timed.
-        self.steps = self.timed = 0
+        self.steps = 0  # the number of steps since the last check
+        self.timed = 0  # the number of these steps whose waits were timed
 
     def add(self, everyone: list[StepStats]) -> list[str]:
         """Count a step; every --check-speed-every steps, return a line for each slow rank.
@@ -167,33 +166,36 @@ class StragglerCheck:
             return []
         lines = self._slow([total / self.timed for total in self.computing])
         self.computing = [0.0] * len(everyone)
-        self.steps = self.timed = 0
+        self.steps = 0
+        self.timed = 0
         return lines
 
     def _slow(self, seconds: list[float]) -> list[str]:
+        """Return a line per slow rank; seconds: by rank, the mean seconds of computing a step."""
         lines = []
         steps = f"the last {self.steps}"
         if self.timed < self.steps:
             steps = f"{self.timed} measured steps of {steps}"
         for ranks in ranks_of_stages(self.layout):
             for rank in ranks:
-                peers = [seconds[other] for other in ranks if other != rank]
-                own = seconds[rank]
-                usual = statistics.median(peers or [own])
-                if own <= usual * (1 + self.percent / 100):
+                seconds_of_peers = [seconds[peer] for peer in ranks if peer != rank]
+                seconds_of_rank = seconds[rank]
+                median = statistics.median(seconds_of_peers or [seconds_of_rank])
+                if seconds_of_rank <= median * (1 + self.percent / 100):
                     continue
-                at = coordinates(rank, self.layout.axes)
+                position = coordinates(rank, self.layout.axes)
+                axes = f"tp {position['tp']}, pp {position['pp']}, dp {position['dp']}"
                 lines.append(
-                    f"SLOW: rank {rank} (tp {at['tp']}, pp {at['pp']}, dp {at['dp']}) on "
-                    f"{self.nodes[rank]} computed {own:.4f} s a step over {steps}, "
-                    f"{own / usual - 1:.0%} longer than the median of the {len(peers)} others of "
-                    f"its stage, {usual:.4f} s"
+                    f"SLOW: rank {rank} ({axes}) on "
+                    f"{self.nodes[rank]} computed {seconds_of_rank:.4f} s a step over {steps}, "
+                    f"{seconds_of_rank / median - 1:.0%} longer than the median of the "
+                    f"{len(seconds_of_peers)} others of its stage, {median:.4f} s"
                 )
         return lines
 
 
 def ranks_of_stages(layout: Layout) -> list[tuple[int, ...]]:
-    """Return the ranks of each position in the pipeline (0 to pp - 1), in this order."""
+    """Return, for each position in the pipeline from 0 to pp - 1, the tuple of its ranks."""
     return rows_along(layout.axes, [axis for axis in layout.axes if axis != "pp"])
 
 
@@ -204,33 +206,34 @@ MEGABYTE = 1e6
 
 
 def per_stage(everyone: list[StepStats], layout: Layout) -> tuple[list[int], list[int]]:
-    """Return, for every stage, the largest peak and the largest reserved bytes of its ranks.
+    """Return two lists by stage: the largest peak bytes and largest reserved bytes of its ranks.
 
     everyone: the statistics of all ranks, in rank order.
     """
     stages = [[everyone[rank] for rank in ranks] for ranks in ranks_of_stages(layout)]
-    peaks = [int(max(rank.peak for rank in stage)) for stage in stages]
-    return peaks, [int(max(rank.reserved for rank in stage)) for stage in stages]
+    peaks = [int(max(stats.peak for stats in stage)) for stage in stages]
+    reserved = [int(max(stats.reserved for stats in stage)) for stage in stages]
+    return peaks, reserved
 
 
 def table(config: Config, device: str, before: list[StepStats], after: list[StepStats]) -> str:
-    """Return the table of every stage's peak, in MB, as text.
+    """Return a table of the stages' memory in MB, as text.
 
-    device: "cuda" or "cpu". before, after: every rank's statistics before the model was built, and
-    now.
+    Beside the peak stand the reserved bytes on a GPU, and the bytes before the model was built on a
+    CPU. device: "cuda" or "cpu". before, after: all ranks' statistics before the model was built,
+    and after the last step.
     """
-    peaks, reserved = per_stage(after, config.layout)
+    peaks, second_column = per_stage(after, config.layout)
     kind = "allocated"
-    second = "reserved"
-    beside = reserved
+    second_name = "reserved"
     if device == "cpu":
         kind = "resident"
-        second = "before"
-        beside = per_stage(before, config.layout)[1]
+        second_name = "before"
+        _, second_column = per_stage(before, config.layout)
     lines = [
         f"peak memory of a rank, MB ({kind}); by part: plan.py stages --config {config.run.out}"
     ]
-    lines.append(f"stage{'measured':>12}{second:>12}")
-    for stage, (peak, other) in enumerate(zip(peaks, beside, strict=True)):
-        lines.append(f"{stage:5}{peak / MEGABYTE:12.1f}{other / MEGABYTE:12.1f}")
+    lines.append(f"stage{'measured':>12}{second_name:>12}")
+    for stage, (peak, second) in enumerate(zip(peaks, second_column, strict=True)):
+        lines.append(f"{stage:5}{peak / MEGABYTE:12.1f}{second / MEGABYTE:12.1f}")
     return "\n".join(lines)

@@ -22,9 +22,10 @@ from telemetry.log import Log
 from telemetry.row_file import RowFile
 
 FIRST_STEPS = range(4, 20, 2)  # these steps are measured whatever the interval is
-# Steps from one measured step to the next, at least; and passes of all ranks per step of the
-# interval, so that gathering rows takes less than 1 % of a run.
-LEAST_INTERVAL, PASSES_PER_STEP = 10, 500
+LEAST_INTERVAL = 10  # steps from a measured step to the next measured step, at least
+# The interval grows by a step per this many passes of all ranks, so that gathering the rows takes
+# less than 1 % of a run.
+PASSES_PER_STEP = 500
 WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # kinds of waits, in the order of a row
 # The kind of wait by the role of the group that is waited for; groups with other roles send between
 # pipeline stages and count as "p2p".
@@ -49,10 +50,10 @@ class StepTimes:
         self.measures = not self.on_gpu or log.context.backend != "gloo"
         self.interval = max(run.log_every or 1, LEAST_INTERVAL)
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
-        # Steps since the last row, and the time.monotonic() at which the measured step began.
-        self.steps, self.began = 0, 0.0
-        self.spent = dict(self.recorder.spent)
-        self.since = time.monotonic()
+        self.steps = 0  # the number of steps since the last row
+        self.began = 0.0  # time.monotonic() when the measured step began
+        self.spent = dict(self.recorder.spent)  # seconds by phase until the last row
+        self.since = time.monotonic()  # time.monotonic() at the last row
 
     def after(self, step: int) -> None:
         """Write the row of `step` if it was measured; start measuring if the next step is due.
@@ -66,14 +67,17 @@ class StepTimes:
         due = step + 1 in FIRST_STEPS or (step + 1) % self.interval == 0
         if self.measures and due:
             self.began = time.monotonic()
-            recorder.keep_spans(self._event if self.on_gpu else None)
+            make_mark = self._event if self.on_gpu else None
+            recorder.keep_spans(make_mark)
 
     def _event(self) -> torch.cuda.Event:
+        """Return a CUDA event that is recorded on the current stream, to mark a time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _write(self, step: int) -> None:
+        """Gather the ranks' parts of the row of a measured step; write the row on rank 0."""
         recorder = self.recorder
         context = self.log.context
         spans = recorder.spans or []
@@ -93,26 +97,31 @@ class StepTimes:
         now = time.monotonic()
         spent = recorder.spent
         row: dict[str, Any] = {"iteration": step, "steps": self.steps, "elapsed": now - self.since}
-        row["spent"] = {phase: s - self.spent.get(phase, 0.0) for phase, s in spent.items()}
+        spent_before = self.spent
+        row["spent"] = {name: spent[name] - spent_before.get(name, 0.0) for name in spent}
         self.file.write(row | {"waits": WAITS, "ranks": ranks})
         self.steps = 0
         self.spent = dict(spent)
         self.since = now
 
     def _seconds_of(self, spans: list[tuple]) -> Callable[[Any], float]:
-        """Return the function from a mark of a span to seconds since the measured step began.
+        """Return a function that turns a mark into seconds since the measured step began.
 
-        A mark is a time.monotonic() on a CPU and a CUDA event on a GPU.
+        A mark is the start or the end of a span (kind, subject, start, end): a time.monotonic() on
+        a CPU, and a CUDA event on a GPU.
         """
         if not self.on_gpu:
             return lambda mark: mark - self.began
-        spans[-1][3].synchronize()
-        return lambda mark: spans[0][2].elapsed_time(mark) / 1e3
+        _, _, first_start, _ = spans[0]
+        _, _, _, last_end = spans[-1]
+        last_end.synchronize()
+        return lambda mark: first_start.elapsed_time(mark) / 1e3
 
 
 def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str, Any]:
-    """Return a rank's part of a row, in microseconds; times count from the start of the row.
+    """Return a rank's part of a row, in microseconds from the start of the row.
 
+    spans: (kind, subject, start, end), in order; seconds_of: turns a start or end into seconds.
     passes: a list per pass, in order: start (with its data loading), end, duration of data loading,
     end of the last receive from another stage (0: none), then the waits in the order of WAITS.
     around: for the phases `log` (between steps), `begin`, `reduce`, `optimizer` and `statistics`:
@@ -121,35 +130,44 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
     """
     passes: list[list[int]] = []
     around: dict[str, list[int]] = {}
+    apart = 0
+    total = 0
+    # The waits, the data loading and the last receive since the last phase or pass.
     waits: Counter[str] = Counter()
-    first = data = ready = apart = total = 0
-    between = any(span[0] == "begin" for span in spans)
-    for kind, subject, since, until in spans:
-        start, end = (round(1e6 * seconds_of(mark)) for mark in (since, until))
+    data_start = 0
+    data_duration = 0
+    received = 0
+    before_step = any(kind == "begin" for kind, *_ in spans)
+    for kind, subject, start_mark, end_mark in spans:
+        start = round(1e6 * seconds_of(start_mark))
+        end = round(1e6 * seconds_of(end_mark))
         if kind == "wait":
-            operation = subject.split(" ", 1)[0]
+            operation = subject.split(" ")[0]
             role = subject.split(" of ")[1].split(" ")[0]
             name = ROLE_WAITS.get(role, "p2p")
             waits[name] += end - start
-            ready = end if (operation, name) == ("receive", "p2p") else ready
+            if operation == "receive" and name == "p2p":
+                received = end
             continue
         total = end
         waited = [waits[name] for name in WAITS]
-        apart_from_step = between and kind not in ("begin", "log")
-        between = between and kind != "begin"
-        if apart_from_step:
+        is_apart = before_step and kind not in ("begin", "log")
+        before_step = before_step and kind != "begin"
+        if is_apart:
             apart += end - start
         elif kind == "data":
-            first = start
-            data = end - start
+            data_start = start
+            data_duration = end - start
             continue
         elif kind in STEPS:
-            passes.append([first if data else start, end, data, ready, *waited])
+            pass_start = data_start if data_duration else start
+            passes.append([pass_start, end, data_duration, received, *waited])
         else:
-            own = [end - start - sum(waited), *waited]
-            around[kind] = [a + b for a, b in zip(around.get(kind, [0] * len(own)), own)]
+            numbers = [end - start - sum(waited), *waited]
+            sums = around.get(kind, [0] * len(numbers))
+            around[kind] = [earlier + number for earlier, number in zip(sums, numbers)]
         waits = Counter()
-        first = 0
-        data = 0
-        ready = 0
+        data_start = 0
+        data_duration = 0
+        received = 0
     return {"passes": passes, "around": around, "apart": apart, "total": total}
