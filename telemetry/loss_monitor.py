@@ -9,7 +9,8 @@ this process's last steps. So the first steps after a restart are not checked fo
 that a loss which is not finite is always recorded; --on-spike (spikes.py) checks them too. For the
 gradient norm, mean and sigma are taken of its logarithm, because the norm is positive and varies by
 factors. The norm is checked because clipping makes the update of a step with a huge gradient
-vanish, so that the loss may not rise. A step has one row: the norm is checked if the loss is none.
+vanish, so that the loss may not rise. A step has one row at most: the norm is checked only if the
+loss is no spike.
 """
 
 import math
@@ -29,8 +30,8 @@ from zero import StepResult
 
 WINDOW = 128  # the mean and sigma are taken of this many last steps
 MIN_STEPS = 32  # with fewer steps before it, a finite value is not checked
-# Least sigma of the loss, as a share of the mean: while the loss is almost constant, a rounding
-# error must not count as a spike.
+# The least sigma of the loss, as a share of the mean, so that a rounding error does not count as a
+# spike while the loss is almost constant.
 MIN_SIGMA = 1e-3
 MIN_SIGMA_OF_LOG_NORM = 0.1  # least sigma of the norm's natural logarithm
 
@@ -43,7 +44,11 @@ class LossMonitor:
     """
 
     def __init__(self, config: Config, samples: Samples, done: Progress, log: Log):
-        """done: the progress so far. log: the run's log; the rank that writes it writes spikes."""
+        """Begin without earlier steps.
+
+        samples: the run's data set. done: the progress so far. log: the rank that writes the log
+        also writes spikes.jsonl.
+        """
         self.config = config
         self.samples = samples
         self.good = done
@@ -54,7 +59,10 @@ class LossMonitor:
         self._recent_log_norms: deque[float] = deque(maxlen=WINDOW)
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
-        """Take the result of a step on `batch` samples; done: the progress after the step."""
+        """Judge a step, record it if it is a spike, and count it as good or bad.
+
+        done: the progress after the step. batch: the number of samples in the step.
+        """
         if self.log.is_writer:
             spike = self.judge(result.loss, result.grad_norm)
             if spike is not None:
@@ -62,7 +70,10 @@ class LossMonitor:
         self.count(done, result)
 
     def judge(self, loss: float, norm: float) -> dict[str, Any] | None:
-        """Return the part of a row that says why a step is a spike; None if it is no spike."""
+        """Return the fields of a row that say why a step is a spike; None if it is no spike.
+
+        loss, norm: the loss of the step and the norm of its gradient before clipping.
+        """
         sigmas = self.config.run.spike_sigma
         if not sigmas:
             return None
@@ -75,7 +86,11 @@ class LossMonitor:
         return None
 
     def count(self, done: Progress, result: StepResult) -> None:
-        """Count a step as good or bad; later steps are judged by it if it has updated weights."""
+        """Count a step as good or bad; a bad step has a loss that is not finite.
+
+        Later steps are compared with a good step if it has updated the weights. done: the progress
+        after the step.
+        """
         if not math.isfinite(result.loss):
             self.bad.append(result)
             return
@@ -85,7 +100,7 @@ class LossMonitor:
         self.bad = []
 
     def add(self, loss: float, norm: float) -> None:
-        """Add the loss, which is finite, and the norm of a step to those of the last steps."""
+        """Add a step with a finite loss to the last steps, with which later steps are compared."""
         self._recent.append(loss)
         if 0 < norm < math.inf:
             self._recent_log_norms.append(math.log(norm))
@@ -97,15 +112,19 @@ class LossMonitor:
 
     @property
     def state_intact(self) -> bool:
-        """Whether weights and optimizer state are unchanged since `good`: all updates skipped."""
+        """Whether weights and optimizer state are unchanged since the last finite loss.
+
+        They are unchanged if all later updates were skipped.
+        """
         return all(result.skipped for result in self.bad)
 
     def record(self, done: Progress, batch: int, loss: float, spike: dict[str, Any]) -> None:
-        """Write a step that is a spike to spikes.jsonl and the log. On the rank that writes.
+        """Write a spike to spikes.jsonl and to the log; called on the rank that writes the log.
 
-        spike: the result of `judge`, and further fields of the row.
+        done: the progress after the step. batch: the number of samples in the step. spike: the
+        result of `judge`, and further fields of the row.
         """
-        from telemetry import loss_reports  # here, since most runs have no spike
+        from telemetry import loss_reports  # imported here, since most runs have no spike
 
         samples = range(done.consumed_samples - batch, done.consumed_samples)
         row = loss_reports.row(done.iteration, loss, spike, self.samples, samples)
@@ -116,9 +135,10 @@ class LossMonitor:
 def _usual(
     recent: Sequence[float], sigmas: float, share: float = 0.0, least: float = 0.0
 ) -> tuple[float | None, float | None, float]:
-    """Return mean and sigma of the last steps, None before MIN_STEPS, and the limit of a spike.
+    """Return the mean and sigma of the last values, and the limit above which a value is a spike.
 
-    share, least: the least sigma, as a share of the mean and as a number.
+    With fewer than MIN_STEPS values they are None, None and infinity. sigmas: distance of the limit
+    from the mean, in sigmas. share, least: the least sigma, as a share of the mean and as a number.
     """
     if len(recent) < MIN_STEPS:
         return None, None, math.inf
@@ -136,8 +156,8 @@ def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpoints) -> Non
     from the last checkpoint. Collective over all ranks.
     """
     checkpoints.check_replicas(now.iteration)
-    saved = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0
-    saved = saved and checkpoints.save_now(losses.good)
+    can_save = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0
+    saved = can_save and checkpoints.save_now(losses.good)
     checkpoints.close()
     from telemetry import loss_reports
 

@@ -15,24 +15,29 @@ from data import Samples
 def row(
     iteration: int, loss: float, spike: dict[str, Any], samples: Samples, numbers: range
 ) -> dict[str, Any]:
-    """Return the row of a step that is a spike, with the documents of every sample.
+    """Return the row of spikes.jsonl of a step that is a spike, with the documents of its samples.
 
-    spike: the result of LossMonitor.judge, and further fields. numbers: of the step's samples.
+    iteration, loss: those of the step; a loss that is not finite is None in the row. spike: the
+    result of LossMonitor.judge, and further fields. numbers: the numbers of the step's samples.
     """
-    texts = [{"sample": k, "text": [span._asdict() for span in samples.spans(k)]} for k in numbers]
-    shown = loss if math.isfinite(loss) else None
-    head = {"iteration": iteration, "loss": shown}
+    texts = []
+    for number in numbers:
+        spans = [span._asdict() for span in samples.spans(number)]
+        texts.append({"sample": number, "text": spans})
+    finite_loss = loss if math.isfinite(loss) else None
+    head = {"iteration": iteration, "loss": finite_loss}
     return head | spike | {"first_sample": numbers.start, "samples": texts}
 
 
 def line(row: dict[str, Any], loss: float) -> str:
-    """Return the beginning of the log's line about a spike: its value, the values before, and the
-    samples. loss: of the step, which the row has only if it is finite.
+    """Return the beginning of the log's line about a spike: its value, the mean, and the samples.
+
+    row: the spike's row of spikes.jsonl. loss: the step's loss, also if it is not finite.
     """
     mean = row["mean"]
     sigma = row["sigma"]
-    last = row["first_sample"] + len(row["samples"]) - 1
-    samples = f"samples {row['first_sample']} to {last}"
+    last_sample = row["first_sample"] + len(row["samples"]) - 1
+    samples = f"samples {row['first_sample']} to {last_sample}"
     if row["of"] == "loss":
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
         return f"loss spike at iteration {row['iteration']}: {loss:.4f}{usual}; {samples}"
@@ -44,8 +49,8 @@ def line(row: dict[str, Any], loss: float) -> str:
 def failure(run: Run, good: Progress, now: Progress, bad: int, saved: bool) -> UserError:
     """Return the error of a run that has diverged.
 
-    good: the progress after the last good step. now: the progress. bad: the number of steps since
-    `good`. saved: whether the state after `good` is in a checkpoint.
+    good: the progress after the last step with a finite loss. now: the progress when it ends. bad:
+    the number of steps since `good`. saved: whether the state after `good` is in a checkpoint.
     """
     samples = f"--skip-samples {good.consumed_samples}:{now.consumed_samples}"
     advice = f"no state after step {good.iteration} is saved; the samples since: {samples}"

@@ -32,47 +32,55 @@ from schedules import choice
 from schedules.partition import StageSpec, stage_specs
 from telemetry.row_file import read_object
 
-# Repetitions per block or head: first untimed, then timed ones, of which the fastest counts.
-WARM_UP = 3
-TIMED = 7
+WARM_UP = 3  # repetitions of the passes that are not timed
+TIMED = 7  # repetitions that are timed; the fastest repetition counts
 
 
 def decide_schedule(config: Config, context: Context | None) -> tuple[Config, list[str]]:
     """Replace --schedule auto by a schedule; return the configuration and lines for the log.
 
     Called before the model is built. Collective over all ranks with --schedule-costs measured.
-    context: None for a world of one rank on the CPU. Other schedules are returned as they are.
+    context: None for a world of one rank on the CPU. A configuration with another schedule is
+    returned as it is.
     """
     if config.layout.schedule != "auto":
         return config, []
+    device_type = CPU.type
     if context:
         config = with_measured_costs(config, context, DTYPES[config.training.precision])
-    config, found = choice.decide(config, context.device.type if context else CPU.type)
-    return config, [choice.note(config.layout, found)] if found else []
+        device_type = context.device.type
+    config, search_result = choice.decide(config, device_type)
+    if not search_result:
+        return config, []
+    return config, [choice.note(config.layout, search_result)]
 
 
 def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) -> Config:
-    """Return the configuration with `measured` replaced by microseconds.
+    """Return the configuration with `measured` in --schedule-costs replaced by six microseconds.
 
-    Collective over all ranks; called before the model is built. Configurations that measure nothing
-    are returned as they are.
+    Collective over all ranks; called before the model is built. A configuration that needs no
+    measured times is returned as it is.
     """
     layout = config.layout
-    if layout.schedule_costs != "measured" or layout.schedule != "auto" or layout.pp == 1:
+    searches = layout.schedule == "auto" and layout.pp > 1
+    if layout.schedule_costs != "measured" or not searches:
         return config
-    where = context.store, context.rank, context.size
-    exchange = StoreExchange(*where, "pass times", context.recorder)
-    text = exchange.agree(_earlier(config), lambda values: values[0])
-    if text is None:
-        rows = exchange.gather("seconds", _measure(config, context, dtype))
-        text = ",".join(f"{1e6 * max(column):.3g}" for column in zip(*rows, strict=True))
-    return replace(config, layout=replace(layout, schedule_costs=text))
+    exchange = StoreExchange(
+        context.store, context.rank, context.size, "pass times", context.recorder
+    )
+    # Rank 0's times count for all ranks, since other nodes may not see its run.json.
+    costs = exchange.agree(_earlier(config), lambda values: values[0])
+    if costs is None:
+        seconds_of_ranks = exchange.gather("seconds", _measure(config, context, dtype))
+        slowest = [max(seconds) for seconds in zip(*seconds_of_ranks, strict=True)]
+        costs = ",".join(f"{1e6 * seconds:.3g}" for seconds in slowest)
+    return replace(config, layout=replace(layout, schedule_costs=costs))
 
 
 def _earlier(config: Config) -> str | None:
-    """Return the times in run.json if the run is resumed with the same parts, else None.
+    """Return the six times that run.json has from an earlier start of this run, or None.
 
-    The parts are the same if the model and the options of `same` below are equal.
+    They are reused if the model and the options that change the duration of a pass are equal.
     """
     if not config.run.resume:
         return None
@@ -80,26 +88,30 @@ def _earlier(config: Config) -> str | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(config.run.out, "run.json"), "rb") as file:
             earlier = read_object(file.read())["config"]
-        own = json.loads(json.dumps(asdict(config)))
-        before = {"cp": 1} | earlier["layout"]
-        same = ["tp", "cp", "pp", "micro_batch_size"]
-        same += ["sequence_parallel", "recompute"]
-        equal = all(before.get(key) == own["layout"][key] for key in same)
-        if equal and earlier["model"] == own["model"] and before["schedule_costs"][0].isdigit():
-            return before["schedule_costs"]
+        now = json.loads(json.dumps(asdict(config)))  # lists for tuples, as in run.json
+        earlier_layout = {"cp": 1} | earlier["layout"]  # old files have no cp
+        names = ["tp", "cp", "pp", "micro_batch_size", "sequence_parallel", "recompute"]
+        same_layout = all(earlier_layout.get(name) == now["layout"][name] for name in names)
+        same_model = earlier["model"] == now["model"]
+        costs = earlier_layout["schedule_costs"]
+        if same_layout and same_model and costs[0].isdigit():
+            return costs
     return None
 
 
 def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float]:
     """Return this rank's six times in seconds: three for a block, then three for the head.
 
-    The three are the forward pass, the gradients of the inputs, and the gradients of the weights.
+    The three times are those of the forward pass, of the gradients of the inputs, and of the
+    gradients of the weights. Collective over all ranks.
     """
+    # A layout of three stages: the embedding, one block, the head.
     layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0", vocab_pp=False)
     if layout.recompute_layers is not None:
         # The search prices every block without recomputation, since not all are recomputed.
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
+    # The groups of ranks are those of the real layout: a rank measures with its tensor shards.
     axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.cp * layout.dp)}
     deferred = DeferredGradients()
     device = context.device
@@ -111,10 +123,10 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
 
 
 def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[float]:
-    """Return the three times in seconds of one stage, each the least of the TIMED repetitions.
+    """Return the seconds of a stage's forward pass, input gradients and weight gradients.
 
-    The activations have shape (s, b, h), with the sequence divided by cp, and by tp under sequence
-    parallelism.
+    A time is the least of TIMED repetitions. The activations are (s, b, h), with the sequence
+    divided by cp, and by tp with sequence parallelism.
     """
     stage = Stage(factory, config.model, config.layout, spec).to(factory.dtype)
     for p in stage.parameters():
@@ -126,25 +138,27 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
     assert deferred is not None  # _measure has passed it to the factory
     s = model.seq_length // layout.cp
     b = layout.micro_batch_size
-    shape = (s // layout.tp if layout.sequence_parallel else s, b, model.hidden)
+    rows_of_x = s // layout.tp if layout.sequence_parallel else s
+    shape = (rows_of_x, b, model.hidden)
     x = torch.ones(shape, dtype=factory.dtype, device=factory.device, requires_grad=True)
     labels = torch.zeros(b, s, dtype=torch.long, device=factory.device)
     batch = Batch(labels, labels, labels.numel())
-    rows = []
+    seconds_of_repetitions = []
     for _ in range(WARM_UP + TIMED):
         times = [_now(factory.device)]
         y = stage(x, batch)
         times.append(_now(factory.device))
-        weight_gradients = deferred.backward(y, torch.ones_like(y))
+        compute_weight_gradients = deferred.backward(y, torch.ones_like(y))
         times.append(_now(factory.device))
-        weight_gradients()
+        compute_weight_gradients()
         times.append(_now(factory.device))
-        rows.append([after - before for before, after in pairwise(times)])
-    return [min(column) for column in zip(*rows[WARM_UP:], strict=True)]
+        seconds_of_repetitions.append([after - before for before, after in pairwise(times)])
+    timed = seconds_of_repetitions[WARM_UP:]
+    return [min(seconds) for seconds in zip(*timed, strict=True)]
 
 
 def _now(device: torch.device) -> float:
-    """Return the time in seconds after the device has finished its work."""
+    """Wait until the device has finished its work; return time.perf_counter() in seconds."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
