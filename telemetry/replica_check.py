@@ -18,7 +18,7 @@ from distributed.mesh import Mesh
 from parallel import ParamSpec
 from zero import Optimizer
 
-HASHED_AT_ONCE = 2**20  # elements per chunk on a GPU; each needs some 60 bytes while it is hashed
+HASHED_AT_ONCE = 2**20  # elements per chunk on a GPU; hashing needs some 60 bytes an element
 HASHED_ON_CPU = 2**16  # elements per chunk on a CPU, so that the chunk stays in a core's cache
 # The supervisor blames the rank that fails first, so the other ranks fail this much later.
 SECONDS_FOR_THE_OUTVOTED = 5.0
@@ -37,8 +37,8 @@ Hashes = dict[tuple[ParamSpec, str], Tensor]
 class Difference:
     """A tensor whose replicas differ, with the text for the error.
 
-    outvoted: the ranks whose replica differs from the majority's; empty if no majority is equal,
-    for example with two replicas.
+    outvoted: the ranks whose replica differs from the majority's; empty without a majority of equal
+    replicas, for example with two replicas.
     """
 
     sentence: str
@@ -67,19 +67,20 @@ def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -
     sentences = [difference.sentence for difference in differences[:MOST_SHOWN]]
     text = "; ".join(sentences) or "those of other ranks"
     more = len(differences) - len(sentences)
-    text += f" and {more} more" if more else ""
+    if more:
+        text += f" and {more} more"
     if differences and not any(difference.outvoted for difference in differences):
         text += "; there is no majority, so nobody can say which copy is wrong"
     raise RuntimeError(f"after iteration {iteration} replicas are no longer equal: {text}")
 
 
 def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """Return the texts of the differences that `differing_replicas` finds."""
-    return [each.sentence for each in differing_replicas(stages, optimizer, mesh)]
+    """Return a sentence per tensor whose replicas differ in any bit. Collective over the mesh."""
+    return [difference.sentence for difference in differing_replicas(stages, optimizer, mesh)]
 
 
 def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Difference]:
-    """Return the tensors that differ in any bit from their replicas, with the ranks.
+    """Return a Difference per tensor of this rank whose replicas differ in any bit.
 
     Weights are compared over dp (and cp), tp and tied pairs; master weights and optimizer state
     over tp and tied pairs, and over dp if they are not sharded. Collective over the mesh.
@@ -90,33 +91,38 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
     weights: Hashes = {}
     if not optimizer.fully_sharded:
         weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}
-    both = weights | _state_hashes(optimizer)
-    found = []
-    names = {"replicas": "dp" if mesh.cp.size == 1 else "dp x cp"}
-    names["expert_replicas"] = "the replicas of experts"
+    hashes = weights | _state_hashes(optimizer)
+    differences = []
+    name_of_replicas = "dp" if mesh.cp.size == 1 else "dp x cp"
+    names = {"replicas": name_of_replicas, "expert_replicas": "the replicas of experts"}
     for role, name in names.items():
-        compared = weights if _shards_state(optimizer, role) else both
-        of_role = {k: v for k, v in compared.items() if k[0].reduce_over[0] == role}
-        found += _compare(name, mesh.group(role), of_role)
-    found += _compare("tp", mesh.tp, {k: v for k, v in both.items() if k[0].dim is None})
-    found += _compare("tied", mesh.tied, {k: v for k, v in both.items() if k[0].tied})
-    return found
+        compared = weights if _shards_state(optimizer, role) else hashes
+        replicated = {key: compared[key] for key in compared if key[0].reduce_over[0] == role}
+        differences += _compare(name, mesh.group(role), replicated)
+    not_sharded = {key: hashes[key] for key in hashes if key[0].dim is None}
+    differences += _compare("tp", mesh.tp, not_sharded)
+    tied = {key: hashes[key] for key in hashes if key[0].tied}
+    differences += _compare("tied", mesh.tied, tied)
+    return differences
 
 
 def _shards_state(optimizer: Optimizer, role: str) -> bool:
-    """Return whether the ranks of the mesh's group `role` have different parts of the state."""
+    """Return whether optimizer state is sharded over the group of the mesh with the name `role`."""
     return any(group.sharded for group in optimizer.groups if group.key.reduce_over[0] == role)
 
 
 def _state_hashes(optimizer: Optimizer) -> Hashes:
     """Return the hashes of master weights and optimizer state, for all parameters of this rank.
 
-    The hash is 0 where this rank's shards have no element of a parameter, so that all ranks of a
+    A parameter without an element in this rank's shards has the hash 0, so that all ranks of a
     group compare the same list in the same order.
     """
     names = {"weights": "master"} | {kind: kind for kind in optimizer.state_kinds}
     zero = torch.zeros((), dtype=torch.int64, device=optimizer.device)
-    hashes = {(s, name): zero.clone() for s in optimizer.specs for name in names.values()}
+    hashes: Hashes = {}
+    for spec in optimizer.specs:
+        for name in names.values():
+            hashes[spec, name] = zero.clone()
     for shard in optimizer.owned():
         for kind, name in names.items():
             values = shard.read(kind, shard.start, shard.stop)
@@ -125,43 +131,49 @@ def _state_hashes(optimizer: Optimizer) -> Hashes:
 
 
 def _compare(axis: str, group: Group, hashes: Hashes) -> list[Difference]:
-    """Return the differences between the hashes of the group's ranks; collective over the group.
+    """Return a Difference per tensor whose hashes differ between the group's ranks.
 
-    axis: the group's name in errors. All ranks pass the same keys in the same order.
+    axis: the group's name in errors. hashes: all ranks pass the same keys in the same order.
+    Collective over the group.
     """
     if group.size == 1 or not hashes:
         return []
-    own = torch.stack(list(hashes.values()))
-    gathered = own.new_empty(group.size * len(hashes))
-    group.at_once.all_gather(gathered, own).wait()
+    hashes_of_rank = torch.stack(list(hashes.values()))
+    gathered = hashes_of_rank.new_empty(group.size * len(hashes))
+    group.at_once.all_gather(gathered, hashes_of_rank).wait()
     by_rank = gathered.view(group.size, -1)
-    found = []
-    for i in group.values((by_rank != own).any(0).nonzero().flatten()):
-        spec, kind = list(hashes)[i]
-        values = by_rank[:, i].tolist()
-        common = Counter(values).most_common(1)[0][0]
-        others = [rank for rank, value in zip(group.ranks, values) if value != common]
-        rest = [rank for rank, value in zip(group.ranks, values) if value == common]
-        majority = len(rest) > len(others)
-        ranks = f"{others} {'against' if majority else 'and'} {rest}"
+    unequal_columns = (by_rank != hashes_of_rank).any(0).nonzero().flatten()
+    differences = []
+    for column in group.values(unequal_columns):
+        spec, kind = list(hashes)[column]
+        values = by_rank[:, column].tolist()
+        [(common, _)] = Counter(values).most_common(1)
+        with_other_value = [rank for rank, v in zip(group.ranks, values) if v != common]
+        with_common_value = [rank for rank, v in zip(group.ranks, values) if v == common]
+        outvoted: tuple[int, ...] = ()
+        conjunction = "and"
+        if len(with_common_value) > len(with_other_value):
+            outvoted = tuple(with_other_value)
+            conjunction = "against"
+        ranks = f"{with_other_value} {conjunction} {with_common_value}"
         sentence = f"{spec.name} {kind} differs over {axis}: ranks {ranks}"
-        found.append(Difference(sentence, tuple(others) if majority else ()))
-    return found
+        differences.append(Difference(sentence, outvoted))
+    return differences
 
 
 def bit_hash(flat: Tensor, start: int = 0) -> Tensor:
-    """Return a hash of a 1-d tensor: the sum over its elements of bits times a weight, mod 2^64.
+    """Return a hash of a 1-d tensor, int64 (): the sum over its elements of bits times a weight.
 
-    An element's bits are mixed with themselves shifted by 17, and the weight is an odd number that
-    depends on the element's place, so that exchanged elements change the hash. start: the place of
-    the first element in the whole parameter.
+    The sum is modulo 2^64. An element's bits are mixed with themselves shifted by 17, and the
+    weight is an odd number that depends on the element's place, so that exchanged elements change
+    the hash. start: the place of the first element in the whole parameter.
     """
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    at_once = HASHED_AT_ONCE if flat.is_cuda else HASHED_ON_CPU
-    for run in flat.contiguous().view(integers).split(at_once):
-        bits = run.long()
-        places = torch.arange(start, start + len(run), device=flat.device) * 2 + 1
-        total += ((bits ^ (bits >> 17)) * (places * -7046029254386353131)).sum()
-        start += len(run)
+    chunk_size = HASHED_AT_ONCE if flat.is_cuda else HASHED_ON_CPU
+    for chunk in flat.contiguous().view(integers).split(chunk_size):
+        bits = chunk.long()
+        odd_places = torch.arange(start, start + len(chunk), device=flat.device) * 2 + 1
+        total += ((bits ^ (bits >> 17)) * (odd_places * -7046029254386353131)).sum()
+        start += len(chunk)
     return total

@@ -37,18 +37,19 @@ class RowFile:
         self.path = path
         self.print_line = print_line
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
-        # Bytes of the whole lines in the file, and the number of rows that are not in the file.
-        self._size = self._missing = 0
+        self._size = 0  # bytes of the whole lines in the file
+        self._missing = 0  # the number of rows that are not in the file
         self._problem = ""  # the reason why rows wait; "" if no rows wait
-        self._descriptor = -1
+        self._descriptor = -1  # of the open file; -1 before the first row
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write the rows that wait, then this row. Never raises OSError."""
+        """Write the rows that wait, then this row; if the disk is full, the row waits too."""
         self._waiting.append(row)
         self._missing += 1
         self._write_waiting()
 
     def _write_waiting(self) -> None:
+        """Write the rows that wait, oldest first, until all are written or an attempt fails."""
         count = len(self._waiting)
         try:
             if self._descriptor < 0:
@@ -69,13 +70,14 @@ class RowFile:
             self.print_line(f"{self.path} is written again: {count} rows had to wait")
 
     def _append(self, line: bytes) -> None:
-        at = self._size
+        """Append a whole line to the file, or nothing; raise OSError if it cannot be written."""
+        offset = self._size
         try:
             while line:
-                written = os.pwrite(self._descriptor, line, at)
-                at += written
+                written = os.pwrite(self._descriptor, line, offset)
+                offset += written
                 line = line[written:]
-            self._size = at
+            self._size = offset
         except OSError:
             # Cut off the part of the line; if that fails too, the next attempt overwrites it.
             with contextlib.suppress(OSError):
@@ -83,7 +85,10 @@ class RowFile:
             raise
 
     def finish(self) -> None:
-        """Try once more to write the rows that wait, and print how many could not be written."""
+        """Try once more to write the rows that wait; print how many rows the file lacks, if any.
+
+        Called at the end of the run.
+        """
         if self._waiting:
             self._write_waiting()
         if self._missing:

@@ -21,6 +21,7 @@ class TorchProfile:
     """
 
     def __init__(self, log: Log, finish_sending: Callable[[], None]):
+        """Read the step to profile from the run's options; log: the run's log."""
         run = log.config.run
         self.log = log
         self.finish_sending = finish_sending
@@ -31,22 +32,25 @@ class TorchProfile:
         self.profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Start the profiler before its step on the first rank of a stage."""
-        at = self.recorder.coordinates
-        if step == self.step and at["tp"] == at["dp"] == at.get("cp", 0) == 0:
+        """Start the profiler if the step is to be profiled and this is a stage's first rank."""
+        position = self.recorder.coordinates
+        is_first = position["tp"] == position["dp"] == position.get("cp", 0) == 0
+        if step == self.step and is_first:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
 
     def after(self, step: int) -> None:
-        """Stop the profiler, if it runs, and write what it has seen."""
+        """Stop the profiler and write its trace; without effect after a step without profiler."""
         if self.profiler is None:
             return
-        # torch ends the record of a message as it is waited for; once the profiler has stopped,
-        # that record is freed memory.
+        # torch writes into a message's record when the message is waited for. The profiler frees
+        # the records when it stops, so all messages must be waited for before.
         self.finish_sending()
         self.profiler.stop()
         with self.log.without(self.path):
-            open(self.path, "w").close()  # export_chrome_trace says not why it cannot
+            open(
+                self.path, "w"
+            ).close()  # raises OSError with a reason; export_chrome_trace has none
             self.profiler.export_chrome_trace(self.path)
         self.profiler = None
         self.log.note(f"torch.profiler's trace of step {step}: {self.path}")
