@@ -1,15 +1,16 @@
 """Acts on a spike before the weights change: `--on-spike record`, `skip` and `rollback`.
 
     record      write the step to OUT/spikes.jsonl with more facts, and update the weights
-    skip        write it, and update no weight: the batch is consumed as if --skip-samples named it
-    rollback    write it, and end with a case for the supervisor: the next start with --resume auto
-                continues from the newest checkpoint and passes over all batches since then
+    skip        write the step, and do not update the weights: the batch is consumed as if
+                --skip-samples named it
+    rollback    write the step, and end with a case for the supervisor: the next start with --resume
+                auto continues from the newest checkpoint and passes over all batches since then
 
 A spike is a step for which LossMonitor.judge returns a reason, here before the update and on every
 rank. The loss and the norm of a step are bitwise equal on all ranks, so every rank decides alike
-without communication. Steps are judged by earlier steps that have updated the weights; after a
-start with --resume auto, also by those that metrics.jsonl of earlier starts has. Beside the fields
-that loss_monitor.py explains, a row of spikes.jsonl, which a resumed run continues, has
+without communication. Steps are compared with earlier steps that have updated the weights; after a
+start with --resume auto, also with those in metrics.jsonl of earlier starts. Beside the fields that
+loss_monitor.py explains, a row of spikes.jsonl, which a resumed run continues, has
 
     "action"         record, skip, rollback, or end: a spike after --spike-limit others
     "passed_over"    with skip and rollback: the samples [A, B) that later starts pass over
@@ -39,12 +40,14 @@ from telemetry.loss_monitor import WINDOW, LossMonitor
 from telemetry.row_file import read_rows
 from zero import Optimizer, StepResult
 
-Judged = tuple[range, list[float]]  # a step: its samples, and this rank's sums of squares by shard
+# A step: the numbers of its samples, and by shard on this rank the sum of squares of the gradient.
+Judged = tuple[range, list[float]]
 
 
 def passing_over(config: Config) -> Config:
-    """Return the configuration of a resumed run, with the samples that its earlier starts have left
-    out because of spikes. Called by every rank.
+    """Return a resumed run's configuration with the samples that earlier starts have left out.
+
+    They are left out because of spikes, as spikes.jsonl has them. Called on every rank.
     """
     rows: list[dict[str, Any]] = []
     with suppress(FileNotFoundError):  # a run without a spike has no such file
@@ -54,12 +57,15 @@ def passing_over(config: Config) -> Config:
 
 
 class SpikeMonitor(LossMonitor):
-    """Judges each step before its update; every rank has one, and all of them decide alike."""
+    """Judges each step before its update; every rank has a monitor, and all ranks decide alike."""
 
     def __init__(
         self, state: Any, samples: Samples, checkpoints: Checkpoints, log: Log, done: Progress
     ):
-        """state: the trainer's. done: the progress so far. Collective over all ranks."""
+        """Judge all further steps of the optimizer; collective over all ranks.
+
+        state: the trainer's TrainState. samples: the run's data set. done: the progress so far.
+        """
         super().__init__(state.config, samples, done, log)
         self.begin = done
         self.checkpoints = checkpoints
@@ -67,25 +73,33 @@ class SpikeMonitor(LossMonitor):
         optimizer: Optimizer = state.optimizer
         optimizer.accepts = self._accepts
         shards = chain(*(group.counted_shards() for group in optimizer.groups))
-        self.layers = [layer_of(shard.spec.name) for shard in shards]
-        self.spike: dict[str, Any] | None = None  # of the step that runs, if it is a spike
-        self.squares: list[float] = []  # of the step that runs
-        self.before: Judged | None = None
-        self.left_out = len(self.config.passed_over)  # spikes that have left out batches
-        steps = earlier_steps(self.config.run.out, done.iteration) if log.is_writer else []
+        self.layers = [layer_of(shard.spec.name) for shard in shards]  # the layer of each shard
+        self.spike: dict[str, Any] | None = None  # why the running step is a spike, or None
+        self.squares: list[float] = []  # of the running step, by shard
+        self.before: Judged | None = None  # the step before
+        self.left_out = len(self.config.passed_over)  # number of spikes that have left out batches
+        steps: list[tuple[float, float]] = []
+        if log.is_writer:
+            steps = earlier_steps(self.config.run.out, done.iteration)
         for loss, norm in self.exchange.agree(steps, lambda values: values[0], "steps"):
             self.add(loss, norm)
 
     def _accepts(self, loss: float, norm: float, squares: Tensor, factor: float) -> bool:
-        """Judge the step that runs; return whether it may update the weights."""
+        """Judge the running step before its update; return whether it may update the weights.
+
+        The optimizer calls this method. loss, norm: the loss of the step and the norm of its
+        gradient. squares: sums of squares by shard, (shards,), before they are multiplied by
+        factor^2.
+        """
         self.spike = self.judge(loss, norm)
         self.squares = (squares * factor**2).tolist()
         return self.spike is None or self.config.run.on_spike == "record"
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
-        """Take the result of a step on `batch` samples; done: the progress after the step.
+        """Count a step and record it if it is a spike; collective over all ranks.
 
-        Raise UserError at a spike that ends this start of the run. Collective over all ranks.
+        done: the progress after the step. batch: the number of samples in the step. Raise NodeError
+        or UserError if the spike ends this start of the run.
         """
         self.count(done, result)
         samples = range(done.consumed_samples - batch, done.consumed_samples)
@@ -101,11 +115,15 @@ class SpikeMonitor(LossMonitor):
         self.squares = []
 
     def _decision(self, samples: range) -> dict[str, Any]:
-        """Return the action for a spike, and the samples that it leaves out; right on rank 0."""
+        """Return the fields of a spike's row: the action, and the samples [A, B) it leaves out.
+
+        samples: those of the step. Only rank 0 knows the newest checkpoint, so only its result is
+        right.
+        """
         action = self.config.run.on_spike
         if action == "record":
             return {"action": action}
-        self.checkpoints.close()  # a save that is running may become the newest checkpoint
+        self.checkpoints.close()  # waits for a running save, which becomes the newest checkpoint
         self.left_out += 1
         if self.left_out > self.config.run.spike_limit:
             return {"action": "end"}
@@ -115,8 +133,12 @@ class SpikeMonitor(LossMonitor):
         return {"action": action, "passed_over": [first, samples.stop]}
 
     def _end_if_asked(self, iteration: int, action: str) -> None:
-        """Raise the error that ends this start of the run, if the action is rollback or end."""
-        self.exchange.gather("spike", None)  # the files are there before a rank ends
+        """Raise the error that ends this start of the run, if the action is rollback or end.
+
+        Collective over all ranks.
+        """
+        # Wait for rank 0, which writes the row: the launcher ends all ranks when one rank ends.
+        self.exchange.gather("spike", None)
         text = f"step {iteration} is spike {self.left_out} of this run, see {self.spikes.path}"
         if action == "rollback":
             text += ": --resume auto goes back to the newest checkpoint and passes over the "
@@ -125,13 +147,14 @@ class SpikeMonitor(LossMonitor):
             raise UserError(f"{text}, and --spike-limit is {self.config.run.spike_limit}")
 
     def _facts(self, step: Judged) -> dict[str, Any]:
-        """Return the facts of a step that a row has; those of the whole batch on rank 0 only.
+        """Return the gradient norms of a step by layer, and on rank 0 a sketch of its tokens.
+
         Collective over all ranks.
         """
         samples, squares = step
         totals: dict[str, float] = {}
-        everyone = self.exchange.gather("norms", list(zip(self.layers, squares)))
-        for layer, square in chain(*everyone):
+        squares_of_ranks = self.exchange.gather("norms", list(zip(self.layers, squares)))
+        for layer, square in chain(*squares_of_ranks):
             totals[layer] = totals.get(layer, 0.0) + square
         norms = {layer: math.sqrt(total) for layer, total in totals.items()}
         facts: dict[str, Any] = {"layer_norms": norms}
@@ -142,32 +165,40 @@ class SpikeMonitor(LossMonitor):
 
 def layer_of(name: str) -> str:
     """Return the layer of a parameter: blocks.3 of blocks.3.mlp.up.weight, head of head.norm."""
-    words = name.split(".")
-    return ".".join(words[:2]) if words[0] == "blocks" else words[0]
+    part, *words = name.split(".")
+    if part == "blocks":
+        return f"blocks.{words[0]}"
+    return part
 
 
 def sketch(samples: Samples, numbers: range) -> dict[str, Any]:
-    """Return facts of a batch's tokens: how many of them differ, the entropy of their frequencies
-    in nats, and a hash. numbers: of the batch's samples.
+    """Return facts of a batch's tokens: the number of distinct tokens, the entropy, and a hash.
+
+    The entropy is that of the tokens' frequencies, in nats. numbers: those of the batch's samples.
     """
-    tokens = np.concatenate([np.asarray(samples.sample(k), dtype="<i8") for k in numbers])
-    shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    arrays = [np.asarray(samples.sample(number), dtype="<i8") for number in numbers]
+    tokens = np.concatenate(arrays)
+    _, counts = np.unique(tokens, return_counts=True)
+    frequencies = counts / len(tokens)
     return {
-        "distinct": len(shares),
-        "entropy": float(-(shares * np.log(shares)).sum()),
+        "distinct": len(frequencies),
+        "entropy": float(-(frequencies * np.log(frequencies)).sum()),
         "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
     }
 
 
 def earlier_steps(out: str, done: int) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of the last steps up to step `done` that have updated the
-    weights, by the metrics.jsonl of earlier starts. A later start replaces the rows of a step.
+    """Return (loss, gradient norm) of the last WINDOW steps up to step `done`, oldest first.
+
+    Only steps that have updated the weights count. The steps are read from the metrics.jsonl of
+    earlier starts in the folder `out`; of a step that was trained twice the later row counts.
     """
-    steps: dict[int, dict[str, Any]] = {}
+    rows_by_step: dict[int, dict[str, Any]] = {}
     parts = Path(out).glob("metrics.jsonl.[0-9]*")
     for path in sorted(parts, key=lambda path: int(path.suffix[1:])):
-        rows = read_rows(path.read_bytes())
-        steps |= {row["iteration"]: row for row in rows if row.keys() & {"loss", "skipped_samples"}}
-    taken = [steps[step] for step in sorted(steps) if step <= done]
-    taken = [row for row in taken if not row.get("skipped", True)]
-    return [(row["loss"], row["grad_norm"]) for row in taken[-WINDOW:]]
+        for row in read_rows(path.read_bytes()):
+            if "loss" in row or "skipped_samples" in row:  # not the row of an evaluation
+                rows_by_step[row["iteration"]] = row
+    rows = [rows_by_step[step] for step in sorted(rows_by_step) if step <= done]
+    updates = [row for row in rows if not row.get("skipped", True)]
+    return [(row["loss"], row["grad_norm"]) for row in updates[-WINDOW:]]

@@ -42,9 +42,10 @@ class TensorBoard:
     """Writes event files to OUT/tensorboard; a resumed run adds files beside the earlier files."""
 
     def __init__(self, config: Config):
+        """Begin to write; raise UserError if the package is missing."""
         _silence_threads("tensorboard.")
-        writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._writer = writer(os.path.join(config.run.out, "tensorboard"))
+        module = _package("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(os.path.join(config.run.out, "tensorboard"))
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         """Write the row's numbers as scalars."""
@@ -60,18 +61,22 @@ class WeightsAndBiases:
     """Writes to a run of the W&B project --wandb; its files are in OUT/wandb."""
 
     def __init__(self, config: Config):
+        """Begin a run or continue an earlier one; write its identifier to OUT/trackers.json.
+
+        Raise UserError if W&B or the file fails.
+        """
         module = _package("wandb", "wandb")
         project = config.run.wandb
         self._failure = module.errors.Error
-        place: dict[str, Any] = {"project": project, "dir": config.run.out}
-        earlier = _earlier_run(config)
-        if earlier:
-            place |= {"id": earlier, "resume": "allow"}
+        arguments: dict[str, Any] = {"project": project, "dir": config.run.out}
+        earlier_run = _earlier_run(config)
+        if earlier_run:
+            arguments |= {"id": earlier_run, "resume": "allow"}
         with _sentences(f"--wandb {project}", self._failure):
-            self._run = module.init(**place, config=config.as_dict())
+            self._run = module.init(**arguments, config=config.as_dict())
         self.run_id = str(self._run.id)
-        kept = {"wandb": {"store": project, "run": self.run_id}}
-        write_file(config.run.tracked_runs, json.dumps(kept, indent=1) + "\n")
+        entry = {"wandb": {"store": project, "run": self.run_id}}
+        write_file(config.run.tracked_runs, json.dumps(entry, indent=1) + "\n")
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         """Write the row's numbers as one row of the W&B history."""
@@ -86,8 +91,8 @@ class WeightsAndBiases:
 
 
 def check(config: Config) -> None:
-    """Raise UserError if a tracker that the options ask for could not start here."""
-    # torch.utils.tensorboard is not imported, because it would import torch.
+    """Raise UserError if a tracker that the options ask for could not start on this node."""
+    # Looked for and not imported, because torch.utils.tensorboard would import torch.
     if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard needs the package tensorboard")
     if not config.run.wandb:
@@ -114,12 +119,14 @@ def open_trackers(config: Config) -> dict[str, Tracker]:
 
 
 def _earlier_run(config: Config) -> str | None:
-    """Return the identifier of the run in Weights & Biases that a resumed run continues.
+    """Return the identifier of the W&B run that a resumed run continues, read from trackers.json.
 
-    None if it begins a new one, as in another project than before.
+    Return None if a new W&B run begins, for example because --wandb names another project. Raise
+    UserError if the file is damaged.
     """
     path = config.run.tracked_runs
-    if not config.run.resume or config.run.load_weights_only or not os.path.isfile(path):
+    is_resumed = config.run.resume and not config.run.load_weights_only
+    if not is_resumed or not os.path.isfile(path):
         return None
     entry = families.read_object(path).get("wandb")
     if entry is None:
@@ -136,19 +143,20 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
     A list NAME by stage becomes NAME/0, NAME/1, ...; a dict becomes NAME/KEY. None is left out.
     """
-    found: dict[str, float] = {}
+    numbers_by_name: dict[str, float] = {}
     for name, value in row.items():
         parts = value
         if isinstance(value, list):
             parts = dict(enumerate(value))
         if isinstance(parts, dict):
-            found |= {f"{name}/{part}": number for part, number in parts.items()}
+            numbers_by_name |= {f"{name}/{part}": number for part, number in parts.items()}
         elif value is not None:
-            found[name] = value
-    return found
+            numbers_by_name[name] = value
+    return numbers_by_name
 
 
 def _package(module: str, package: str) -> Any:
+    """Return an imported module; raise UserError if its package, named in the error, is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -157,7 +165,10 @@ def _package(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def _sentences(option: str, failure: type[Exception]) -> Iterator[None]:
-    """Turn an exception of type `failure`, or of a missing package, into a UserError."""
+    """Inside, turn an exception of type `failure`, or of a missing package, into a UserError.
+
+    option: the option and its value, with which the error's line begins.
+    """
     try:
         yield
     except failure as error:
@@ -167,14 +178,15 @@ def _sentences(option: str, failure: type[Exception]) -> Iterator[None]:
 
 
 def _silence_threads(of_modules: str) -> None:
-    """Print no tracebacks of threads whose class is in modules that begin with `of_modules`.
+    """Print no tracebacks of threads whose class is in a module that begins with `of_modules`.
 
-    Tracebacks are not needed, since the package's next call raises the exception again.
+    Called before a tracker starts such threads. Their tracebacks are not needed, since the
+    package's next call raises the exception again.
     """
-    usual = threading.excepthook
+    earlier_hook = threading.excepthook
 
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        if not type(failed.thread).__module__.startswith(of_modules):
-            usual(failed)
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith(of_modules):
+            earlier_hook(failure)
 
     threading.excepthook = hook
