@@ -17,19 +17,23 @@ import json
 import sys
 from pathlib import Path
 
-from config import messages  # first: it ends a Python that is too old
+from config import messages  # imported first: it prints an error if Python is too old
 from config.messages import Parser
 
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
 
 
 def run_command(arguments: list[str]) -> int:
-    """Print the answer; return the exit status. Raise UserError if a folder is no run."""
+    """Run the command that the words after runs.py name; return the exit status.
+
+    Raise UserError if a folder is no run.
+    """
     given = _parser().parse_args(arguments)
     return given.answer(given)
 
 
 def _diff(given: argparse.Namespace) -> int:
+    """Print how two runs or checkpoints differ; return 1 if they differ, else 0."""
     from numerics import diff, states
 
     if given.spikes:
@@ -53,6 +57,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
+    """Print one run on one screen; return 0."""
     from numerics import page
 
     print(page.text(given.run))
@@ -60,25 +65,32 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _chart(given: argparse.Namespace) -> int:
+    """Write a page of losses, or print them as bars with --text; return 0."""
     from numerics import chart
 
     curves = chart.read_curves(given.runs)
-    if not given.text:
+    if given.text:
+        print(chart.bars(curves))
+    else:
         messages.write_file(given.out, chart.page(curves))
-    print(chart.bars(curves) if given.text else f"written: {given.out}")
+        print(f"written: {given.out}")
     return 0
 
 
 def _list(given: argparse.Namespace) -> int:
+    """Print a table of the runs in a folder, or all columns with --json; return 0."""
     from numerics import table
 
     rows, notes = table.table(given.folder, given.sort)
-    found = {"runs": rows, "notes": notes}
-    print(json.dumps(found, indent=1) if given.json else table.text(rows, notes))
+    if given.json:
+        print(json.dumps({"runs": rows, "notes": notes}, indent=1))
+    else:
+        print(table.text(rows, notes))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser; a command sets `answer`, the function that runs it."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser("list", help="which runs are there, and in what do they differ?")

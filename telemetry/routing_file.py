@@ -8,10 +8,10 @@ choose another expert. Such a flip changes the loss more than any rounding. The 
 takes the choices of the first, in whatever layout, so that what still differs is arithmetic. Two
 runs that both record can be compared by their files: equal bytes are equal choices.
 
-The file is an array of NumPy's own format: (samples of the run, blocks, seq_length, k), uint16.
-An element is 1 + the number of an expert; the k experts of a token ascend. 0 says that
-no expert was written: the block has none, or the run has not come so far. Samples have the numbers
-that they have in the run, so the file does not depend on the layout. Read experts.py first.
+The file is an array in NumPy's format .npy: (samples of the run, blocks, seq_length, k), uint16. An
+element is 1 + the number of an expert; the k experts of a token ascend. An element is 0 if no
+expert was written: the block has no experts, or the run has not come so far. A sample's index is
+its number in the run, so the file does not depend on the layout. Read experts.py first.
 """
 
 import os
@@ -28,17 +28,13 @@ from parallel import ParamFactory
 
 
 class RoutingFile:
-    """The file's elements as this rank reads or writes them, with the place of its tokens.
-
-    With it, the routers of this rank record their choices, or take those of the file.
-    """
+    """The open file, in which the routers of this rank record their choices, or read choices."""
 
     def __init__(self, config: Config, factory: ParamFactory, routers: dict[int, Router]):
-        """Open --pin-routing, or make --record-routing; collective over the world.
+        """Open the file of --pin-routing, or make that of --record-routing; collective.
 
-        routers: those of this rank, by the number of the block.
-
-        Raise UserError if the file does not have the shape that this run needs.
+        routers: those of this rank, by the number of the block; they get a BlockRouting. Raise
+        UserError if the file does not have the shape that this run needs.
         """
         model = config.model
         self.layout = config.layout
@@ -46,21 +42,25 @@ class RoutingFile:
         self.experts = model.experts
         self.pinned = config.run.pin_routing is not None
         self.path = config.run.routing_file or ""
-        of_sample = (model.layers, model.seq_length, model.experts_per_token)
-        shape = (config.total_samples, *of_sample)
-        makes = not self.pinned and not os.path.exists(self.path)
-        if makes and self.mesh.rank == 0:
+        shape_of_sample = (model.layers, model.seq_length, model.experts_per_token)
+        shape = (config.total_samples, *shape_of_sample)
+        is_missing = not self.pinned and not os.path.exists(self.path)
+        if is_missing and self.mesh.rank == 0:
             _make(self.path, shape)
+        # An all-reduce as a barrier: the other ranks open the file when rank 0 has made it.
         self.mesh.world.at_once.all_reduce(torch.zeros((), device=factory.device)).wait()
         self.table = _opened(self.path)
-        held = self.table.shape
-        enough = held[:1] >= shape[:1] if self.pinned else held == shape
-        if not enough or held[1:] != shape[1:]:
+        samples, *axes_of_sample = self.table.shape
+        # A run may read a file with more samples than its own.
+        is_long_enough = samples == shape[0] or (self.pinned and samples > shape[0])
+        if not is_long_enough or tuple(axes_of_sample) != shape_of_sample:
             axes = "samples, blocks, seq-length, experts-per-token"
-            raise UserError(f"{self.path} has {held} ({axes}), but this run has {shape}")
+            raise UserError(
+                f"{self.path} has {self.table.shape} ({axes}), but this run has {shape}"
+            )
         self.descriptor = -1 if self.pinned else os.open(self.path, os.O_WRONLY)
-        self.first_sample = 0  # of the step's global batch
-        self.positions = np.zeros(0, np.int64)  # of this rank's rows of a sample
+        self.first_sample = 0  # number of the first sample in the step's global batch
+        self.positions = np.zeros(0, np.int64)  # by row of this rank, the position in its sample
         self.blocks = [BlockRouting(self, block) for block in routers]
         for router, block in zip(routers.values(), self.blocks):
             router.routing = block
@@ -84,21 +84,22 @@ class RoutingFile:
         return first_of_micro_batch(self.first_sample, micro_batch, self.layout, dp_rank)
 
     def write(self, sample: int, block: int, positions: np.ndarray, chosen: np.ndarray) -> None:
-        """Write the choices (n, k) of n tokens of a sample, at their positions, (n,), ascending.
+        """Write the choices of n tokens of a sample in a block.
 
-        Written by offsets and not through a memory map: on some shared file systems a map writes
-        whole pages, with the parts of them that other nodes have written since.
+        positions: (n,), ascending. chosen: the numbers of the experts, (n, k). They are written
+        with pwrite and not through a memory map: on some shared file systems a map writes whole
+        pages, and so would overwrite what other nodes have written to the same page.
         """
         _, blocks, length, k = self.table.shape
-        cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-        for run, rows in zip(np.split(positions, cuts), np.split(chosen, cuts)):
-            element = ((sample * blocks + block) * length + int(run[0])) * k
-            data = (rows + 1).astype("<u2").tobytes()
+        cuts = np.flatnonzero(np.diff(positions) != 1) + 1  # between positions with a gap
+        for adjacent, experts in zip(np.split(positions, cuts), np.split(chosen, cuts)):
+            element = ((sample * blocks + block) * length + int(adjacent[0])) * k
+            data = (experts + 1).astype("<u2").tobytes()
             os.pwrite(self.descriptor, data, self.table.offset + 2 * element)
 
 
 def _make(path: str, shape: tuple[int, ...]) -> None:
-    """Make a file of that shape, full of zeros, for which the disk needs no room yet."""
+    """Make a sparse file of uint16 zeros of that shape; UserError if it cannot be written."""
     header = {"descr": "<u2", "fortran_order": False, "shape": shape}
     try:
         with open(path, "xb") as file:
@@ -109,6 +110,7 @@ def _make(path: str, shape: tuple[int, ...]) -> None:
 
 
 def _opened(path: str) -> np.memmap:
+    """Return a file of --record-routing as an array that is mapped for reading, or UserError."""
     try:
         table = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
@@ -119,40 +121,43 @@ def _opened(path: str) -> np.memmap:
 
 
 class BlockRouting:
-    """The choices of one block's router.
+    """Records or replaces the choices of one block's router.
 
-    All schedules do the forward passes of a stage in the order of the micro-batches, so that the
-    number of a pass in its step is that of its micro-batch.
+    All schedules do the forward passes of a stage in the order of the micro-batches, so the number
+    of a forward pass in its step is the number of its micro-batch.
     """
 
     def __init__(self, file: RoutingFile, block: int):
+        """Begin before the first step; block: the number of the block in the whole model."""
         self.file = file
         self.block = block
-        self.passes = 0  # of this step
+        self.passes = 0  # forward passes so far in this step
 
     def settle(self, chosen: Tensor, places: Tensor, samples: int) -> Tensor:
-        """Return the experts to take for the tokens, (T, k): `chosen`, or those of the file.
+        """Return the experts to use for T tokens, (T, k): `chosen`, or the file's experts.
 
-        places: of the tokens among those of the tensor group, in the order (s, b); samples: b. The
-        host waits for the device. Raise UserError if the file has no choice for a token.
+        The router calls this method in each forward pass; the host waits for the device. chosen:
+        the router's choice, (T, k). places: (T,), the tokens' indices in the micro-batch's tokens
+        in the order (s, b). samples: b. Raise UserError if the file has no choice for a token.
         """
         file = self.file
-        first = file.first_of(self.passes)
+        first_sample = file.first_of(self.passes)
         self.passes += 1
-        numbers = places.cpu().numpy()
-        sample_of = numbers % samples
-        positions = file.positions[numbers // samples]
+        indices = places.cpu().numpy()
+        sample_of_token = indices % samples
+        positions = file.positions[indices // samples]
         if file.pinned:
-            taken = file.table[first + sample_of, self.block, positions].astype(np.int64) - 1
-            if (taken < 0).any():
-                last = first + samples
+            elements = file.table[first_sample + sample_of_token, self.block, positions]
+            experts = elements.astype(np.int64) - 1
+            if (experts < 0).any():
+                last = first_sample + samples
                 raise UserError(f"--pin-routing {file.path} has no experts for sample {last}")
-            if (taken >= file.experts).any():
-                both = f"expert {taken.max()}, but this run has experts({file.experts})"
-                raise UserError(f"--pin-routing {file.path} has {both}")
-            return torch.from_numpy(taken).to(chosen.device)
-        rows = chosen.cpu().numpy()
+            if (experts >= file.experts).any():
+                numbers = f"expert {experts.max()}, but this run has experts({file.experts})"
+                raise UserError(f"--pin-routing {file.path} has {numbers}")
+            return torch.from_numpy(experts).to(chosen.device)
+        experts = chosen.cpu().numpy()
         for sample in range(samples):
-            here = sample_of == sample
-            file.write(first + sample, self.block, positions[here], rows[here])
+            of_sample = sample_of_token == sample
+            file.write(first_sample + sample, self.block, positions[of_sample], experts[of_sample])
         return chosen
