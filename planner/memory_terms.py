@@ -1,11 +1,13 @@
 """Every term of a GPU's memory in bytes, for the stages of one layout or all layouts of a table.
 
-    states_of(job, parts)               weights, gradients and optimizer state, by ZeRO
-    kept_of_block(job)                  what a block keeps of a micro-batch until its backward
-    working_of(job, parts, kept, heads) the most of a backward, beside what is kept
-    buffers_of(job)
+    states_of(job, parts)               weights, gradients and optimizer state, by ZeRO stage
+    kept_of_block(job)                  activations of a micro-batch that a block keeps for backward
+    working_of(job, parts, kept, heads) the largest temporary memory of a backward pass
+    buffers_of(job)                     communication buffers
 
-`planner.memory` puts them together.
+`planner.memory` adds these terms. A `Job` has a model, a layout, the training options and a
+machine. The layout may be one, or many as columns: a `Column` is a number, or an array with a
+number for each layout or stage. A decorator `term` lets another training program replace a formula.
 """
 
 from typing import NamedTuple
@@ -18,23 +20,26 @@ from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
 from schedules.vocabulary import more_ahead
 
-# Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
-# and two scales for 256 weights, one moment, or two factors of a matrix. Muon and 8-bit AdamW leave
-# some weights to AdamW: `state_of_others`.
+# Bytes per parameter by which an optimizer's state is smaller than AdamW's two FP32 moments. 8-bit
+# AdamW has two bytes, and two FP32 scales for 256 weights; SGD and Muon have one moment; Adafactor
+# has two small factors of a matrix. Muon and 8-bit AdamW leave some weights to AdamW:
+# `state_of_others`.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
-# Bytes that a router keeps for each expert of a token, beside the row itself: its number and its
-# weight in FP32 and half precision; two permutations, with --ep four.
+# Bytes that a router keeps for each chosen expert of a token: the expert's number (8), its weight
+# in FP32 (4) and in half precision (2), and the token's index in two permutations (8 each).
 PLACES = 8 + 4 + 2 + 2 * 8
+# With --ep > 1 the token is also permuted by rank, which takes two permutations more.
 PLACES_ELSEWHERE = PLACES + 2 * 8
 
-
-EXACT = ("1f1b", "gpipe", "zb-h1")  # schedules of which `in_flight` is exact
+# For these schedules `in_flight` is exact; for the other schedules it is a lower bound.
+EXACT = ("1f1b", "gpipe", "zb-h1")
 
 
 class Parts(NamedTuple):
-    """The parts of a model that stages hold, as arrays that broadcast with the columns of a job:
-    number of blocks, and whether there is the embedding, the head, and a copy of a tied
-    vocabulary's matrix.
+    """The parts of a model that stages hold, as arrays that broadcast with the columns of a job.
+
+    blocks: the number of blocks. embedding, head: whether the stage has the embedding, the head.
+    tied: whether the stage has a copy of a matrix that embedding and head share.
     """
 
     blocks: Column
@@ -44,7 +49,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, specs: list[StageSpec]) -> "Parts":
-        """Return the parts of one layout's stages."""
+        """Return the parts of one layout's stages as arrays: (stages,)."""
         rows = [(spec.blocks, spec.embedding, spec.head, spec.tied) for spec in specs]
         blocks, *flags = zip(*rows, strict=True)
         return cls(np.array(blocks), *(np.array(flag) for flag in flags))
@@ -54,7 +59,7 @@ class Parts(NamedTuple):
 
 
 def states_of(job: Job, parts: Parts) -> dict[str, Column]:
-    """Bytes of weights, gradients and optimizer state of each stage."""
+    """Return the bytes of weights, gradients and optimizer state of each stage, by these names."""
     held = laid_out(job, parts)
     shard = sharded_parameters(job, held, parts.blocks)
     return {
@@ -65,104 +70,128 @@ def states_of(job: Job, parts: Parts) -> dict[str, Column]:
 
 
 def held_parameters(job: Job, parts: Parts) -> Column:
-    """Parameters on one GPU: matrices by 1/tp, with the vocabulary's padding; norms in full."""
-    model, layout = job.model, job.layout
+    """Return the number of parameters of a stage on one GPU.
+
+    Matrices are divided by tp, the vocabulary is padded, and norms are whole on each GPU.
+    """
+    model = job.model
+    layout = job.layout
     norms = 2 * norm_parameters(model) + head_norm_parameters(model)
     block = (job.block_parameters - norms) / layout.tp + norms
-    matrix = 1.0 * job.vocab_columns * model.hidden
-    positions = model.max_positions * model.hidden if model.positions == "learned" else 0
-    has_own_head = parts.head & (parts.tied | (not model.tied))
-    ends = matrix * parts.embedding + matrix * has_own_head
-    spread = matrix * (1 if model.tied else 2)  # by --vocab-pp, over all stages
-    vocabulary = np.where(layout.vocab_pp, spread, ends)
+    vocabulary_matrix = 1.0 * job.vocab_columns * model.hidden
+    positions = 0
+    if model.positions == "learned":
+        positions = model.max_positions * model.hidden
+    has_head_matrix = parts.head & (parts.tied | (not model.tied))
+    at_the_ends = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
+    matrices = 1 if model.tied else 2
+    on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a shard
+    vocabulary = np.where(layout.vocab_pp, on_all_stages, at_the_ends)
     return parts.blocks * block + parts.embedding * positions + vocabulary
 
 
 def laid_out(job: Job, parts: Parts) -> Column:
-    """Elements of the buffers of a stage's parameters: what Adafactor and Muon update has whole
-    matrices in sections of one length, which the largest matrix may determine.
+    """Return the number of elements of the buffers that hold a stage's parameters, with padding.
+
+    Adafactor and Muon update whole matrices. With ZeRO each rank's section of a buffer then holds
+    whole matrices, and all sections have one length, so the largest matrix may determine it.
     """
-    name, model, held = job.training.optimizer, job.model, held_parameters(job, parts)
-    if name not in ("adafactor", "muon"):
+    model = job.model
+    optimizer = job.training.optimizer
+    held = held_parameters(job, parts)
+    if optimizer not in ("adafactor", "muon"):
         return held
     widest = max(model.qkv_width, model.up_width)
     if all(kind.model.experts > 1 for _, kind in job.kinds):
         widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
-    largest = model.hidden * widest * (parts.blocks > 0)
+    has_blocks = parts.blocks > 0
+    largest = model.hidden * widest * has_blocks
     matrices = parts.blocks * (job.block_parameters - job.expert_parameters)
-    if name == "adafactor":
-        ends = parts.embedding | parts.head
-        largest = np.maximum(largest, ends * model.hidden * job.vocab_columns)
+    if optimizer == "adafactor":
+        has_vocabulary = parts.embedding | parts.head
+        largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
         matrices = held - parts.blocks * job.expert_parameters
     sections = held - matrices + np.maximum(matrices, job.shards * largest)
-    if model.experts > 1:  # a block's experts are in one section of the ranks that hold the same
+    if model.experts > 1:  # experts are sharded over fewer ranks: those that hold the same experts
         experts = parts.blocks * job.expert_parameters
-        stack = largest_stack(job) * (parts.blocks > 0)
+        stack = largest_stack(job) * has_blocks
         sections = sections - experts + np.maximum(experts, job.shards // job.ep * stack)
     return np.where(job.layout.zero > 0, sections, held)
 
 
 def largest_stack(job: Job) -> Column:
-    """Parameters of the first matrices of all experts that a rank holds of a block."""
+    """Return the number of parameters in the first MLP matrices of a block's experts on a rank."""
     model = job.model
     return model.experts / job.ep * model.hidden * model.expert_ffn_hidden * model.up_matrices
 
 
 def weights_of(job: Job, parts: Parts, held: Column) -> Column:
-    """Bytes of the weights in computing precision; at --zero 3 of those that are gathered: of the
-    block that runs, and of the next one.
+    """Return the bytes of a stage's weights in computing precision. held: its parameters.
+
+    At --zero 3 only two blocks are gathered at once: the block that runs, and the next one.
     """
     size = job.number_bytes
     block = job.block_parameters / job.layout.tp
     gathered = size * (held - parts.blocks * block + 2 * block)
-    masters = 0.0 if size == 2 else held * 4.0 / job.shards
+    masters = 0.0
+    if size == 4:  # `state_bytes` counts no masters in fp32
+        masters = held * 4.0 / job.shards
     return np.where(job.zero < 3, held * size, gathered + masters)
 
 
 @term
 def gradients_of(job: Job, held: Column, shard: Column) -> Column:
-    """Bytes of the gradients of so many parameters, of which a rank updates a shard."""
+    """Return the bytes of a GPU's gradients. held, shard: the numbers of parameters on the GPU,
+    and of those that it updates; from --zero 2 on, it keeps only the gradients of the shard.
+    """
     return np.where(job.zero < 2, held * gradient_bytes(job), shard * 4.0)
 
 
 def gradient_bytes(job: Job) -> float:
-    """Bytes of one gradient of the sum, before it is sharded."""
+    """Return the bytes of one gradient in the sum over micro-batches, if it is not sharded."""
     size = job.machine.software.gradient_bytes if job.number_bytes == 2 else 4.0
     return size - 2.0 if job.training.grad_dtype == "bf16" else size
 
 
 def sharded_parameters(job: Job, held: Column, blocks: Column) -> Column:
-    """Parameters whose optimizer state a rank has, of `held` ones in so many blocks: from --zero 1
-    on an equal part of what its shards hold together, all of the experts with it.
+    """Return the number of parameters whose optimizer state a rank has.
+
+    held: the parameters on the rank; blocks: its number of blocks. From --zero 1 on, the state is
+    divided equally over `job.shards` ranks, which together hold all experts of the blocks.
     """
-    together = held + blocks * job.experts_elsewhere / job.layout.tp
-    return np.where(job.layout.zero > 0, together / job.shards, held)
+    held_with_all_experts = held + blocks * job.experts_elsewhere / job.layout.tp
+    return np.where(job.layout.zero > 0, held_with_all_experts / job.shards, held)
 
 
 def state_bytes(job: Job) -> float:
-    """Bytes of a parameter's optimizer state; in fp32 the weights are their own master."""
-    whole = 8.0 if job.number_bytes == 4 else job.machine.software.sharded_bytes
-    return whole - SAVED_STATE.get(job.training.optimizer, 0.0)
+    """Return the bytes of one parameter's optimizer state, with its FP32 master.
+
+    In fp32 there are no masters, only AdamW's two moments: 8 bytes.
+    """
+    with_adamw = 8.0 if job.number_bytes == 4 else job.machine.software.sharded_bytes
+    return with_adamw - SAVED_STATE.get(job.training.optimizer, 0.0)
 
 
 def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
-    """Bytes that the state of what Muon and 8-bit AdamW leave to AdamW has more than theirs: of the
-    embedding, and under Muon of the head too.
+    """Return the bytes to add to `state_bytes` for the parameters that AdamW updates instead.
+
+    With Muon these are the parameters of embedding and head, with 8-bit AdamW those of the
+    embedding; their state has AdamW's full size. held: the parameters of a stage.
     """
-    name = job.training.optimizer
-    if name not in ("muon", "adamw8bit"):
+    optimizer = job.training.optimizer
+    if optimizer not in ("muon", "adamw8bit"):
         return 0.0
-    others = held - parts.blocks * job.block_parameters / job.layout.tp
-    if name == "adamw8bit" and not job.model.tied:
-        has_own_head = np.bool_(job.layout.vocab_pp) | parts.head
-        others = others - has_own_head * job.vocab_columns * job.model.hidden
+    by_adamw = held - parts.blocks * job.block_parameters / job.layout.tp
+    if optimizer == "adamw8bit" and not job.model.tied:
+        has_head_matrix = np.bool_(job.layout.vocab_pp) | parts.head
+        by_adamw = by_adamw - has_head_matrix * job.vocab_columns * job.model.hidden
     shards = np.where(job.layout.zero > 0, job.shards, 1)
-    return SAVED_STATE[name] * np.maximum(0.0, others) / shards
+    return SAVED_STATE[optimizer] * np.maximum(0.0, by_adamw) / shards
 
 
 @term
 def buffers_of(job: Job) -> Column:
-    """Bytes of communication buffers."""
+    """Return the bytes of communication buffers on a GPU."""
     return job.machine.software.buffers
 
 
@@ -170,76 +199,92 @@ def buffers_of(job: Job) -> Column:
 
 
 def kept_of_block(job: Job) -> tuple[Column, Column]:
-    """Bytes of one micro-batch that a block keeps which is recomputed, and one which is not."""
-    # Tensors that are kept are allocated between others that are freed, which leaves gaps.
-    return kept_bytes(job) * job.machine.activation_overhead, block_activations(job, True)
+    """Return the bytes that a block keeps for one micro-batch: (if it is recomputed, if not)."""
+    # Kept tensors are allocated between tensors that are freed soon, and the freed memory leaves
+    # gaps in the allocator: `activation_overhead` is a factor above 1.
+    recomputed = kept_bytes(job) * job.machine.activation_overhead
+    whole = block_activations(job, True)
+    return recomputed, whole
 
 
 def kept_bytes(job: Job) -> Column:
-    """Bytes that a block keeps of one micro-batch until its backward, as the layout says: under
-    full recomputation its input.
+    """Return the bytes that a block keeps for one micro-batch with the layout's --recompute.
+
+    With full recomputation a block keeps only its input.
     """
     recompute = job.layout.recompute
     whole = block_activations(job, True)
+    block_input = job.activation_bytes / job.sequence_shards
     kept = np.where(np.equal(recompute, "selective"), kept_selectively(job), whole)
-    return np.where(np.equal(recompute, "full"), job.activation_bytes / job.sequence_shards, kept)
+    return np.where(np.equal(recompute, "full"), block_input, kept)
 
 
 @mean_of_kinds
 @term
 def kept_selectively(job: Job) -> Column:
-    """Bytes that a block keeps under selective recomputation: all but what attention needs."""
+    """Return the bytes that a block keeps for one micro-batch with selective recomputation: all
+    activations except those inside attention.
+    """
     return block_activations(job, False)
 
 
 @mean_of_kinds
 @term
 def block_activations(job: Job, scores: Column) -> Column:
-    """Bytes that one block keeps without recomputation, arXiv 2205.05198 section 4; of attention
-    what a flash kernel does. scores: whether attention is not recomputed.
+    """Return the bytes that a block keeps for one micro-batch (arXiv 2205.05198, section 4).
 
-    That is 8 s b h outside the tensor-parallel region and 24 s b h / t inside, for f = 4 h.
+    scores: whether attention's activations are kept, which are those of a flash kernel. The sum is
+    8 s b h outside the tensor-parallel region and 24 s b h / t inside, for an MLP width of 4 h.
     """
     model, t, h = job.model, job.layout.tp, job.model.hidden
     experts, active = model.mlps
     f = active * model.ffn_hidden + model.shared_ffn_hidden
-    keys = model.qkv_width - model.attention_width
-    numbers = (3 if model.block == "parallel" else 4) * h / job.sequence_shards  # norms, products
+    keys_and_values = model.qkv_width - model.attention_width
+    # The inputs and outputs of two norms; in a parallel block both norms have the same input.
+    outside = 3 if model.block == "parallel" else 4
+    numbers = outside * h / job.sequence_shards
     numbers = numbers + model.qkv_width / t  # queries, keys and values
     numbers = numbers + model.attention_width / t  # attention's result
     numbers = numbers + attention_copies(job) * model.attention_width / t
     numbers = numbers + f * model.up_matrices / t  # the activation's input
-    numbers = numbers + f / t  # its result
-    numbers = numbers + normed_width(model) / t
+    numbers = numbers + f / t  # the activation's result
+    numbers = numbers + normed_width(model) / t  # inputs of the norms of queries and keys
     if model.activation == "swiglu":
-        numbers = numbers + f / t  # SiLU's result: torch has it as a kernel of its own
+        numbers = numbers + f / t  # the result of SiLU, which is a kernel of its own in torch
     numbers = numbers + copied_width(job) / t
     if experts > 1:
-        numbers = numbers + 2 * active * h / t  # sent to experts, and back
-    # Keys and values of other ranks of cp; where attention is recomputed, gathered again.
+        numbers = numbers + 2 * active * h / t  # rows sent to experts, and the experts' results
+    # Keys and values of other cp ranks; if attention is recomputed, they are gathered again.
     gathered_from = scores * (job.cp // job.over_heads - 1)
-    numbers = numbers + gathered_from * keys / t
+    numbers = numbers + gathered_from * keys_and_values / t
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
 
 
 def routing_bytes(job: Job) -> Column:
-    """Bytes that a block's router keeps of one micro-batch: in FP32 its input, in place of that of
-    an MLP, and the scores; and of each row's way to its expert and back the places.
+    """Return the bytes that a block's router keeps for one micro-batch, 0 without experts.
+
+    They are its input and the experts' scores in FP32, and the indices that permute tokens to their
+    experts and back. The norm's output, which `block_activations` counts as the MLP's input, is
+    subtracted if no shared MLP reads it.
     """
-    model, h = job.model, job.model.hidden
+    model = job.model
+    h = model.hidden
     if model.experts == 1:
         return 0.0
-    places = np.where(job.ep > 1, PLACES_ELSEWHERE, PLACES)
-    each = 4.0 * (h + model.experts) + places * model.experts_per_token
-    unused = 0 if model.shared_ffn_hidden else h
-    saved = job.number_bytes * unused / job.sequence_shards
-    return job.tokens * (each / job.layout.tp - saved)
+    index_bytes = np.where(job.ep > 1, PLACES_ELSEWHERE, PLACES)
+    token_bytes = 4.0 * (h + model.experts) + index_bytes * model.experts_per_token
+    unread = 0 if model.shared_ffn_hidden else h
+    saved = job.number_bytes * unread / job.sequence_shards
+    return job.tokens * (token_bytes / job.layout.tp - saved)
 
 
 @term
 def copied_width(job: Job) -> Column:
-    """Columns of queries and keys that a block keeps again beside those of the product, which hold
-    the values too: rotary positions turn both, and queries that share keys lie apart.
+    """Return the width (columns) of the copies of queries and keys that a block keeps in addition
+    to the output of the QKV product.
+
+    Rotary positions copy queries and keys. With fewer key heads than query heads, the queries are
+    copied.
     """
     model = job.model
     if model.qk_norm == "none" and model.positions == "rotary":
@@ -249,112 +294,135 @@ def copied_width(job: Job) -> Column:
 
 @term
 def attention_copies(job: Job) -> Column:
-    """How often attention's result is kept again: with samples before the sequence, as the next
-    product takes it.
+    """Return how many further copies of attention's result a block keeps.
+
+    It is 1 if a micro-batch has several samples: then the result is transposed for the next
+    product.
     """
     return np.where(job.layout.micro_batch_size > 1, 1.0, 0.0)
 
 
 def in_flight(job: Job, rank: Column) -> Column:
-    """Micro-batches whose activations in all its stages a rank surely keeps at once; for a schedule
-    of EXACT without --vocab-pp exactly so many.
+    """Return the number of micro-batches whose activations a pipeline rank keeps at once, at least.
+
+    It is a micro-batch's activations in all stages of the rank that count as 1. The number is exact
+    for the schedules in EXACT without --vocab-pp.
     """
-    layout, count = job.layout, job.micro_batches
+    layout = job.layout
+    count = job.micro_batches
     name = layout.schedule
-    # An interleaved rank runs so many forwards ahead, a group of micro-batches through each stage.
-    group, virtual = -(-count // np.maximum(1, count // layout.pp)), layout.stages_per_rank
+    # An interleaved rank runs `ahead` forward passes before its first backward pass ends, because
+    # it takes a group of micro-batches through each of its stages.
+    virtual = layout.stages_per_rank
+    group = -(-count // np.maximum(1, count // layout.pp))
     ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
     interleaved = np.minimum(count * virtual, ahead) / virtual
     further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
     flying = np.minimum(layout.pp - rank + further, count)
     flying = np.where(np.equal(name, "gpipe"), count, flying)
-    # Every rank of zb-v holds as many as the first one of 1F1B (schedules/list_scheduling.py).
+    # Every zero-bubble rank holds as many micro-batches as the first rank of 1F1B.
     flying = np.where(layout.splits_backward, np.minimum(layout.pp, count), flying)
     return np.where(np.equal(name, "interleaved"), interleaved, flying)
 
 
 def sent_to_ranks(job: Job) -> Column:
-    """Bytes of what the ranks of --vocab-pp send one another beside activations: the results of E
-    until T, some more micro-batches than are held.
+    """Return the bytes of the results that --vocab-pp ranks exchange and keep, beside activations.
+
+    A rank keeps the embedding's results from pass E to pass T, for pp + 2 micro-batches at most.
     """
     return (job.layout.pp + 2) * job.activation_bytes / job.sequence_shards
 
 
-# ---- Between a forward and its end: what a backward needs in addition ----------------------------
+# ---- Temporary memory of a backward pass ---------------------------------------------------------
 
 
 def working_of(job: Job, parts: Parts, kept: Column, heads: Column) -> Column:
-    """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
-    of gradients at the end of a backward, when what was kept of its micro-batch is free.
+    """Return the largest temporary memory of a stage in bytes, beside what it holds between passes.
 
-    kept: of one micro-batch, bytes; heads: outputs of the head that a rank keeps.
+    It is the largest of a block's backward, the embedding's backward and the loss; at --zero 2 also
+    of the gradient buckets at the end of a backward pass, when the micro-batch's activations are
+    free. kept: bytes of one micro-batch's activations in the stage. heads: the number of
+    micro-batches whose head outputs the rank keeps.
     """
-    of_blocks = np.where(parts.blocks > 0, block_working(job), 0.0)
-    working = np.maximum(of_blocks, embedding_working(job, parts, kept))
+    in_blocks = np.where(parts.blocks > 0, block_working(job), 0.0)
     has_head = parts.head | np.bool_(job.layout.vocab_pp)
-    working = np.maximum(working, np.where(has_head, loss_bytes(job, parts, heads), 0.0))
-    reduced = np.maximum(working, buckets_of(job, parts) - kept) + tied_gradient(job, parts)
-    return np.where(job.zero == 2, reduced, working)
+    in_head = np.where(has_head, loss_bytes(job, parts, heads), 0.0)
+    working = np.maximum(in_blocks, embedding_working(job, parts, kept))
+    working = np.maximum(working, in_head)
+    with_buckets = np.maximum(working, buckets_of(job, parts) - kept) + tied_gradient(job, parts)
+    return np.where(job.zero == 2, with_buckets, working)
 
 
 def buckets_of(job: Job, parts: Parts) -> Column:
-    """Bytes of the gradients' buckets at --zero 2, of which two are reduced at once."""
+    """Return the bytes of gradient buckets at --zero 2: two buckets are reduced at once."""
     held = laid_out(job, parts)
     bucket = np.minimum(BUCKET_ELEMENTS, np.maximum(LEAST_BUCKET, held // BUCKETS))
     return np.minimum(held, bucket) * (2 * reduced_bytes(job) + job.number_bytes)
 
 
 def tied_gradient(job: Job, parts: Parts) -> Column:
-    """Bytes of the bucket that is kept until the next micro-batch's first, at --zero 2: a small
-    one, but where a stage has a tied copy of the vocabulary's matrix.
+    """Return the bytes of the last bucket of a backward pass at --zero 2, which is kept until the
+    next micro-batch fills its first bucket.
+
+    Only the gradient of a tied copy of the vocabulary's matrix is large enough to count.
     """
     return parts.tied * job.vocab_columns * job.model.hidden * reduced_bytes(job)
 
 
 def reduced_bytes(job: Job) -> Column:
-    """Bytes of a gradient that is being reduced, and of its part of the sum."""
+    """Return the bytes of one gradient that is being reduced, with its FP32 share of the sum."""
     return gradient_bytes(job) + 4.0 / job.shards
 
 
 @term
 def block_working(job: Job) -> Column:
-    """Bytes of a block's backward: all that a block keeps that is computed again; else the
-    gradients of its output and input, since others take the place of what is freed. Of experts
-    there are the gradients of a token's rows and their products before anything is free.
+    """Return the temporary memory of a block's backward pass for one micro-batch, in bytes.
+
+    With full recomputation it is all activations of the block. Otherwise it is the gradients of the
+    block's output and input: other temporary tensors reuse memory that was freed before. With
+    experts, the gradients of the rows sent to experts and of their results exist before that.
     """
-    ends = 2.0 * job.activation_bytes / job.sequence_shards
+    gradients = 2.0 * job.activation_bytes / job.sequence_shards
     active = job.model.experts_per_token * (job.model.experts > 1)
-    rows = 2.0 * active * job.activation_bytes / job.layout.tp
-    whole = block_activations(job, True)
-    return np.where(np.equal(job.layout.recompute, "full"), whole, ends) + rows
+    expert_rows = 2.0 * active * job.activation_bytes / job.layout.tp
+    recomputed = block_activations(job, True)
+    is_full = np.equal(job.layout.recompute, "full")
+    return np.where(is_full, recomputed, gradients) + expert_rows
 
 
 @term
 def embedding_working(job: Job, parts: Parts, kept: Column) -> Column:
-    """Bytes of the embedding's gradient, and of its output's, before and after the mask, less what
-    was `kept`. In fp32 a CPU adds rows to the sum, if that is kept.
+    """Return the temporary memory of the embedding's backward pass for one micro-batch, in bytes.
+
+    It is the gradients of the matrix and of the output (with tp before and after the mask of other
+    ranks' tokens), without the `kept` bytes of activations, which are free by then. In fp32 a CPU
+    adds only the tokens' rows to the summed gradient, if ZeRO keeps that sum whole.
     """
-    matrix = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
+    whole_gradient = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
     adds_rows = job.machine.device == "CPU" and job.number_bytes == 4
-    dense = np.where((job.zero < 2) & adds_rows, job.activation_bytes, matrix)
+    gradient = np.where((job.zero < 2) & adds_rows, job.activation_bytes, whole_gradient)
     outputs = job.activation_bytes * np.where(job.layout.tp > 1, 2, 1)
-    has_rows = parts.embedding | np.bool_(job.layout.vocab_pp)
-    return np.where(has_rows, dense + outputs - kept, 0.0)
+    has_embedding = parts.embedding | np.bool_(job.layout.vocab_pp)
+    return np.where(has_embedding, gradient + outputs - kept, 0.0)
 
 
 @term
 def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
-    """Bytes of the loss of one micro-batch, and what it keeps of the others in flight; in the
-    head's backward the gradients of its input, and of its matrix where that is not added to the
-    sum at once: the embedding has the same, or from --zero 2 on there is no sum. At --zero 3 no
-    block's weights are there then.
+    """Return the bytes of the logits of `heads` micro-batches, and of what the loss needs beside.
+
+    The loss needs a chunk of logits in FP32. Then the head's backward needs the gradients of its
+    input and its matrix, if the matrix's gradient is a tensor that is not yet in the sum: from
+    --zero 2 on, or if the stage has the embedding with the same matrix. At --zero 3 the two blocks
+    that `weights_of` counts are not gathered during the loss, so their bytes are subtracted.
     """
-    size, layout = job.number_bytes, job.layout
+    size = job.number_bytes
+    layout = job.layout
     matrix = 1.0 * size * job.vocab_columns * job.model.hidden
-    apart = (job.zero >= 2) | (parts.embedding & np.bool_(job.model.tied))
-    apart = apart & ~np.bool_(layout.vocab_pp)
-    absent = np.where(job.zero == 3, 2 * size * job.block_parameters / layout.tp, 0.0)
-    gradients = np.maximum(0.0, matrix + job.activation_bytes - absent) * apart
+    shares_matrix = parts.embedding & np.bool_(job.model.tied)
+    has_gradient = (job.zero >= 2) | shares_matrix
+    has_gradient = has_gradient & ~np.bool_(layout.vocab_pp)
+    not_gathered = np.where(job.zero == 3, 2 * size * job.block_parameters / layout.tp, 0.0)
+    gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
-    in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
-    return heads * size * logits + np.maximum(in_fp32, gradients)
+    chunk_in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
+    return heads * size * logits + np.maximum(chunk_in_fp32, gradients)
