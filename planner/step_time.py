@@ -1,4 +1,4 @@
-"""How long a step takes and what it needs, for one layout on one machine: no torch, no GPU.
+"""Predicts the time and memory of a training step, for one layout on one machine: no torch, no GPU.
 
     prediction = predict(model, layout, training, load("a100-80"))
 
@@ -6,7 +6,9 @@ A step is the pipeline's time (the schedule that is executed, simulated with the
 then the gradient reduction, the tied embedding, the optimizer, the parameter gather. Its terms are
 in planner/time_terms.py; here they are put together.
 
-The formulas take one layout, or many as columns (planner/job.py); what builds a schedule takes one.
+A `Job` has a model, a layout, the training options and a machine. Functions whose values are
+`Column` take one layout, or many as columns (planner/job.py); functions that build a schedule take
+one layout. A `Pass` is the seconds of a forward and of a backward pass.
 """
 
 from dataclasses import dataclass, replace
@@ -26,13 +28,16 @@ from schedules.long_schedule import LongSchedule, long_layout
 from schedules.partition import executed_flops, stage_specs
 from schedules.simulation import Seconds
 
-# Shares of a datasheet's rate: reductions over many nodes were measured at a half to a quarter of
-# it.
+# Shares of a datasheet's network rate with which a step is predicted if the network was not
+# measured: reductions over many nodes were measured at a half to a quarter of that rate.
 NETWORK_SHARES = (1.0, 0.5, 0.25)
 
 
 class Passes(NamedTuple):
-    """The passes of a block that is not recomputed, of one that is, of embedding and head."""
+    """Seconds of one micro-batch's passes through the parts of a model.
+
+    block: a block that is not recomputed. redone: a block that is recomputed in its backward pass.
+    """
 
     block: Pass
     redone: Pass
@@ -42,12 +47,14 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for a layout. Seconds per step, bytes of the fullest stage's GPU."""
+    """The prediction for a layout: time in seconds per step, memory in bytes."""
 
     seconds: float
-    interval: tuple[float, float]  # seconds that hold 90 of 100 runs
+    interval: tuple[float, float]  # seconds between which 90 of 100 runs are expected
     risk: float  # probability of running out of memory
-    parts: dict[str, float]  # seconds: pipeline, of which bubble; reduce, tied, optimizer, fixed
+    # Seconds of pipeline, reduce, tied, optimizer and fixed, which are a step together, and of
+    # bubble, which is a part of pipeline.
+    parts: dict[str, float]
     bubble: float  # share of the pipeline's time in which a stage is idle, on average
     memory: list[memory.StageMemory]
     fits: bool
@@ -57,15 +64,15 @@ class Prediction:
     hardware_tflops: float  # per GPU, with recomputation
     mfu: float
     warnings: list[str]
-    # Seconds at NETWORK_SHARES of a network's rate that is its datasheet's, where nodes exchange
-    # anything: then the interval reaches to the slowest.
+    # Seconds of a step at each of NETWORK_SHARES, or empty. They are filled in by `with_networks`
+    # if several nodes exchange data and the network's rate was not measured.
     at_networks: tuple[float, ...] = ()
 
 
 def predict(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Prediction:
-    """Time and memory of a layout that `config` has checked; dp must be filled in.
+    """Return the predicted time and memory of a layout; its dp must be a number.
 
-    Raises UserError if the batch is smaller than one micro-batch on every replica.
+    Raise UserError if the batch is smaller than one micro-batch on every replica.
     """
     job = Job(model, layout, training, machine)
     parts, bubble = _parts_of_step(job)
@@ -94,98 +101,122 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
 
 
 def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
-    """Seconds of a step by part, and the idle share of the pipeline."""
+    """Return the seconds of a step by part, and the idle share of the pipeline (0 to 1)."""
     pipeline, bubble = pipeline_time(job)
     parts = {"pipeline": pipeline} | step_parts(job)
-    return {name: seconds * job.machine.slowdown for name, seconds in parts.items()}, bubble
+    slowed = {name: seconds * job.machine.slowdown for name, seconds in parts.items()}
+    return slowed, bubble
 
 
 def with_networks(prediction: Prediction, job: Job) -> Prediction:
-    """The prediction of a job with the seconds at slower networks, if its own was not measured."""
+    """Return the prediction with the seconds of a step at NETWORK_SHARES of the network's rate.
+
+    The interval then reaches to the slowest network. The prediction is returned as it is if the
+    network was measured, or if all GPUs are in one node.
+    """
     if job.machine.network_measured or job.gpus <= job.machine.node:
         return prediction
-    slower = []
+    computed = []  # for each of NETWORK_SHARES, the sum of the parts of a step
     for share in NETWORK_SHARES:
         machine = hardware.at_share_of_network(job.machine, share)
         parts, _ = _parts_of_step(job._replace(machine=machine))
-        slower.append(sum(parts.values()))
-    found = tuple(prediction.seconds * seconds / slower[0] for seconds in slower)
+        computed.append(sum(parts.values()))
+    at_datasheet_rate = computed[0]
+    scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in computed)
     low, high = prediction.interval
-    return replace(prediction, interval=(low, high * found[-1] / found[0]), at_networks=found)
+    high_at_slowest = high * scaled[-1] / scaled[0]
+    return replace(prediction, interval=(low, high_at_slowest), at_networks=scaled)
 
 
 # ---- One micro-batch through one part ------------------------------------------------------------
 
 
 def passes_of(job: Job) -> Passes:
-    """Seconds of one micro-batch through the parts of a model."""
+    """Return the seconds of one micro-batch through each part of a model."""
     blocks = block_passes(job)
-    ends = time_terms.embedding(job), time_terms.head(job)
-    return Passes(blocks.forward, blocks.backward, *ends)
+    embedding = time_terms.embedding(job)
+    head = time_terms.head(job)
+    return Passes(blocks.forward, blocks.backward, embedding, head)
 
 
 def block_pass(job: Job) -> Pass:
-    """Seconds of one micro-batch through a block that is recomputed as the layout says."""
+    """Return the seconds of one micro-batch through a block with the layout's --recompute."""
     return block_passes(job).backward
 
 
 @mean_of_kinds
 def block_passes(job: Job) -> Pass:
-    """A pair: seconds of one micro-batch through a block that is not recomputed, and through one
-    that is, as the layout says; no less than the host takes to launch them.
+    """Return the seconds of one micro-batch through a block, in a `Pass` of two `Pass`.
+
+    Its field `forward` is for a block that is not recomputed, `backward` for a block with the
+    layout's --recompute: `mean_of_kinds` can add and multiply a `Pass`, but no tuple. No pass is
+    shorter than the host takes to launch its operations.
     """
-    whole = time_terms.block_seconds(job)
-    full = np.equal(job.layout.recompute, "full")
-    selective = np.equal(job.layout.recompute, "selective")
-    again = np.where(full, whole.forward, 0.0)
-    again = np.where(selective, time_terms.selective_seconds(job, whole.forward), again)
+    computed = time_terms.block_seconds(job)
+    is_full = np.equal(job.layout.recompute, "full")
+    is_selective = np.equal(job.layout.recompute, "selective")
+    attention_again = time_terms.selective_seconds(job, computed.forward)
+    again = np.where(is_full, computed.forward, 0.0)
+    again = np.where(is_selective, attention_again, again)
     launched = job.machine.software.host_per_operation * time_terms.operations(job)
-    forward = np.maximum(whole.forward, launched)
-    plain = np.maximum(whole.backward, 2 * launched)
-    redone = np.maximum(whole.backward + again, 2 * launched)
-    return Pass(Pass(forward, plain), Pass(forward, redone))
+    forward = np.maximum(computed.forward, launched)
+    backward = np.maximum(computed.backward, 2 * launched)
+    recomputed_backward = np.maximum(computed.backward + again, 2 * launched)
+    return Pass(Pass(forward, backward), Pass(forward, recomputed_backward))
 
 
 # ---- The pipeline --------------------------------------------------------------------------------
 
 
 def stage_passes(job: Job) -> tuple[Pass, ...]:
-    """Seconds of one micro-batch through each stage of the layout."""
-    layout, parts = job.layout, passes_of(job)
-    ends = not layout.vocab_pp
-    found = []
+    """Return the seconds of one micro-batch through each stage of the layout.
+
+    With --vocab-pp embedding and head are passes of their own, which no stage includes.
+    """
+    layout = job.layout
+    parts = passes_of(job)
+    stages_have_ends = not layout.vocab_pp
+    passes = []
     for spec in stage_specs(job.model, layout):
-        redone = layout.recomputed_blocks(spec.blocks, spec.index)
-        one = parts.block * (spec.blocks - redone)
-        one += parts.redone * redone
-        one += parts.embedding * (spec.embedding and ends)
-        one += parts.head * (spec.head and ends)
-        found.append(Pass(float(one.forward), float(one.backward)))
-    return tuple(found)
+        recomputed = layout.recomputed_blocks(spec.blocks, spec.index)
+        stage = parts.block * (spec.blocks - recomputed)
+        stage += parts.redone * recomputed
+        stage += parts.embedding * (spec.embedding and stages_have_ends)
+        stage += parts.head * (spec.head and stages_have_ends)
+        passes.append(Pass(float(stage.forward), float(stage.backward)))
+    return tuple(passes)
 
 
 def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
-    """Seconds from the first forward to the last backward, and the idle share of the stages.
+    """Return the seconds from the first forward to the last backward, and the stages' idle share.
 
-    sent: seconds of a message between stages, default: `message_seconds`.
+    sent: seconds of a message between stages; None: `time_terms.message_seconds`.
     """
-    layout, machine, count = job.layout, job.machine, job.micro_batches
-    sent = float(time_terms.message_seconds(job)) if sent is None else sent
+    layout = job.layout
+    machine = job.machine
+    count = job.micro_batches
+    if sent is None:
+        sent = float(time_terms.message_seconds(job))
     actions = action_seconds(job)
     seconds = schedule_seconds(job, actions, sent)
     busy = count * sum(actions.values()) / layout.pp
     if layout.vocab_pp:
-        # For a micro-batch a rank's link carries two messages of its stage, and those of E, S, T,
-        # G.
+        # A rank's link carries six messages for each micro-batch, which may take longer than all
+        # passes: the F and B of its stage, and the vocabulary passes E, S, T and G.
         seconds = max(seconds, count * 6 * sent)
-    if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
+    if machine.ranks_per_core > 1:
+        # Ranks share a core: while a stage is idle, its core runs other stages.
         seconds = max(seconds / machine.ranks_per_core, busy)
-    return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
+    idle_share = max(0.0, 1.0 - busy / seconds)  # without the maximum, rounding may give -1e-16
+    return seconds, idle_share
 
 
 @term
 def schedule_seconds(job: Job, actions: Seconds, sent: float) -> float:
-    """Seconds of the layout's schedule; its arguments as those of `pipeline_time`."""
+    """Return the simulated seconds of the layout's schedule for one step.
+
+    actions: seconds by kind of action and stage. sent: seconds of a message between stages.
+    """
     order = long_layout(job.model, job.layout, job.micro_batches)
     return _makespan(order, tuple(actions.items()), sent)
 
@@ -194,50 +225,65 @@ def schedule_seconds(job: Job, actions: Seconds, sent: float) -> float:
 def _makespan(
     order: LongSchedule, actions: tuple[tuple[tuple[str, int], float], ...], sent: float
 ) -> float:
-    """Cached, since layouts that differ in ZeRO alone, for example, ask for the same."""
+    """Return the seconds of a schedule; `actions` are pairs of (kind, stage) and seconds.
+
+    The result is cached, because layouts that differ only in ZeRO have the same schedule.
+    """
     return order.makespan(dict(actions), sent)
 
 
 def action_seconds(job: Job) -> Seconds:
-    """Seconds of one micro-batch's actions as `schedules.simulation` takes them: by kind of action
-    and stage; with --vocab-pp also of the passes for the vocabulary that all ranks share.
+    """Return the seconds of one micro-batch's actions, by (kind of action, stage).
+
+    The kinds are F (forward), B (backward) and, if the schedule splits the backward, W (gradients
+    of weights); with --vocab-pp also E, S, T and G (schedules/vocabulary.py).
     """
     layout = job.layout
     seconds: dict[tuple[str, int], float] = {}
-    for stage, one in enumerate(stage_passes(job)):
-        seconds["F", stage] = one.forward
-        seconds["B", stage] = one.backward
+    for stage, passes in enumerate(stage_passes(job)):
+        seconds["F", stage] = passes.forward
+        seconds["B", stage] = passes.backward
     if layout.splits_backward:
         for stage, weights in enumerate(stage_weights(job)):
             seconds["B", stage] -= weights
             seconds["W", stage] = weights
     if layout.vocab_pp:
-        front, back = time_terms.embedding(job), time_terms.head(job)
-        of_kind = {"E": front.forward, "S": back.forward, "T": back.backward, "G": front.backward}
-        for kind, stage in product(of_kind, range(layout.pp)):
-            seconds[kind, stage] = float(of_kind[kind])
+        embedding = time_terms.embedding(job)
+        head = time_terms.head(job)
+        by_kind = {
+            "E": embedding.forward,
+            "S": head.forward,
+            "T": head.backward,
+            "G": embedding.backward,
+        }
+        for kind, stage in product(by_kind, range(layout.pp)):
+            seconds[kind, stage] = float(by_kind[kind])
     return seconds
 
 
 def stage_weights(job: Job) -> list[float]:
-    """Seconds of one micro-batch's weight gradients in each stage. Those of a head that shares its
-    matrix with the embedding come with B.
+    """Return the seconds of one micro-batch's weight gradients in each stage, which W computes.
+
+    If a stage has both embedding and head with one shared matrix, B computes its gradient, not W.
     """
-    block, head = time_terms.block_weights(job), time_terms.head_weights(job)
-    found = []
+    block = time_terms.block_weights(job)
+    head = time_terms.head_weights(job)
+    weights = []
     for spec in stage_specs(job.model, job.layout):
-        has_own_head = spec.head and (spec.tied or not job.model.tied)
-        found.append(float(spec.blocks * block + has_own_head * head))
-    return found
+        has_head_matrix = spec.head and (spec.tied or not job.model.tied)
+        weights.append(float(spec.blocks * block + has_head_matrix * head))
+    return weights
 
 
 # ---- After the pipeline --------------------------------------------------------------------------
 
 
 class Most(NamedTuple):
-    """The largest figures of a layout's pipeline ranks and stages: parameters of a rank, and
-    seconds of a stage's forward and backward; and whether a second rank has a copy of the
-    vocabulary's matrix.
+    """The largest figures of a layout's pipeline ranks and stages.
+
+    parameters: the parameters on a GPU of the fullest rank. forward, backward: seconds of one
+    micro-batch through the slowest stage. tied: whether a second rank has a copy of the matrix that
+    embedding and head share.
     """
 
     parameters: Column
@@ -247,18 +293,24 @@ class Most(NamedTuple):
 
 
 def step_parts(job: Job) -> dict[str, float]:
-    """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
-    specs, passes = stage_specs(job.model, job.layout), stage_passes(job)
-    own = memory_terms.held_parameters(job, memory_terms.Parts.of(specs))
-    of_rank = np.bincount([spec.rank for spec in specs], np.broadcast_to(own, len(specs)))
-    slowest = [max(each) for each in zip(*passes, strict=True)]
-    parts = after_pipeline(job, Most(max(of_rank), slowest[0], slowest[1], specs[0].tied))
-    return {name: float(seconds) for name, seconds in parts.items()}
+    """Return the seconds after the last backward: of reduce, tied, optimizer and fixed."""
+    specs = stage_specs(job.model, job.layout)
+    passes = stage_passes(job)
+    stage_parameters = memory_terms.held_parameters(job, memory_terms.Parts.of(specs))
+    ranks = [spec.rank for spec in specs]
+    rank_parameters = np.bincount(ranks, np.broadcast_to(stage_parameters, len(specs)))
+    slowest_forward, slowest_backward = map(max, zip(*passes, strict=True))
+    most = Most(max(rank_parameters), slowest_forward, slowest_backward, specs[0].tied)
+    return {name: float(seconds) for name, seconds in after_pipeline(job, most).items()}
 
 
 def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
-    """Return what `step_parts` does, for one layout or for columns."""
-    layout, held = job.layout, most.parameters
+    """Return the seconds after the last backward by part, as numbers or as columns.
+
+    The parts are reduce, tied, optimizer and fixed. most: the layout's largest figures.
+    """
+    layout = job.layout
+    held = most.parameters
     blocks = -(-job.model.layers // layout.pp)
     experts = blocks * job.expert_parameters / layout.tp
     shard = memory_terms.sharded_parameters(job, held, blocks)
@@ -267,22 +319,25 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
 
 
 def _exposed(job: Job, most: Most, experts: Column) -> Column:
-    """Seconds of a step's gradient and parameter traffic that no computation hides.
+    """Return the seconds of a step's gradient and parameter traffic that no computation hides.
 
-    experts: parameters of experts on a GPU, which fewer ranks share.
+    experts: the expert parameters on a GPU, which fewer ranks hold than other parameters.
     """
-    layout, overlap = job.layout, job.machine.software.overlap_passes
+    layout = job.layout
+    overlap = job.machine.software.overlap_passes
     gather = time_terms.gather_seconds(job, most.parameters - experts, experts)
     reduce = time_terms.reduce_seconds(job, most.parameters - experts, experts)
-    waits = np.equal(layout.overlap_param_gather, False)
-    forward = np.where(waits, 0.0, overlap * most.forward)  # behind which the gather hides
-    backward = overlap * most.backward
-    # The traffic of the last block of a stage, which nothing hides, as a share.
-    tail = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
-    gathered = np.where(layout.zero > 0, np.maximum(gather - forward, gather * tail), 0.0)
-    # At --zero 3 the weights are gathered once more in backward, all for each micro-batch.
-    again = np.where(layout.zero == 3, gather, 0.0)
-    reduced = np.maximum(again + reduce - backward, reduce * tail)
+    no_overlap = np.equal(layout.overlap_param_gather, False)
+    forward_hides = np.where(no_overlap, 0.0, overlap * most.forward)
+    backward_hides = overlap * most.backward
+    # Nothing hides the traffic of one block of a stage, which is the last to be reduced.
+    exposed_share = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
+    exposed_gather = np.maximum(gather - forward_hides, gather * exposed_share)
+    exposed_gather = np.where(layout.zero > 0, exposed_gather, 0.0)
+    # At --zero 3 each micro-batch gathers the weights twice: in its forward and in its backward.
+    gather_in_backward = np.where(layout.zero == 3, gather, 0.0)
+    in_backward = gather_in_backward + reduce
+    exposed_reduce = np.maximum(in_backward - backward_hides, reduce * exposed_share)
     gathers = np.where(layout.zero == 3, job.micro_batches, 1)
     reductions = np.where(layout.zero >= 2, job.micro_batches, 1)
-    return gathers * gathered + reductions * reduced
+    return gathers * exposed_gather + reductions * exposed_reduce
