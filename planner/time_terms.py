@@ -1,13 +1,16 @@
-"""Every term of a step's time with its unit and its source: seconds, unless it says otherwise.
+"""Every term of a step's time, in seconds if a docstring gives no other unit.
 
-    block_terms(job)                    of one micro-batch through a block, if all are alike
-    head(job), embedding(job)           of one through the ends
-    message_seconds(job)                of one from a stage to the next
-    gather_seconds, reduce_seconds      of a step, which passes may hide
-    after_terms(job, held, shard, tied) of a step, which nothing hides
+    block_terms(job)                    one micro-batch through a block, if all blocks are alike
+    head(job), embedding(job)           one micro-batch through head or embedding
+    message_seconds(job)                one micro-batch's message from a stage to the next
+    gather_seconds, reduce_seconds      traffic of a step that passes may hide
+    after_terms(job, held, shard, tied) parts of a step that nothing hides
 
-`planner.step_time` puts them together. To add a term, write its function here and add it to one of
-these: all that prices, compares or shows a step takes it from there.
+`planner.step_time` adds the terms. To add a term, write its function here and call it in one of
+these functions: everything that prices, compares or shows a step calls them.
+A `Job` has a model, a layout, the training options and a machine. A `Column` is a number, or an
+array with a number for each layout. A `Pass` has the values of a forward and of a backward pass. A
+decorator `term` lets another training program replace a formula.
 Symbols: b micro-batch, s sequence, h hidden, f MLP width, V vocabulary, t = tp.
 """
 
@@ -18,23 +21,23 @@ from planner import op_costs
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
 
-OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
-ROTARY = 2.0  # bytes moved for each byte that rotary positions turn: read and write
+OPERATIONS = 20  # kernels that a block's forward launches with fused norms, biases and positions
+ROTARY = 2.0  # bytes moved for each byte of queries and keys that is rotated: a read and a write
 COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32, at --zero 2 and 3
 UPDATED = 40.0  # bytes moved per parameter of a rank's shard: FP32 gradient, master, two moments
 CAST = 8.0  # bytes moved per parameter of a rank: norm and zero of gradients, cast of weights
-UNEVEN = 1.1  # rows of the busiest rank's experts over those of even routing; assumed
-# Kernels of experts' forward beside two products for each of them: the router's, those of the order
-# of the rows, copies and sums of them; as experts.py has them.
+UNEVEN = 1.1  # rows that the busiest rank's experts get, over the mean of all ranks; assumed
+# Kernels that experts.py launches in a forward pass beside each expert's two products: for the
+# router, for sorting rows by expert, and for copies and sums of rows.
 ROUTING_OPERATIONS = 45
-# How often experts.py reads or writes all rows of the chosen experts, forward and backward, outside
-# of products and activation: copies in the order of experts and back, the weighted sum; and with
-# --ep in the order of ranks.
-PERMUTED, PERMUTED_ELSEWHERE = (7.0, 9.0), (4.0, 4.0)
-# Bytes moved in FP32 for each number of a router's input, and for each of its scores.
-ROUTER_INPUT, ROUTER_SCORES = 6.0, 24.0
-# Seconds in which a GPU has nothing to do while the host reads how many rows each expert has: a
-# copy to the host, and the launches after it; assumed.
+# How often experts.py reads or writes all rows of the chosen experts outside of products and
+# activation, (forward, backward): to copy them into the order of experts and back, and to sum them.
+PERMUTED = (7.0, 9.0)
+PERMUTED_ELSEWHERE = (4.0, 4.0)  # with --ep in addition, to copy the rows into the order of ranks
+ROUTER_INPUT = 6.0  # bytes moved for each number of a router's input, which is cast to FP32
+ROUTER_SCORES = 24.0  # bytes moved for each of a router's scores, in FP32
+# Seconds in which a GPU is idle while the host reads the number of rows of each expert: a copy to
+# the host, and the launches after it; assumed.
 COUNTS_WAIT = 4e-5
 
 
@@ -42,14 +45,15 @@ COUNTS_WAIT = 4e-5
 
 
 def block_seconds(job: Job) -> Pass:
-    """One micro-batch through a block on each GPU of its tensor group, if all blocks are alike."""
+    """Return the seconds of one micro-batch through a block, if all blocks are alike."""
     return sum(block_terms(job).values(), Pass(0.0, 0.0))
 
 
 def block_terms(job: Job) -> dict[str, Pass]:
-    """One micro-batch through a block on each GPU of its tensor group, by cause."""
+    """Return the seconds of one micro-batch through a block by cause, if all blocks are alike."""
     tensor = tensor_collectives(job)
-    # With sequence parallelism the gathered inputs are not kept: they are gathered once more.
+    # With sequence parallelism the gathered inputs are not kept, so backward gathers them again,
+    # which takes half as long as an all-reduce.
     once_more = np.where(job.sequence_parallel, tensor / 2, 0.0)
     host = job.machine.software.host_per_block
     return {
@@ -65,115 +69,142 @@ def block_terms(job: Job) -> dict[str, Pass]:
 
 @term
 def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
-    """Rows, outputs and inputs of a block's matrices on each GPU, and how many are alike: of
-    experts those that are here, whole ones, with the rows that all ranks of `ep` send.
+    """Return the matrix products of a block's forward on one GPU: (rows, outputs, inputs, count).
+
+    Rows are tokens. `count` products have these sizes: the GPU holds as many whole experts, which
+    get the tokens that all ranks of `ep` send.
     """
-    model, t, h = job.model, job.layout.tp, job.model.hidden
-    found = [
+    model = job.model
+    t = job.layout.tp
+    h = model.hidden
+    sizes = [
         (job.tokens, model.qkv_width // t, h, 1),
         (job.tokens, h, model.attention_width // t, 1),
     ]
-    shared = model.shared_ffn_hidden if model.experts > 1 else model.ffn_hidden
-    if shared:
-        columns = shared * model.up_matrices
-        found += [(job.tokens, columns // t, h, 1), (job.tokens, h, shared // t, 1)]
+    dense_width = model.shared_ffn_hidden if model.experts > 1 else model.ffn_hidden
+    if dense_width:
+        columns = dense_width * model.up_matrices
+        sizes.append((job.tokens, columns // t, h, 1))
+        sizes.append((job.tokens, h, dense_width // t, 1))
     if model.experts > 1:
-        alike = model.experts // job.ep
-        sent = job.tokens * model.experts_per_token / t  # rows of one rank's tokens
-        tiles = np.ceil(sent * uneven(job) / alike / op_costs.ALIGNMENT)
+        experts = model.experts // job.ep
+        rows_of_rank = job.tokens * model.experts_per_token / t
+        tiles = np.ceil(rows_of_rank * uneven(job) / experts / op_costs.ALIGNMENT)
         rows = np.int64(tiles) * op_costs.ALIGNMENT
-        found += [(rows, model.up_width, h, alike), (rows, h, model.ffn_hidden, alike)]
-    return found
+        sizes.append((rows, model.up_width, h, experts))
+        sizes.append((rows, h, model.ffn_hidden, experts))
+    return sizes
 
 
 def products(job: Job) -> list[Pass]:
-    """A block's four matrices: two operations a weight and token forward, four backward."""
+    """Return the seconds of each matrix product of a block.
+
+    A product has two FLOPs for each weight and token in the forward pass, and four in the backward.
+    """
     return [products_alike(job, *sizes) for sizes in matrices(job)]
 
 
 @term
 def products_alike(job: Job, rows: Column, outs: Column, ins: Column, alike: Column) -> Pass:
-    """So many linear layers of the same sizes, one after the other."""
+    """Return the seconds of `alike` linear layers of the same sizes, which run one after the other.
+
+    rows, outs, ins: tokens, outputs and inputs of each layer.
+    """
     if job.machine.software.fp8 and job.number_bytes == 2:
         return op_costs.fp8_linear(job.machine, rows, outs, ins) * alike
     return op_costs.linear(job.machine, rows, outs, ins, job.number_bytes) * alike
 
 
 def attention(job: Job) -> Pass:
-    """Attention's core. With cp, all-to-alls before and after it give a rank some heads of more
-    tokens, and keys and values are gathered over the other ranks of cp.
+    """Return the seconds of a block's attention, without its matrix products with weights.
+
+    With cp, all-to-alls before and after attention give a rank fewer heads of more tokens, and keys
+    and values are gathered over the cp ranks that have the same heads.
     """
-    model, layout = job.model, job.layout
+    model = job.model
+    layout = job.layout
     widths = model.qkv_width + model.attention_width
-    turned = job.number_bytes * job.tokens / layout.tp * widths
-    sent = op_costs.all_to_all(job.machine, job.over_heads, layout.tp, turned)
+    exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes
+    sent = op_costs.all_to_all(job.machine, job.over_heads, layout.tp, exchanged)
     sent = sent + gathered(job)
     return core_seconds(job) * (1 / job.cp) + Pass(sent, sent)
 
 
 @term
 def core_seconds(job: Job) -> Pass:
-    """Attention's scores and their products, of all tokens of the samples."""
-    model, layout = job.model, job.layout
-    batch = model.heads // layout.tp * layout.micro_batch_size
-    shape = model.seq_length, model.head_size, batch
+    """Return the seconds of attention's two products (scores, and scores times values) for all
+    tokens of a micro-batch and the heads of a tensor rank.
+    """
+    model = job.model
+    heads_of_batch = model.heads // job.layout.tp * job.layout.micro_batch_size
+    shape = model.seq_length, model.head_size, heads_of_batch
     return op_costs.attention(job.machine, *shape, job.number_bytes)
 
 
 def gathered(job: Job) -> Column:
-    """To gather a block's keys and values over the ranks of cp that have the same heads, or in
-    backward to sum their gradients, in the same precision.
+    """Return the seconds to gather a block's keys and values over the cp ranks with the same heads.
+
+    Backward takes as long to sum their gradients, which have the same precision.
     """
-    model, tp, heads = job.model, job.layout.tp, job.over_heads
-    ranks = job.cp // heads
-    own = 2 * model.kv_heads * model.head_size * job.tokens / tp
-    return ring_seconds(job, ranks, tp * heads, job.number_bytes * own * ranks) / 2
+    model = job.model
+    tp = job.layout.tp
+    ranks = job.cp // job.over_heads
+    numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp
+    all_bytes = job.number_bytes * numbers_of_rank * ranks
+    return ring_seconds(job, ranks, tp * job.over_heads, all_bytes) / 2
 
 
 @term
 def elementwise_bytes(job: Job) -> Pass:
-    """Bytes moved for a token outside of products and attention: reads and writes."""
-    model, t, h = job.model, job.layout.tp, job.model.hidden
+    """Return the bytes that a block reads and writes for each token outside of matrix products and
+    attention.
+    """
+    model = job.model
+    t = job.layout.tp
+    h = model.hidden
     active = model.experts_per_token
-    shared = h / job.sequence_shards
+    normed = h / job.sequence_shards  # numbers of a token on this rank
     f = active * model.ffn_hidden + model.shared_ffn_hidden
-    up = f * model.up_matrices
-    turned = (model.qkv_width + model.attention_width) / 2
-    moved = Pass(4 * shared, 6 * shared)  # two norms: read, write; backward one pass more
-    moved += Pass(6 * shared, 6 * shared)  # two residual additions: read, read, write
-    moved += Pass((up + f) / t, (up + 2 * f) / t)  # the activation: its input, its result
+    activation_inputs = f * model.up_matrices
+    rotated = (model.qkv_width + model.attention_width) / 2  # width of queries and keys
+    moved = Pass(4 * normed, 6 * normed)  # two norms: a read and a write; backward reads two
+    moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
+    moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
-    if model.bias:
-        moved += Pass(0.0, f / t + 2 * h)  # gradients of biases: a read of the product's
+    if model.bias:  # a bias's gradient reads the gradient of the product's output
+        moved += Pass(0.0, f / t + 2 * h)
     if model.qkv_bias:
         moved += Pass(0.0, model.qkv_width / t)
     if model.positions == "rotary":
-        moved += Pass(ROTARY, ROTARY) * (turned / t)
+        moved += Pass(ROTARY, ROTARY) * (rotated / t)
     moved += permuted(job) * (active * h / t)
     return moved * job.number_bytes
 
 
 def tensor_collectives(job: Job) -> Column:
-    """Sums of a block's results over its tensor ranks, as far as no product hides them: one after
-    attention, one after the MLP; arXiv 1909.08053, section 3. With sequence parallelism each tensor
-    rank sends its own tokens to the experts, whose results need no sum.
+    """Return the seconds of a block's all-reduces over tp in one pass that no product hides.
+
+    There is one after attention and one after the MLP (arXiv 1909.08053, section 3). With sequence
+    parallelism each tensor rank sends its own tokens to the experts, whose results need no sum.
     """
     model = job.model
-    unsummed = model.experts > 1 and not model.shared_ffn_hidden
-    sums = 2 - unsummed * job.sequence_parallel
+    has_experts_only = model.experts > 1 and not model.shared_ffn_hidden
+    sums = 2 - has_experts_only * job.sequence_parallel
     overlap = job.machine.software.overlap_tensor
-    hidden = np.where(job.layout.splits_backward, 0.0, overlap)
-    return sums * tensor_all_reduce(job) * (1 - hidden)
+    hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)
+    return sums * tensor_all_reduce(job) * (1 - hidden_share)
 
 
 def tensor_all_reduce(job: Job) -> Column:
-    """To sum one micro-batch's activation over the tensor group."""
+    """Return the seconds to sum one micro-batch's activation over the tensor group."""
     return ring_seconds(job, job.layout.tp, 1, job.activation_bytes)
 
 
 def routing(job: Job) -> Pass:
-    """Seconds of experts beside products and memory traffic: the router, the exchange of rows with
-    other ranks, and in forward the host's wait for their counts.
+    """Return the seconds that a block with experts takes beside products and copies, else 0.
+
+    They are of the router, of the exchange of rows with other ranks and, in the forward pass, of
+    the wait until the host knows the number of rows of each expert.
     """
     if job.model.experts == 1:
         return Pass(0.0, 0.0)
@@ -182,13 +213,16 @@ def routing(job: Job) -> Pass:
 
 @term
 def uneven(job: Job) -> Column:
-    """Rows of the busiest rank's experts over the mean, a number; 1 where each rank has all."""
+    """Return the rows that the busiest rank's experts get over the mean of all ranks, a factor.
+
+    It is 1 without --ep, because then each rank has all experts.
+    """
     return np.where(job.ep > 1, UNEVEN, 1.0)
 
 
 @term
 def permuted(job: Job) -> Pass:
-    """How often all rows of the chosen experts are read or written on the way there and back."""
+    """Return how often all rows sent to experts are read or written to be permuted and back."""
     if job.model.experts == 1:
         return Pass(0.0, 0.0)
     return Pass(*PERMUTED) + Pass(*PERMUTED_ELSEWHERE) * (job.ep > 1)
@@ -196,61 +230,73 @@ def permuted(job: Job) -> Pass:
 
 @term
 def router(job: Job) -> Pass:
-    """A micro-batch's scores of the experts, in FP32: a cast, a product and what chooses."""
-    model, tokens = job.model, job.tokens // job.layout.tp
-    each = ROUTER_INPUT * model.hidden + ROUTER_SCORES * model.experts
-    cast = op_costs.moved(job.machine, each * tokens)
+    """Return the seconds of a block's router: it casts its input to FP32, computes the experts'
+    scores by a matrix product, and chooses the experts of each token.
+    """
+    model = job.model
+    tokens = job.tokens // job.layout.tp
+    token_bytes = ROUTER_INPUT * model.hidden + ROUTER_SCORES * model.experts
+    copied = op_costs.moved(job.machine, token_bytes * tokens)
     product = op_costs.linear(job.machine, tokens, model.experts, model.hidden, 4)
-    return product + Pass(cast, cast)
+    return product + Pass(copied, copied)
 
 
 @term
 def dispatched(job: Job) -> Pass:
-    """To send a micro-batch's tokens to their experts on other ranks, and back; the rank that
-    receives most is waited for.
+    """Return the seconds to send a micro-batch's tokens to experts on other ranks and back.
+
+    All ranks wait for the rank that receives the most tokens.
     """
-    count = job.model.experts_per_token * job.activation_bytes / job.layout.tp
-    both = 2 * op_costs.all_to_all(job.machine, job.ep, 1, count * uneven(job))
-    return Pass(both, both)
+    sent_bytes = job.model.experts_per_token * job.activation_bytes / job.layout.tp
+    there_and_back = 2 * op_costs.all_to_all(job.machine, job.ep, 1, sent_bytes * uneven(job))
+    return Pass(there_and_back, there_and_back)
 
 
 @term
 def counts_wait(job: Job) -> Column:
-    """To wait for the rows of each expert on the host, once a block's forward: a grouped product
-    takes them as numbers of the host.
+    """Return the seconds that a block's forward waits until the host knows each expert's rows.
+
+    A grouped matrix product takes the numbers of rows as arguments in the host's memory.
     """
     return COUNTS_WAIT
 
 
 def accumulated(job: Job, parameters: Column) -> Column:
-    """To add half-precision gradients to the sum: read both, write; none where the product does."""
+    """Return the seconds to add the gradients of `parameters` parameters to the sum over
+    micro-batches.
+
+    A gradient in half precision is read, and its sum is read and written. With fused accumulation
+    the matrix product adds to the sum.
+    """
     software = job.machine.software
-    each = 0.0 if software.fused_accumulation else 2.0 + 2 * min(software.gradient_bytes, 4.0)
-    return op_costs.moved(job.machine, each * parameters)
+    gradient_bytes = 2.0 + 2 * min(software.gradient_bytes, 4.0)
+    if software.fused_accumulation:
+        gradient_bytes = 0.0
+    return op_costs.moved(job.machine, gradient_bytes * parameters)
 
 
 @term
 def selective_seconds(job: Job, forward: Column) -> Column:
-    """Return the seconds of what selective recomputation does again in a block whose forward takes
-    so long: nothing, since a flash kernel recomputes attention's scores itself.
+    """Return the seconds that selective recomputation adds to a block's backward: 0, because a
+    flash kernel always recomputes attention's scores. forward: seconds of the block's forward.
     """
     return 0.0
 
 
 @term
 def operations(job: Job) -> Column:
-    """Kernels and collectives that a block's forward launches, a number."""
+    """Return the number of kernels and collectives that a block's forward launches."""
     collectives = np.where(job.sequence_parallel, 4, 2)
-    of_experts: Column = 0
+    expert_operations: Column = 0
     if job.model.experts > 1:
-        of_experts = ROUTING_OPERATIONS + 2 * job.model.experts // job.ep
-    return OPERATIONS + of_experts + np.where(job.layout.tp > 1, collectives, 0)
+        expert_operations = ROUTING_OPERATIONS + 2 * job.model.experts // job.ep
+    return OPERATIONS + expert_operations + np.where(job.layout.tp > 1, collectives, 0)
 
 
 @mean_of_kinds
 def block_weights(job: Job) -> Column:
-    """Return the part of a block's backward that is the gradients of its weights: half of the
-    products, and their sums.
+    """Return the seconds of the weight gradients in a block's backward: half of the products, and
+    the addition of the gradients to their sum.
     """
     added = accumulated(job, job.block_parameters / job.layout.tp)
     return sum(product.backward / 2 for product in products(job)) + added
@@ -260,36 +306,48 @@ def block_weights(job: Job) -> Column:
 
 
 def embedding(job: Job) -> Pass:
-    """One micro-batch through the embedding: rows looked up, a dense gradient added."""
-    machine, matrix = job.machine, job.vocab_columns * job.model.hidden
-    looked = op_costs.moved(machine, 5.0 * job.activation_bytes)
-    dense = op_costs.moved(machine, 2.0 * job.number_bytes * matrix)
-    return Pass(looked + tensor_all_reduce(job), looked + dense + accumulated(job, matrix))
+    """Return the seconds of one micro-batch through the embedding.
+
+    The forward pass looks up rows and sums them over tp. The backward pass makes the gradient of
+    the whole matrix and adds it to the sum.
+    """
+    machine = job.machine
+    matrix = job.vocab_columns * job.model.hidden
+    lookup = op_costs.moved(machine, 5.0 * job.activation_bytes)
+    matrix_gradient = op_costs.moved(machine, 2.0 * job.number_bytes * matrix)
+    forward = lookup + tensor_all_reduce(job)
+    backward = lookup + matrix_gradient + accumulated(job, matrix)
+    return Pass(forward, backward)
 
 
 def head(job: Job) -> Pass:
-    """One micro-batch through the output matrix and the loss."""
-    machine, columns = job.machine, job.vocab_columns
+    """Return the seconds of one micro-batch through the output matrix and the loss."""
+    machine = job.machine
+    columns = job.vocab_columns
     logits = op_costs.moved(machine, machine.software.logit_bytes * job.tokens * columns)
     added = accumulated(job, columns * job.model.hidden)
     return head_product(job) + Pass(logits + tensor_all_reduce(job), logits + added)
 
 
 def head_product(job: Job) -> Pass:
-    """The output matrix alone."""
+    """Return the seconds of one micro-batch's product with the output matrix, without the loss."""
     sizes = job.tokens, job.vocab_columns, job.model.hidden
     return op_costs.linear(job.machine, *sizes, job.number_bytes)
 
 
 def head_weights(job: Job) -> Column:
-    """Return the part of the head's backward that is its matrix's gradient, and its sum."""
+    """Return the seconds of the output matrix's gradient in the head's backward, and of adding it
+    to the sum over micro-batches.
+    """
     added = accumulated(job, job.vocab_columns * job.model.hidden)
     return head_product(job).backward / 2 + added
 
 
 @term
 def message_seconds(job: Job) -> Column:
-    """Until a micro-batch's activation has reached the next stage."""
+    """Return the seconds until a micro-batch's activation has reached the next stage; 0 if there is
+    one stage.
+    """
     ranks = job.layout.tp * job.shards
     seconds = op_costs.message(job.machine, ranks, job.activation_bytes)
     return np.where(job.layout.pp > 1, seconds, 0.0)
@@ -299,19 +357,20 @@ def message_seconds(job: Job) -> Column:
 
 
 def ring_seconds(job: Job, ranks: Column, stride: Column, count: Column) -> Column:
-    """To sum `count` bytes over ranks so far apart."""
+    """Return the seconds to all-reduce `count` bytes over `ranks` ranks that are `stride` apart."""
     return op_costs.all_reduce(op_costs.ring(job.machine, ranks, stride), ranks, count)
 
 
 def wire_bytes(job: Job) -> int:
-    """Bytes of one gradient as it is sent."""
+    """Return the bytes of one gradient in a reduction between ranks."""
     return job.machine.software.wire_bytes if job.number_bytes == 2 else 4
 
 
 @term
 def gather_seconds(job: Job, dense: Column, experts: Column) -> Column:
-    """To gather the weights of a GPU's parameters once: half of an all-reduce. experts: of these
-    parameters, which fewer ranks share.
+    """Return the seconds to all-gather a GPU's weights once, which is half of an all-reduce.
+
+    dense, experts: the parameters on a GPU outside experts, and in experts, which fewer ranks hold.
     """
     size = job.number_bytes
     seconds = ring_seconds(job, job.shards, job.layout.tp, dense * size) / 2
@@ -320,26 +379,29 @@ def gather_seconds(job: Job, dense: Column, experts: Column) -> Column:
 
 @term
 def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
-    """To reduce the gradients of a GPU's parameters once: a rank gets the part that it updates,
-    half of an all-reduce, or without ZeRO all.
+    """Return the seconds to reduce a GPU's gradients once.
+
+    Without ZeRO it is an all-reduce. With ZeRO a rank gets only the shard that it updates, which
+    takes half as long. dense, experts: the parameters on a GPU outside experts, and in experts.
     """
-    size, share = wire_bytes(job), np.where(job.layout.zero == 0, 1.0, 0.5)
+    size = wire_bytes(job)
+    share = np.where(job.layout.zero == 0, 1.0, 0.5)
     summed = ring_seconds(job, job.shards, job.layout.tp, dense * size)
     return share * (summed + expert_ring_seconds(job, experts * size))
 
 
 def expert_ring_seconds(job: Job, count: Column) -> Column:
-    """To sum `count` bytes of experts over the ranks that have the same ones."""
+    """Return the seconds to all-reduce `count` bytes over the ranks that hold the same experts."""
     if job.model.mlps[0] == 1:
         return 0.0
     return ring_seconds(job, job.shards * job.layout.tp // job.ep, job.ep, count)
 
 
 def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str, Column]:
-    """Return what follows the last backward and nothing hides, by the parts of a step.
+    """Return the seconds after the last backward that nothing hides, by part of a step.
 
-    held, shard: parameters of a rank, and those that it updates. tied: whether a second stage has
-    a copy of the vocabulary's matrix.
+    held, shard: the numbers of parameters on a rank, and of those that it updates. tied: whether a
+    second stage has a copy of the matrix that embedding and head share.
     """
     return {
         "reduce": collected_seconds(job, held),
@@ -350,24 +412,28 @@ def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str
 
 
 def collected_seconds(job: Job, held: Column) -> Column:
-    """To collect the gradients of all micro-batches in FP32, at --zero 2 and 3."""
+    """Return a step's seconds to add each micro-batch's gradients to their FP32 sums, at --zero 2
+    and 3. held: the number of parameters on a rank.
+    """
     if not job.machine.software.fused_accumulation:
-        return 0.0  # they were collected as they came
-    each = op_costs.moved(job.machine, COLLECTED * held)
-    return np.where(job.zero >= 2, job.micro_batches * each, 0.0)
+        return 0.0  # `accumulated` counts the addition in each backward pass
+    micro_batch = op_costs.moved(job.machine, COLLECTED * held)
+    return np.where(job.zero >= 2, job.micro_batches * micro_batch, 0.0)
 
 
 def tied_seconds(job: Job) -> Column:
-    """To sum the gradient of a tied vocabulary's matrix over the first and the last stage: groups
-    of a node share its network.
+    """Return the seconds to sum the gradient of the matrix that embedding and head share over the
+    first and the last stage. All such pairs of ranks on a node share its network.
     """
     machine = job.machine
-    sharing = np.minimum(machine.node, job.layout.tp * job.layout.dp)
-    link = op_costs.Link(machine.network.latency, machine.network.speed / sharing, 1.0)
-    count = 1.0 * wire_bytes(job) * job.vocab_columns * job.model.hidden
-    return op_costs.all_reduce(link, 2, count)
+    pairs = np.minimum(machine.node, job.layout.tp * job.layout.dp)
+    link = op_costs.Link(machine.network.latency, machine.network.speed / pairs, 1.0)
+    gradient_bytes = 1.0 * wire_bytes(job) * job.vocab_columns * job.model.hidden
+    return op_costs.all_reduce(link, 2, gradient_bytes)
 
 
 def optimizer_seconds(job: Job, held: Column, shard: Column) -> Column:
-    """The update of a shard; and of all that a rank holds, norm, zero and cast."""
+    """Return the seconds of the optimizer's update. held, shard: the numbers of parameters on a
+    rank, whose gradients are normed and zeroed and whose weights are cast, and of those it updates.
+    """
     return op_costs.moved(job.machine, UPDATED * shard + CAST * held)
