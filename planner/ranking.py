@@ -1,12 +1,13 @@
-"""The fastest rows of a table, by their predictions, in order.
+"""Ranks the rows of a table of layouts by their predicted seconds per step.
 
     ranking = Ranking(table, accepted=0.05)
     ranking.run(most=20)
     ranking.ranked          # one layout of each tp, pp and micro-batch, the fastest first
 
-To find the fastest, rows are predicted, which simulates their schedules, in the order of the
-seconds that they take at least, until no other one can be faster. At every other place only the row
-is predicted that is likely the fastest there.
+A row is a layout. A place is a tp, pp and micro-batch; several rows have the same place. A
+prediction simulates a schedule, so only few rows are predicted. To find the fastest row, rows are
+predicted in the order of their lower bounds in seconds, until a bound exceeds the fastest
+prediction. At every other place only the row that is likely the fastest there is predicted.
 """
 
 import math
@@ -24,8 +25,8 @@ from planner.job import Job
 from planner.step_time import Prediction, predict
 from schedules.partition import blocks_per_stage
 
-Place = tuple[int, int, int]
-FAR = 1.3  # times the seconds that the fastest row likely takes
+Place = tuple[int, int, int]  # tp, pp and micro-batch
+FAR = 1.3  # a row is far behind if it likely takes more than FAR times as long as the fastest row
 
 
 class Line(NamedTuple):
@@ -36,8 +37,10 @@ class Line(NamedTuple):
 
 
 class Ranking:
-    """The fastest rows of a table. ranked: one layout of each tp, pp and micro-batch, and those
-    that are risky and faster than every other one; refused: why a row of a place was not taken.
+    """The fastest rows of a table.
+
+    ranked: one layout for each tp, pp and micro-batch, and risky layouts that are faster than every
+    layout without risk. refused: by place, the reason why a row was not ranked.
     """
 
     def __init__(
@@ -46,13 +49,16 @@ class Ranking:
         accepted: float = risk.DEFAULT,
         refusal: Callable[[Layout], str] = lambda layout: "",
     ):
-        """accepted: the probability of running out of memory above which a row is risky. refusal:
-        why else a layout is not taken, or "".
+        """Compute for all rows whether they fit, and their bounds in seconds; predict no row.
+
+        accepted: a row is risky if its probability of running out of memory is above this number.
+        refusal: returns the reason why a layout that fits must not be ranked, or "".
         """
-        self.table, self.refusal = table, refusal
+        self.table = table
+        self.refusal = refusal
         machine = table.asked.machine
         self.accepted = accepted
-        # By whether a row is risky.
+        # The bytes that a rank may need: without risk (False), and if risky rows count too (True).
         self.room = {False: risk.safe_bytes(machine, accepted), True: machine.memory}
         ranks = closed_form.Ranks.of(table)
         needs = closed_form.Needs.of(table, ranks)
@@ -65,16 +71,17 @@ class Ranking:
         self.refused: dict[Place, str] = {}
         self.waiting = set[Place]()  # places with rows that may fit, but were not tried
         self.all_rows = False  # whether `run_all` was asked for
-        self.slower = 0  # rows, or with `run` places, that may fit, but that it did not try
+        self.slower = 0  # number of rows (after `run`: places) that may fit, but were not tried
 
     def run(self, most: float = math.inf) -> None:
-        """Rank the fastest row of all that is not risky, the risky ones that are faster than that,
-        and one row of each other place, so many places at most.
+        """Rank the fastest row without risk, the risky rows that are faster, and the row that is
+        likely the fastest of each other place. most: the number of places with rows without risk.
         """
         fastest = math.inf
         for place, line in self._faster_than(fastest, risky=False):
             fastest = line.prediction.seconds
-            self.ranked, self.taken = [line], {place}
+            self.ranked = [line]
+            self.taken = {place}
         if self.room[True] > self.room[False]:
             risky = dict(self._faster_than(fastest, risky=True))
             self.ranked += risky.values()
@@ -89,8 +96,9 @@ class Ranking:
                 self._take(row)
 
     def run_all(self, most: float) -> None:
-        """Rank every row that is not risky, or, of more than so many, those that are likely the
-        fastest: of each place at least one that is not FAR behind.
+        """Rank the `most` rows without risk that are likely the fastest.
+
+        A further row is ranked if it is the first of its place and is not FAR behind the fastest.
         """
         self.all_rows = True
         _, likely = self._seconds(risky=False)
@@ -104,14 +112,15 @@ class Ranking:
                 self._take(row)
 
     def _take(self, row: int) -> None:
-        """Rank a row, if it fits and is not refused."""
+        """Rank a row if it fits without risk and is not refused."""
         if line := self._line(row, risky=False):
             self.ranked.append(line)
             self.taken.add(self.table.place(row))
 
     def _seconds(self, risky: bool) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-        """The rows that may fit, each after the seconds that it takes at least, and likely; the
-        fastest first.
+        """Return two lists of (seconds, row) of the rows that may fit, the fastest first.
+
+        The seconds of the first list are lower bounds, those of the second list are estimates.
         """
         fitting = self.fitting[risky]
         fits = fitting.fits[self.rows]
@@ -121,8 +130,10 @@ class Ranking:
         return least, likely
 
     def _faster_than(self, seconds: float, risky: bool) -> Iterator[tuple[Place, Line]]:
-        """Rows with their places, each faster than those before: of all, or of risky ones than
-        those of the same place.
+        """Yield rows that are faster than `seconds`, with their places and predictions.
+
+        Without risk each row is faster than all rows before. A risky row is faster than the rows
+        before that have the same place.
         """
         fastest: dict[Place, float] = {}
         least, _ = self._seconds(risky)
@@ -141,11 +152,15 @@ class Ranking:
             yield place, line
 
     def _line(self, row: int, risky: bool) -> Line | None:
-        """A row with its prediction; None if it does not fit, is refused, or has no risk although
-        a risky one is asked for.
+        """Return a row's layout with its prediction, or None.
+
+        It is None if the row does not fit, if it is refused, or if a risky row is asked for and
+        this row has no risk.
         """
         layout = self._fewest_recomputed(row, risky)
-        if layout is None or (risky and self._needed(layout) <= self.room[False]):
+        if layout is None:
+            return None
+        if risky and self._needed(layout) <= self.room[False]:
             return None
         prediction = predict(*self.table.asked.job(layout))
         if reason := self.refusal(layout):
@@ -154,11 +169,16 @@ class Ranking:
         return Line(layout, prediction)
 
     def _fewest_recomputed(self, row: int, risky: bool) -> Layout | None:
-        """The row's layout with the fewest blocks recomputed that fits; None if none does."""
-        table, room = self.table, self.room[risky]
+        """Return the row's layout that fits with the fewest recomputed blocks, or None.
+
+        The number of recomputed blocks is searched only if the question leaves it open.
+        """
+        table = self.table
+        room = self.room[risky]
         layout = table.layout(row)
-        free = layout.recompute != "none" and table.asked.counts_blocks
-        most = max(blocks_per_stage(table.asked.model, layout)) if free else 0
+        most = 0
+        if layout.recompute != "none" and table.asked.counts_blocks:
+            most = max(blocks_per_stage(table.asked.model, layout))
         fewest = int(self.fitting[risky].recomputed[row, 0])
         for blocks in range(fewest, most):
             fewer = replace(layout, recompute_layers=blocks)
@@ -167,50 +187,62 @@ class Ranking:
         return layout if self._needed(layout) <= room else None
 
     def _needed(self, layout: Layout) -> float:
+        """Return the bytes that a layout needs on the GPUs of its fullest rank."""
         return memory.fullest(self.table.asked.job(layout)).total
 
     def rejected(self) -> list[Rejected]:
-        """The places where no row fits or is taken, and why; of those that differ in the
-        micro-batch alone, and do not fit, the smallest.
+        """Return a layout and a reason for each place where no row was ranked.
+
+        If a place does not fit, the places with the same tp and pp and a larger micro-batch are
+        left out, because they need more memory.
         """
         table = self.table
+        # By place; within a place, full recomputation first, then the row that needs least.
         order = np.lexsort((self.smallest, table.recompute != "full", *table.places.T[::-1]))
         places = table.places[order]
         is_first = np.append(True, (places[1:] != places[:-1]).any(axis=1))
         rows = order[is_first].tolist()
-        least = {table.place(row): row for row in rows}  # by place, which needs the least
-        taken = self.waiting | self.taken
-        found, too_large = [], set[tuple[int, int]]()
-        for place in sorted(least.keys() - taken):
-            layout = table.layout(least[place])
+        smallest_row = {table.place(row): row for row in rows}
+        rejected = []
+        too_large = set[tuple[int, int]]()  # tp and pp of places that do not fit
+        for place in sorted(smallest_row.keys() - self.waiting - self.taken):
+            layout = table.layout(smallest_row[place])
             job = table.asked.job(layout)
+            tp_and_pp = place[:2]
             reason = self.refused.get(place) or does_not_fit(job) or self._risk_of(job)
-            if not reason or place[:2] in too_large:
+            if not reason or tp_and_pp in too_large:
                 continue
-            larger = [other for other in least if other[:2] == place[:2] and other > place]
-            if place not in self.refused and larger:
-                too_large.add(place[:2])
+            has_larger = any(p[:2] == tp_and_pp and p > place for p in smallest_row)
+            if place not in self.refused and has_larger:
+                too_large.add(tp_and_pp)
                 reason += "; larger micro-batches need more"
-            found.append(rejected_layout(layout, reason))
-        return found
+            rejected.append(rejected_layout(layout, reason))
+        return rejected
 
     def _risk_of(self, job: Job) -> str:
-        """That a layout which fits is too risky, if every row was asked for; else it may be that a
-        risky one is only slower than the fastest.
+        """Return the reason that a layout which fits is too risky; "" after `run`.
+
+        After `run` a risky layout may be unranked only because it is slower than the fastest.
         """
         if not self.all_rows:
             return ""
-        found = risk.out_of_memory(job.machine, memory.fullest(job).total)
-        said = "of running out of memory is above --risk"
-        return f"the risk({found:.0%}) {said}({self.accepted:.0%})"
+        probability = risk.out_of_memory(job.machine, memory.fullest(job).total)
+        exceeds = "of running out of memory is above --risk"
+        return f"the risk({probability:.0%}) {exceeds}({self.accepted:.0%})"
 
 
 def does_not_fit(job: Job) -> str:
-    """Which stage is out of memory, needs what and has what, as a sentence; empty if all fit."""
-    fullest, machine, layout = memory.fullest(job), job.machine, job.layout
+    """Return an error line with the memory that the fullest stage needs and a GPU has; "" if the
+    layout fits.
+    """
+    fullest = memory.fullest(job)
+    machine = job.machine
+    layout = job.layout
     if fullest.total <= machine.memory:
         return ""
     needs = f"stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB"
-    needs += f" with --recompute {layout.recompute}" * (layout.recompute != "none")
-    needs += f" --zero {layout.zero}" * (job.shards > 1)
+    if layout.recompute != "none":
+        needs += f" with --recompute {layout.recompute}"
+    if job.shards > 1:
+        needs += f" --zero {layout.zero}"
     return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
