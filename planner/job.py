@@ -1,10 +1,10 @@
-"""The subject of every formula of the planner, and what follows from it at once.
+"""Defines `Job`, the argument of every formula of the planner, and its simple quantities.
 
     job = Job(preset("bloom-176b"), Layout(tp=4, pp=12, dp=8), training, hardware.load("a100-80"))
     memory.stages(job)
 
-The layout may be one, or many of them as `Columns`: then each quantity is an array with a number
-for each layout. The formulas are the same for both.
+The layout may be one layout, or `Columns` for many layouts: then each quantity is an array with a
+number for each layout. The formulas are the same for both.
 """
 
 import math
@@ -21,30 +21,33 @@ from config.model_stats import block_parameters, mlp_parameters
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine
 
-Column = Any  # a number, or an array with one for each layout
+Column = Any  # a number, or an array with a number for each layout
 
 
 class Columns(Layout):
-    """Many layouts: every field is an array with an entry for each of them.
+    """Many layouts: every field is an array with an entry for each layout.
 
-    `sequence_parallel` and `vocab_pp` are True or False in all of them; -1 is None in numbers.
+    `sequence_parallel` and `vocab_pp` are True or False in all layouts. In fields of numbers, -1
+    stands for None.
     """
 
     @property
     def splits_backward(self) -> Any:
-        """Do what the property of a Layout does, for columns."""
+        """Whether the schedule of each layout splits backward passes: booleans, (layouts,)."""
         return np.char.startswith(cast(Any, self.schedule), "zb")
 
     @property
     def stages_per_rank(self) -> Any:
-        """Do what the property of a Layout does, for columns."""
-        folded = np.where(np.char.endswith(cast(Any, self.schedule), "-v"), 2, 1)
-        several = np.maximum(self.virtual_stages, 2)
-        return np.where(cast(Any, self.schedule) == "interleaved", several, folded)
+        """The number of stages that a rank of each layout holds: integers, (layouts,)."""
+        is_v_shaped = np.char.endswith(cast(Any, self.schedule), "-v")
+        is_interleaved = cast(Any, self.schedule) == "interleaved"
+        interleaved_stages = np.maximum(self.virtual_stages, 2)
+        other_stages = np.where(is_v_shaped, 2, 1)
+        return np.where(is_interleaved, interleaved_stages, other_stages)
 
 
 class Job(NamedTuple):
-    """A model, a layout whose dp is filled in, how it is trained, and a machine."""
+    """A model, a layout, the training options and a machine. The layout's dp must be a number."""
 
     model: ModelShape
     layout: Layout
@@ -53,27 +56,30 @@ class Job(NamedTuple):
 
     @property
     def gpus(self) -> Column:
-        """GPUs of all replicas."""
+        """The number of GPUs of all replicas."""
         return self.layout.tp * self.layout.pp * self.shards
 
     @property
     def cp(self) -> Column:
-        """Ranks that share the tokens of a sample."""
+        """The number of ranks that share the tokens of a sample."""
         return self.layout.cp
 
     @property
     def shards(self) -> Column:
-        """Ranks with the same weights, over which --zero shards: those of dp, and of cp."""
+        """The number of ranks with the same weights, over which --zero shards: dp x cp."""
         return self.layout.dp * self.cp
 
     @property
     def zero(self) -> Column:
-        """The ZeRO stage; 0 where there is nothing to shard over."""
+        """The ZeRO stage; 0 if a single rank has the weights, so that nothing can be sharded."""
         return self.layout.zero * (self.shards > 1)
 
     @property
     def ep(self) -> Column:
-        """Ranks of dp x cp x tp that divide a block's experts: as given, else those of a node."""
+        """The number of ranks over which a block's experts are divided; it divides dp x cp x tp.
+
+        If --ep is not given, as many GPUs of a node are used as divide the experts.
+        """
         experts = self.model.experts
         if experts == 1:
             return 1
@@ -82,51 +88,61 @@ class Job(NamedTuple):
 
     @property
     def layout_with_ep(self) -> Layout:
-        """The layout of a model with experts with the `ep` that is planned, in place of None."""
+        """The layout with the planned `ep` if the model has experts, else the layout as it is."""
         if self.model.experts == 1:
             return self.layout
         return replace(self.layout, ep=int(self.ep))
 
     @property
     def block_parameters(self) -> Column:
-        """Parameters of a block that a tensor group holds: with `ep`, a part of the experts."""
+        """The number of parameters of a block that the ranks of a tensor group hold together.
+
+        With `ep` a tensor group holds only a part of the experts.
+        """
         return block_parameters(self.model) - self.experts_elsewhere
 
     @property
     def kinds(self) -> "list[tuple[float, Job]]":
-        """The shares of a model's blocks that are alike, each with the job of such blocks alone."""
+        """Pairs of a share of the model's blocks and a job whose blocks are all of that kind.
+
+        A model with experts has at most two kinds of blocks: with experts, and dense.
+        """
         if self.model.experts == 1:
             return [(1.0, self)]
         layers = self.model.layers
-        found = block_kinds.kinds(self.model)
-        return [(blocks / layers, self._replace(model=kind)) for blocks, kind in found]
+        kinds = block_kinds.kinds(self.model)
+        return [(blocks / layers, self._replace(model=model)) for blocks, model in kinds]
 
     @property
     def parameters_of_all_experts(self) -> float:
-        """Parameters of all experts of a block, in the mean over the blocks; 0 without experts."""
-        found = 0.0
+        """The number of parameters of all experts of a block, as the mean over all blocks; or 0."""
+        parameters = 0.0
         for share, job in self.kinds:
             if job.model.experts > 1:
-                found += share * job.model.experts * mlp_parameters(job.model)
-        return found
+                parameters += share * job.model.experts * mlp_parameters(job.model)
+        return parameters
 
     @property
     def expert_parameters(self) -> Column:
-        """The part of `block_parameters` that is the experts', if there are several: each rank of
-        the tensor group holds whole experts.
+        """The number of a block's expert parameters that the ranks of a tensor group hold together.
+
+        Each of these ranks holds whole experts; tp does not divide them.
         """
         return self.layout.tp / self.ep * self.parameters_of_all_experts
 
     @property
     def experts_elsewhere(self) -> Column:
-        """Parameters of a block's experts that no rank of the tensor group holds; below 0 if the
-        group's ranks hold some experts twice.
+        """The number of a block's expert parameters that no rank of a tensor group holds.
+
+        It is negative if ranks of the group hold the same experts.
         """
         return self.parameters_of_all_experts - self.expert_parameters
 
     @property
     def sequence_parallel(self) -> Column:
-        """Whether norms and residuals are split over tp: as given, else as on such a machine."""
+        """Whether norms and residuals are split over tp: the layout's option, or its default for
+        the machine.
+        """
         if self.layout.sequence_parallel is not None:
             return self.layout.sequence_parallel
         on_gpu = self.machine.device != "CPU"
@@ -134,43 +150,52 @@ class Job(NamedTuple):
 
     @property
     def sequence_shards(self) -> Column:
-        """Ranks over which sequence parallelism splits norms and residuals: tp, or 1 without it."""
+        """The number of ranks over which norms and residuals are split: tp with sequence
+        parallelism, else 1.
+        """
         return np.where(self.sequence_parallel, self.layout.tp, 1)
 
     @property
     def over_heads(self) -> Column:
-        """How many of the cp ranks share attention's heads; over the others keys are gathered."""
+        """The number of cp ranks that divide attention's heads among them.
+
+        If it is less than cp, the ranks with the same heads gather keys and values.
+        """
         return np.gcd(self.cp, self.model.kv_heads // self.layout.tp)
 
     @property
     def tokens(self) -> Column:
-        """Tokens of one micro-batch on a rank, which are the rows of its activations."""
+        """The number of a micro-batch's tokens on a rank, which are the rows of its activations."""
         return self.model.seq_length * self.layout.micro_batch_size // self.cp
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a number in forward and backward; fp64 counts as fp32."""
+        """The bytes of a number in forward and backward passes; fp64 counts as fp32."""
         return 2 if self.training.precision in ("fp16", "bf16") else 4
 
     @property
     def activation_bytes(self) -> Column:
-        """Bytes of one micro-batch between two blocks."""
+        """The bytes of one micro-batch's activation between two blocks, without tp."""
         return 1.0 * self.number_bytes * self.tokens * self.model.hidden
 
     @property
     def vocab_columns(self) -> Column:
-        """Rows of the vocabulary, padding included, on one rank: columns of the logits."""
+        """The number of the vocabulary's rows on one rank, with padding: the logits' columns."""
         layout = self.layout
-        spread = False if layout.vocab_pp is None else layout.vocab_pp
-        # No numpy where there is one layout: its numbers may be too large for 64 bits.
-        ranks = layout.tp * (1 + (layout.pp - 1) * spread)
+        is_spread = False if layout.vocab_pp is None else layout.vocab_pp
+        # np.where cannot be used: the numbers of a single layout may be too large for 64 bits.
+        ranks = layout.tp * (1 + (layout.pp - 1) * is_spread)
         multiple = layout.pad_vocab_multiple * ranks
         return -(-self.model.vocab_size // multiple) * layout.pad_vocab_multiple
 
     @property
     def micro_batches(self) -> Column:
-        """Micro-batches of one replica in a step; UserError if the batch is too small for one."""
-        samples, micro = self.training.global_batch_size, self.layout.micro_batch_size
+        """The number of micro-batches of a replica in a step.
+
+        Raise UserError if the batch has less than one micro-batch for each replica.
+        """
+        samples = self.training.global_batch_size
+        micro = self.layout.micro_batch_size
         dp = self.layout.dp
         if np.any(samples < micro * dp):
             product = f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}"
@@ -179,7 +204,7 @@ class Job(NamedTuple):
 
     @property
     def fitted_values(self) -> dict[str, Any]:
-        """The values that `fitted_range` of a machine limits."""
+        """The job's values of the quantities in `fitted_range` of a machine, by name."""
         return {
             "hidden": self.model.hidden,
             "seq_length": self.model.seq_length,
@@ -189,20 +214,20 @@ class Job(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """Return what is outside the range that the machine's constants were fitted on, in
-        sentences.
+        """One warning for each value outside the range on which the machine's constants were
+        fitted.
         """
         values = self.fitted_values
-        found = []
+        warnings = []
         for name, (low, high) in self.machine.fitted_range.items():
             if not low <= values[name] <= high:
-                seen = f"{low} to {high}" if high else "nothing"
-                where = f"outside what was fitted on {self.machine.name}: {seen}"
-                found.append(f"{name} {values[name]} is {where}")
-        return found
+                fitted = f"{low} to {high}" if high else "nothing"
+                where = f"outside what was fitted on {self.machine.name}: {fitted}"
+                warnings.append(f"{name} {values[name]} is {where}")
+        return warnings
 
 
-# ---- Terms that another program may have otherwise -----------------------------------------------
+# ---- Formulas that another training program may replace ------------------------------------------
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -211,16 +236,18 @@ Found = TypeVar("Found")
 def term(
     formula: Callable[Concatenate[Job, Given], Found],
 ) -> Callable[Concatenate[Job, Given], Found]:
-    """A formula of Trine that other training programs may have otherwise: where the machine's
-    software has a method of the same name, that is called, with the same arguments.
+    """Decorate a formula of Trine that another training program may replace.
+
+    If the machine's software has a method with the formula's name, the decorated function calls
+    that method with the same arguments, else the formula.
     """
 
     @wraps(formula)
-    def of_program(job: Job, *more: Given.args, **named: Given.kwargs) -> Found:
-        own = getattr(job.machine.software, formula.__name__, formula)
-        return cast(Found, own(job, *more, **named))
+    def formula_of_program(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        chosen = getattr(job.machine.software, formula.__name__, formula)
+        return cast(Found, chosen(job, *args, **kwargs))
 
-    return of_program
+    return formula_of_program
 
 
 def mean_of_kinds(
@@ -233,10 +260,12 @@ def mean_of_kinds(
 
     @wraps(formula)
     def mean(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        found: list[Any] = [formula(kind, *args, **kwargs) for _, kind in job.kinds]
-        if len(found) == 1:
-            return found[0]
-        shares = [share for share, _ in job.kinds]
-        return found[0] * shares[0] + found[1] * shares[1]
+        kinds = job.kinds
+        values: list[Any] = [formula(kind, *args, **kwargs) for _, kind in kinds]
+        if len(values) == 1:
+            return values[0]
+        (first_share, _), (second_share, _) = kinds
+        first, second = values
+        return first * first_share + second * second_share
 
     return mean
