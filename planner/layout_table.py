@@ -1,6 +1,9 @@
-"""The question `layouts`: all of them by seconds per step, and why others cannot run.
+"""Answers `plan.py layouts`: a table of layouts by seconds per step, and why others cannot run.
 
 print(ranked_layouts(question).text)      # a Question as in planner/questions.py
+
+A question has the options, the run's config, the machine and the number of GPUs. A layout is safe
+if its risk, the probability of running out of memory, is at most --risk; else it is risky.
 """
 
 import math
@@ -19,14 +22,14 @@ from planner.job import Job
 from planner.questions import BILLION, Answer, Question, Questions, flags
 from planner.step_time import Prediction, predict
 
-STEPS = 1000  # of the command that is printed, if no length is given
-SHOWN_RISKY = 5
-# Two layouts that are less apart the plan may well confuse: it is 4 % off in the mean on machines
-# that it was fitted on (docs/planning.md).
+STEPS = 1000  # --steps in the printed command, if the user gives no length of the run
+SHOWN_RISKY = 5  # number of risky layouts that are printed
+# If the predicted times of two layouts differ by less than this factor, either may be the faster:
+# predictions are 4 % off in the mean on machines on which they were fitted (docs/planning.md).
 TOLD_APART = 1.06
-WIDTH = 120  # of a table, in columns of a terminal
-TEXTS = ("recompute", "schedule", "ramp-up")  # columns that begin at the left
-LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}  # columns that hold nothing else are left out
+WIDTH = 120  # width of a table that fits in a terminal, in characters
+TEXTS = ("recompute", "schedule", "ramp-up")  # columns that are aligned to the left
+LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}  # a column with only this value is left out
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 NETWORK = (
     "note: ranked at the rate of the network's datasheet, and 90 % reaches to a quarter of it: "
@@ -35,51 +38,56 @@ NETWORK = (
 
 
 def ranked_layouts(question: Question) -> Answer:
-    """All layouts ranked, all rejected ones with their reason."""
+    """Return the text and the data of the answer: ranked layouts, and rejected ones with reasons.
+
+    All layouts are ranked only for --json, --rehearse and --picture, else --top layouts.
+    """
     options = question.options
-    every = options.json or options.rehearse or options.picture
-    found = question.rank(math.inf if every else options.top, plain=True)
-    ranked = [one for one in found.ranked if one.prediction.risk <= options.risk]
-    risky = [one for one in found.ranked if one.prediction.risk > options.risk]
+    needs_all = options.json or options.rehearse or options.picture
+    most = math.inf if needs_all else options.top
+    answer = question.rank(most, plain=True)
+    safe = [line for line in answer.ranked if line.prediction.risk <= options.risk]
+    risky = [line for line in answer.ranked if line.prediction.risk > options.risk]
     data = {
         "gpus": question.gpus,
         "machine": question.machine.name,
         "global_batch_size": question.config.training.global_batch_size,
-        "ranked": [_as_data(one, question) for one in ranked],
-        "risky": [_as_data(one, question) for one in risky],
-        "rejected": [one.layout | {"reason": one.reason} for one in found.rejected],
+        "ranked": [_as_data(line, question) for line in safe],
+        "risky": [_as_data(line, question) for line in risky],
+        "rejected": [entry.layout | {"reason": entry.reason} for entry in answer.rejected],
     }
-    lines = _listed(question, found, ranked)
-    lines += _risky_lines(ranked, risky, question)
-    lines += ["", f"{len(found.rejected)} cannot run:"]
-    lines += _reasons(found.rejected, options.rejected)
-    lines += notes(ranked[:1])
-    if not found.ranked:
-        lines += where_it_fits(question, found.rejected)
-    if ranked and not question.machine.software.fp8:  # which train.py does not have
-        more, commands = _commands(question, ranked[0], found.plain)
-        data |= more
-        lines += commands
+    lines = _listed(question, answer, safe)
+    lines += _risky_lines(safe, risky, question)
+    lines += ["", f"{len(answer.rejected)} cannot run:"]
+    lines += _reasons(answer.rejected, options.rejected)
+    lines += notes(safe[:1])
+    if not answer.ranked:
+        lines += where_it_fits(question, answer.rejected)
+    if safe and not question.machine.software.fp8:  # train.py has no fp8, so no command for it
+        command_data, command_lines = _commands(question, safe[0], answer.plain)
+        data |= command_data
+        lines += command_lines
     if options.picture:
-        _draw(question, found)
+        _draw(question, answer)
         lines.append(f"written: {options.picture}")
     return Answer("\n".join(lines), data)
 
 
-def _listed(question: Question, found: layouts.Answer, ranked: list[layouts.Ranked]) -> list[str]:
-    """The table, under a line that says of what, and how many are not in it."""
-    training, top = question.config.training, question.options.top
-    fitting = len(found.ranked) + found.slower
+def _listed(question: Question, answer: layouts.Answer, safe: list[layouts.Ranked]) -> list[str]:
+    """Return the lines of the table, with a title and the number of layouts that are not shown."""
+    training = question.config.training
+    top = question.options.top
+    fitting = len(answer.ranked) + answer.slower
     lines = [
         f"{fitting} layouts fit on {question.gpus} GPUs of {question.machine.name}, "
         f"global batch {training.global_batch_size}, {training.precision}"
     ]
-    if ranked:
-        lines += ranked_lines(ranked[:top], question)
-    slower = found.slower + max(0, len(ranked) - top)
+    if safe:
+        lines += ranked_lines(safe[:top], question)
+    slower = answer.slower + max(0, len(safe) - top)
     if slower:
         lines.append(f"... and {slower} slower ones")
-    if len(ranked) > 1:
+    if len(safe) > 1:
         lines.append(FIRST)
     return lines
 
@@ -87,32 +95,41 @@ def _listed(question: Question, found: layouts.Answer, ranked: list[layouts.Rank
 def _commands(
     question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the commands for the first layout, and for a plain one if it is nearly as fast."""
-    launcher, words = _launcher(question), _command(question, first.layout)
+    """Return the data and the lines with the commands that train on the first layout, and on a
+    plain layout if it is nearly as fast. plain: plain layouts, the fastest first.
+    """
+    launcher = _launcher(question)
+    words = _command(question, first.layout)
     data: dict[str, Any] = {"launcher": launcher, "command": words, "recommended": None}
     lines = []
-    if simple := _recommended(question, first, plain):
-        data["recommended"] = _as_data(simple, question)
-        command = shlex.join([*launcher, *_command(question, simple.layout)])
-        lines += [_given_up(simple, first), f"recommended: {command}"]
+    if recommended := _recommended(question, first, plain):
+        data["recommended"] = _as_data(recommended, question)
+        command = shlex.join([*launcher, *_command(question, recommended.layout)])
+        lines += [_given_up(recommended, first), f"recommended: {command}"]
     lines.append(f"the first: {shlex.join([*launcher, *words])}")
     return data, lines + _stand_ins(question)
 
 
-def _draw(question: Question, found: layouts.Answer) -> None:
-    """Tokens per second over memory: of what fits, the front of it, and of what does not fit."""
+def _draw(question: Question, answer: layouts.Answer) -> None:
+    """Write a picture of layouts, tokens per second over memory, to the file of --picture.
+
+    It shows the layouts that fit, the fastest of them for each memory (the front), and the layouts
+    that do not fit.
+    """
     run = question.config
-    fits = [_point(one.prediction) for one in found.ranked]
+    fits = [_point(line.prediction) for line in answer.ranked]
     over = []
-    for entry in found.rejected:
+    for entry in answer.rejected:
         if entry.whole and entry.reason.startswith("out of memory"):
-            over.append(_point(predict(run.model, entry.whole, run.training, question.machine)))
+            prediction = predict(run.model, entry.whole, run.training, question.machine)
+            over.append(_point(prediction))
     groups = {"does not fit": over, "fits": fits, "front": picture.front(fits)}
     title = f"{question.gpus} GPUs of {question.machine.name}"
     picture.write(question.options.picture, "GB on the fullest GPU", "tokens/s", groups, title)
 
 
 def _point(prediction: Prediction) -> picture.Point:
+    """Return the point of a layout in the picture: (GB on the fullest GPU, tokens per second)."""
     fullest = max(stage.total for stage in prediction.memory)
     return fullest / BILLION, prediction.tokens_per_second
 
@@ -120,53 +137,64 @@ def _point(prediction: Prediction) -> picture.Point:
 def _recommended(
     question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
 ) -> layouts.Ranked | None:
-    """The fastest layout of the kind that measured runs have, if the first is of another kind and
-    too little faster for the plan to tell them apart.
+    """Return the fastest safe layout in `plain`, whose kind was measured in real runs, or None.
+
+    It is None if the first layout is itself that layout, or is faster by more than TOLD_APART.
     """
-    safe = [one for one in plain if one.prediction.risk <= question.options.risk]
-    if not safe or safe[0].prediction.seconds > first.prediction.seconds * TOLD_APART:
+    safe = [line for line in plain if line.prediction.risk <= question.options.risk]
+    if not safe:
         return None
-    return safe[0] if safe[0].layout != first.layout else None
+    fastest = safe[0]
+    if fastest.prediction.seconds > first.prediction.seconds * TOLD_APART:
+        return None
+    return fastest if fastest.layout != first.layout else None
 
 
-def _given_up(simple: layouts.Ranked, first: layouts.Ranked) -> str:
-    """Return what the recommended layout is, and what it costs."""
-    seconds = simple.prediction.seconds
+def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
+    """Return a line with the recommended layout and how much slower it is than the first."""
+    seconds = recommended.prediction.seconds
     more = seconds / first.prediction.seconds - 1
     return (
-        f"{_words(simple.layout)}: {seconds:.2f} s, {more:.1%} more than the first, but of a kind "
-        "that was measured: the plan does not tell them apart"
+        f"{_words(recommended.layout)}: {seconds:.2f} s, {more:.1%} more than the first, but of a "
+        "kind that was measured: the plan does not tell them apart"
     )
 
 
 def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[str]:
-    """A sentence on what would hold the model, if memory is why no layout is ranked."""
-    run, machine = question.config, question.machine
-    if not any(one.reason.startswith("out of memory") for one in rejected):
+    """Return a line with a layout or a number of nodes that would hold the model.
+
+    It is empty if no layout was rejected for its memory. Called if no layout is ranked.
+    """
+    model = question.config.model
+    training = question.config.training
+    machine = question.machine
+    if not any(entry.reason.startswith("out of memory") for entry in rejected):
         return []
     allowed = risk.safe_bytes(machine, question.options.risk)
-    about = run.model, run.training, replace(machine, memory=allowed)
-    if found := model_sizes.leanest(*about, question.gpus):
-        return [f"not as it was given, but {' '.join(flags(found))} fits"]
+    safe_machine = replace(machine, memory=allowed)
+    if layout := model_sizes.leanest(model, training, safe_machine, question.gpus):
+        return [f"not as it was given, but {' '.join(flags(layout))} fits"]
     try:
-        nodes, found = model_sizes.smallest(*about)
+        nodes, layout = model_sizes.smallest(model, training, safe_machine)
     except UserError as error:
         return [str(error)]
-    return [f"{nodes} nodes of {machine.node} hold it, with {' '.join(flags(found))}"]
+    return [f"{nodes} nodes of {machine.node} hold it, with {' '.join(flags(layout))}"]
 
 
 def _command(question: Question, layout: schema.Layout) -> list[str]:
-    """Return the words after the launcher that train on a layout, with --model as it was given.
+    """Return the words of the command, without its launcher, that trains on a layout.
 
-    It starts as it is: data and length that were not given are synthetic and STEPS.
+    The command can be run as it is: data and length that the user did not give are synthetic data
+    and STEPS. If the user gave --model, the command has it too, instead of the model's sizes.
     """
-    run, name = question.config, question.options.model
-    run = replace(run, layout=layout)
+    run = replace(question.config, layout=layout)
+    name = question.options.model
     words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
     if name:
-        shape, given = to_words(run.model), question.given
-        own = ["--model", name, *to_words(run.model, always=given, only=given)]
-        words[: len(shape)] = own
+        size_words = to_words(run.model)  # the first words: `model` is the first of GROUPS
+        given = question.given
+        model_words = ["--model", name, *to_words(run.model, always=given, only=given)]
+        words[: len(size_words)] = model_words
     if run.data.data == ("synthetic",):
         words += ["--data", "synthetic"]
     if not _has_length(run):
@@ -175,7 +203,7 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
 
 
 def _launcher(question: Question) -> list[str]:
-    """Return the words that start the ranks: mpirun on one node, srun on several."""
+    """Return the words that start the ranks: none on one GPU, mpirun on one node, else srun."""
     if question.gpus == 1:
         return []
     if question.gpus <= question.machine.node:
@@ -184,12 +212,14 @@ def _launcher(question: Question) -> list[str]:
 
 
 def _has_length(run: Config) -> bool:
+    """Return whether the user gave the length of the run, in steps or samples."""
     return bool(run.training.steps or run.training.train_samples)
 
 
 def _stand_ins(question: Question) -> list[str]:
-    """A line on what a command of `_command` has in the place of options that were not given."""
-    run, missing = question.config, []
+    """Return a line on the data and the length that `_command` chose, if the user gave none."""
+    run = question.config
+    missing = []
     if run.data.data == ("synthetic",):
         missing.append("--data synthetic is random tokens: give the prefix of your corpus")
     if not _has_length(run):
@@ -197,50 +227,61 @@ def _stand_ins(question: Question) -> list[str]:
     return [f"  {'; '.join(missing)}"] if missing else []
 
 
-def _as_data(found: layouts.Ranked, question: Question) -> dict[str, Any]:
-    told: dict[str, Any] = {"rampup": found.rampup, "flags": flags(found.layout)}
+def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
+    """Return a layout's entry in the JSON answer: options, prediction, flags, and costs."""
+    more: dict[str, Any] = {"rampup": line.rampup, "flags": flags(line.layout)}
     rates = cost.rates_of(question.options, question.machine)
-    told |= rates.per_billion(question.gpus, found.prediction.tokens_per_second)
-    return asdict(found.layout) | told | asdict(found.prediction)
+    more |= rates.per_billion(question.gpus, line.prediction.tokens_per_second)
+    return asdict(line.layout) | more | asdict(line.prediction)
 
 
 def _risky_lines(
     safe: list[layouts.Ranked], risky: list[layouts.Ranked], question: Question
 ) -> list[str]:
-    """The layouts that are faster than the fastest safe one, and what would make them safe."""
-    best = safe[0].prediction.seconds if safe else math.inf
-    faster = [r for r in risky if r.prediction.seconds < best]
+    """Return lines on the risky layouts that are faster than every safe layout.
+
+    A line has the memory that the layout needs too much to be safe, and a safe layout with the same
+    tp, pp and micro-batch if there is one.
+    """
+    fastest_safe = safe[0].prediction.seconds if safe else math.inf
+    faster = [line for line in risky if line.prediction.seconds < fastest_safe]
     if not risky:
         return []
-    accepted, machine = question.options.risk, question.machine
+    accepted = question.options.risk
+    machine = question.machine
     lines = [
         "",
         f"{len(risky)} more fit with a risk above {accepted:.0%}, {len(faster)} of them faster:",
     ]
     allowed = risk.safe_bytes(machine, accepted)
-    for one in faster[:SHOWN_RISKY]:
-        at, p = one.layout, one.prediction
+    for risky_line in faster[:SHOWN_RISKY]:
+        layout = risky_line.layout
+        p = risky_line.prediction
         over = (machine.memory - p.margin - allowed) / BILLION
-        alike = [r for r in safe if _place(r.layout) == _place(at)]
-        way = f"; safe with {_words(alike[0].layout)}" if alike else ""
+        same_place = [line for line in safe if _place(line.layout) == _place(layout)]
+        advice = ""
+        if same_place:
+            advice = f"; safe with {_words(same_place[0].layout)}"
         lines.append(
-            f"  {_words(at)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
-            f"safe with {over:.1f} GB less{way}"
+            f"  {_words(layout)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
+            f"safe with {over:.1f} GB less{advice}"
         )
     return lines
 
 
-def _place(at: schema.Layout) -> tuple[int, int, int]:
-    return at.tp, at.pp, at.micro_batch_size
+def _place(layout: schema.Layout) -> tuple[int, int, int]:
+    """Return a layout's tp, pp and micro-batch size."""
+    return layout.tp, layout.pp, layout.micro_batch_size
 
 
-def _words(at: schema.Layout) -> str:
-    return " ".join(flags(at)) or "(train.py's defaults)"
+def _words(layout: schema.Layout) -> str:
+    """Return the command-line flags of a layout as printed text."""
+    return " ".join(flags(layout)) or "(train.py's defaults)"
 
 
 def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
-    """The table of some layouts, its columns as wide as what they hold."""
-    rows = [_cells(one, question) for one in ranked]
+    """Return the lines of a table of layouts, without columns that LEFT_OUT leaves out."""
+    rows = [_cells(line, question) for line in ranked]
     heads = []
     for name in rows[0]:
         if any(row[name] != LEFT_OUT.get(name) for row in rows):
@@ -249,8 +290,9 @@ def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
 
 
 def columns(rows: list[list[str]], texts: Collection[str] = TEXTS) -> list[str]:
-    """Lines with the cells of `rows`; the first row is the head. Columns in `texts` begin at the
-    left.
+    """Return the lines of a table with aligned columns; the first row has the columns' names.
+
+    Columns with a name in `texts` are aligned to the left, the others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH else " "
@@ -258,61 +300,74 @@ def columns(rows: list[list[str]], texts: Collection[str] = TEXTS) -> list[str]:
     for row in rows:
         line = ""
         for name, cell, width in zip(rows[0], row, widths, strict=True):
-            line += gap + (cell.ljust(width) if name in texts else cell.rjust(width))
+            aligned = cell.ljust(width) if name in texts else cell.rjust(width)
+            line += gap + aligned
         lines.append(line.rstrip())
     return lines
 
 
-def _cells(found: layouts.Ranked, question: Question) -> dict[str, str]:
-    """A line of the table, by the heads of its columns."""
-    at, p = found.layout, found.prediction
+def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
+    """Return a layout's row of the table: the printed cells by the names of their columns."""
+    layout = line.layout
+    p = line.prediction
     rates = cost.rates_of(question.options, question.machine)
     run = question.config
-    job = Job(run.model, at, run.training, question.machine)
-    axes = {"tp": at.tp, "pp": at.pp, "cp": at.cp, "dp": at.dp}
-    axes |= {"ep": int(job.ep), "mbs": at.micro_batch_size}
-    several = f" {at.stages_per_rank}" if at.schedule == "interleaved" else ""
-    schedule = f"{at.schedule}{several}{' vocab' * bool(at.vocab_pp)}"
+    job = Job(run.model, layout, run.training, question.machine)
+    axes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
+    axes |= {"ep": int(job.ep), "mbs": layout.micro_batch_size}
+    schedule = layout.schedule
+    if layout.schedule == "interleaved":
+        schedule += f" {layout.stages_per_rank}"
+    if layout.vocab_pp:
+        schedule += " vocab"
+    upper_end = p.interval[1]
     return {name: str(size) for name, size in axes.items()} | {
-        "recompute": f"{at.recompute} {at.recompute_layers or ''}".rstrip(),
-        "schedule": schedule if at.pp > 1 else "-",
-        "sp": "sp" if at.sequence_parallel else "-",
-        "zero": str(at.zero),
+        "recompute": f"{layout.recompute} {layout.recompute_layers or ''}".rstrip(),
+        "schedule": schedule if layout.pp > 1 else "-",
+        "sp": "sp" if layout.sequence_parallel else "-",
+        "zero": str(layout.zero),
         "s/step": f"{p.seconds:.2f}",
-        "90 %": f"+{p.interval[1] / p.seconds - 1:.0%}",  # how far its upper end is above
+        "90 %": f"+{upper_end / p.seconds - 1:.0%}",  # the interval's end
         "tokens/s": f"{p.tokens_per_second:,.0f}",
         "MFU": f"{p.mfu:.1%}",
         "bubble": f"{p.bubble:.1%}",
         "GB": f"{max(stage.total for stage in p.memory) / BILLION:.1f}",
         "risk": f"{p.risk:.1%}",
         **rates.cells(question.gpus, p.tokens_per_second),
-        "ramp-up": found.rampup.partition(" does")[0],  # or the first batch that does not divide
+        "ramp-up": line.rampup.partition(" does")[0],  # "batch 48 does not divide ...": "batch 48"
     }
 
 
 def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
-    """All of them, or an example of each kind, of too much memory the one that needs least."""
+    """Return the lines with the reasons of rejected layouts.
+
+    every: a line for each layout. Otherwise layouts whose reasons differ only in numbers share a
+    line; its example is the layout that needs the least memory.
+    """
     if every:
         lines = []
-        for one in rejected:
-            values = " ".join(f"{name}={value}" for name, value in one.layout.items())
-            lines.append(f"  {values}: {one.reason}")
+        for entry in rejected:
+            values = " ".join(f"{name}={value}" for name, value in entry.layout.items())
+            lines.append(f"  {values}: {entry.reason}")
         return lines
-    kinds: dict[str, list[str]] = {}
-    for one in rejected:
-        kinds.setdefault(re.sub(r"[\d.]+", "", one.reason), []).append(one.reason)
+    kinds: dict[str, list[str]] = {}  # by the reason without its numbers
+    for entry in rejected:
+        kinds.setdefault(re.sub(r"[\d.]+", "", entry.reason), []).append(entry.reason)
     lines = [f"  {len(reasons):4}  {min(reasons, key=_needed)}" for reasons in kinds.values()]
     return [*lines, "  (one example of each kind; --rejected shows all)"]
 
 
 def _needed(reason: str) -> list[float]:
-    """The gigabytes that a reason names."""
+    """Return the gigabytes after "needs" in a reason; an empty list sorts before any number."""
     return [float(number) for number in re.findall(r"needs ([\d.]+) GB", reason)]
 
 
 def notes(ranked: list[layouts.Ranked]) -> list[str]:
-    told = [f"note: {text}" for r in ranked for text in r.prediction.warnings]
-    return told + [NETWORK] * any(r.prediction.at_networks for r in ranked)
+    """Return lines with the warnings of predictions, and a note if the network was not measured."""
+    lines = [f"note: {text}" for line in ranked for text in line.prediction.warnings]
+    if any(line.prediction.at_networks for line in ranked):
+        lines.append(NETWORK)
+    return lines
 
 
 QUESTIONS: Questions = {
