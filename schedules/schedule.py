@@ -46,8 +46,8 @@ class Schedule(Pipeline):
     @cached_property
     def kinds(self) -> str:
         """The kinds of actions in this schedule, the same on every rank, in the order FBWESTG."""
-        found = {action.kind for action in self.ranks[0]}
-        return "".join(kind for kind in "FBW" + VOCABULARY if kind in found)
+        kinds = {action.kind for action in self.ranks[0]}
+        return "".join(kind for kind in "FBW" + VOCABULARY if kind in kinds)
 
     def has(self, kind: str) -> bool:
         """Whether every rank does actions of a kind."""
@@ -56,70 +56,77 @@ class Schedule(Pipeline):
     # ---- When messages are started ------------------------------------------------------------
 
     def may_be_ahead(self, action: Action) -> bool:
-        """Return whether an action's receive starts before its rank's preceding action runs.
+        """Return whether an action's receive may start before its rank's preceding action runs.
 
-        It does not if the message can only be sent after that preceding action: the message cannot
-        arrive earlier. On a GPU a receive runs until its message has arrived, and a kernel that
-        the preceding action loads for the first time waits until the GPU is idle: a deadlock.
+        The receive must start later if the message can only be sent after the preceding action. On
+        a GPU a receive runs until its message has arrived, and a kernel that the preceding action
+        loads for the first time waits until the GPU is idle: both would wait for each other.
         """
         return action not in self._starts(self.rank_of[action.stage]).needed
 
     def sent_before(self, action: Action) -> int:
-        """Return the index in its rank's actions before which an action's result is sent.
+        """Return the index in its rank's list of actions before which an action's result is sent.
 
-        It is the next index, or a later one if the receiver takes the message only after further
-        actions of this rank: at most the number of actions. On a GPU a send runs until the receive
-        has begun, and a kernel loaded in one of these actions waits until the GPU is idle.
+        It is the index of the next action, or a later index if the receiver takes the message only
+        after further actions of this rank. On a GPU a send runs until its receive has begun, and a
+        kernel that one of these actions loads waits until the GPU is idle. The index may be the
+        length of the list.
         """
         return self._starts(self.rank_of[action.stage]).sent_before[action]
 
     def _starts(self, rank: int) -> "_Starts":
+        """Return when a rank starts its messages; computed once for each rank."""
         if rank not in self._starts_of:
             self._starts_of[rank] = _message_starts(self, rank)
         return self._starts_of[rank]
 
     @cached_property
     def _starts_of(self) -> "dict[int, _Starts]":
-        """By rank, the result of `_message_starts`; filled when a rank is first asked for."""
+        """The results of `_message_starts` so far, by rank; `_starts` adds to them."""
         return {}
 
     @cached_property
     def gradients_taken(self) -> list[range]:
-        """For the T of each micro-batch, the micro-batches whose G every rank has done before the S
-        of the same micro-batch, but not before the S of the micro-batch before.
+        """For each micro-batch m, the micro-batches whose G all ranks end between the S of
+        micro-batch m - 1 and the S of m. The T of m then takes their gradients. S, T and G are the
+        passes of --vocab-pp (schedules/vocabulary.py).
         """
-        done = []  # per rank: the number of G before each S
+        ended_before = []  # for each rank: the number of its G before each S
         for row in self.ranks:
             counts = accumulate(action.kind == "G" for action in row)
-            done.append([count for count, action in zip(counts, row) if action.kind == "S"])
-        return [range(*pair) for pair in pairwise([0, *map(min, zip(*done))])]
+            ended_before.append([count for count, action in zip(counts, row) if action.kind == "S"])
+        ended_by_all = map(min, zip(*ended_before))
+        return [range(first, end) for first, end in pairwise([0, *ended_by_all])]
 
     # ---- What is held -------------------------------------------------------------------------
 
     @cached_property
     def numbered(self) -> Numbered:
         """The actions as integers, for fast loops over all actions."""
-        count = 1 + max(action.micro_batch for action in self.ranks[0])
-        first = {kind: place * count for place, kind in enumerate(self.kinds)}
+        micro_batches = 1 + max(action.micro_batch for action in self.ranks[0])
+        first = {kind: place * micro_batches for place, kind in enumerate(self.kinds)}
         ranks = []
         for row in self.ranks:
             ranks.append([(first[kind] + m) * self.stages + stage for kind, stage, m in row])
-        return Numbered(self.name, self.kinds, self.rank_of, count, ranks)
+        return Numbered(self.name, self.kinds, self.rank_of, micro_batches, ranks)
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
         """For each rank, the largest number of activations that it holds at once.
 
-        One activation is what one micro-batch leaves in one stage. It is held from the forward
-        pass to the last action that needs it: W if the backward pass is split, else B.
+        The activations of one micro-batch in one stage count as 1. They are held from the forward
+        pass to the last action that needs them: W if the backward pass is split, else B.
         """
         return tuple(map(int, self.most_held([1] * self.stages)))
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """Return the most each rank holds at once, if a micro-batch takes `sizes[s]` in stage s."""
+        """Return the largest size of activations that each rank holds at once.
+
+        sizes: for each stage, the size of one micro-batch's activations, in any unit.
+        """
         return self.numbered.most_held(sizes)
 
-    # ---- An order in which all of it can run --------------------------------------------------
+    # ---- An order in which all actions can run ------------------------------------------------
 
     @cached_property
     def order(self) -> list[tuple[int, Action]]:
@@ -135,8 +142,10 @@ class Schedule(Pipeline):
 
 
 class _Starts(NamedTuple):
-    """When a rank starts its messages. needed: actions whose receive is not started before the
-    preceding action; sent_before: see `Schedule.sent_before`.
+    """When a rank starts its messages.
+
+    needed: actions whose receive must not start before the rank's preceding action. sent_before:
+    for each action, the index in the rank's list before which its result is sent.
     """
 
     needed: set[Action]
@@ -149,12 +158,12 @@ def _message_starts(schedule: Schedule, rank: int) -> _Starts:
     sent_before = defaultdict[Action, int](int)
     # For each action of any rank: how many of `rank`'s actions must be done when the action ends.
     count_of = dict[Action, int]()
-    last_of = [0] * len(schedule.ranks)
+    last_of = [0] * len(schedule.ranks)  # for each rank, `count_of` its last action
     for doer, action in schedule.order:
         sender = schedule.sender_of(action)
         count = last_of[doer]
         if doer == rank:
-            # The message can be sent only after all earlier actions of this rank.
+            # If equal, the message can be sent only after all earlier actions of this rank.
             if sender and count_of[sender] == count:
                 needed.add(action)
             count += 1
@@ -178,8 +187,9 @@ def _message_starts(schedule: Schedule, rank: int) -> _Starts:
 def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
     """Raise ScheduleError unless every rank does every action once, in an order that can run.
 
-    Point-to-point messages carry no label: a rank must receive another rank's messages in the order
-    in which they are sent, activations and gradients each on a channel of their own.
+    backward: whether the schedule has backward passes; an evaluation has none. Messages between two
+    ranks carry no label: they must be received in the order in which they are sent. Activations and
+    gradients are sent on separate channels.
     """
     kinds = "F"
     if backward:
@@ -187,10 +197,10 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
     if schedule.vocabulary:
         kinds += VOCABULARY if backward else SUMMED
     for rank, row in enumerate(schedule.ranks):
-        wanted = set(product(kinds, schedule.stages_on(rank), range(micro_batches)))
-        if len(row) != len(wanted) or set(row) != wanted:
-            each = sorted(Action(*one) for one in wanted)
-            raise ScheduleError(f"rank {rank} does {_row(row)}, not each of {_row(each)} once")
+        required = set(product(kinds, schedule.stages_on(rank), range(micro_batches)))
+        if len(row) != len(required) or set(row) != required:
+            expected = sorted(Action(*fields) for fields in required)
+            raise ScheduleError(f"rank {rank} does {_row(row)}, not each of {_row(expected)} once")
         if schedule.vocabulary:
             _check_collectives(rank, row)
     _check_messages(schedule)
@@ -203,26 +213,28 @@ def _check_collectives(rank: int, row: Sequence[Action]) -> None:
     Then all ranks enter the collectives of the vocabulary passes in the same order.
     """
     for kind in dict.fromkeys(action.kind for action in row):
-        of_kind = [action for action in row if action.kind == kind]
-        if of_kind != sorted(of_kind):
+        passes = [action for action in row if action.kind == kind]
+        if passes != sorted(passes):
             raise ScheduleError(
-                f"rank {rank} does {_row(of_kind)}, not in the order of micro-batches"
+                f"rank {rank} does {_row(passes)}, not in the order of micro-batches"
             )
 
 
 def _check_messages(schedule: Schedule) -> None:
     """Raise ScheduleError if a rank receives messages in another order than they are sent in."""
+    # The actions whose results are sent, by channel: (kind, sending rank, receiving rank).
     sent = defaultdict(list)
     received = defaultdict(list)
     for rank, row in enumerate(schedule.ranks):
         for action in row:
             kind = action.kind
-            taken = schedule.input_of(action)
-            if taken is not None:
-                received[kind, schedule.rank_of[taken.stage], rank].append(taken)
-            after = action.stage + STEPS.get(kind, 0)
-            if after != action.stage and 0 <= after < schedule.stages:
-                sent[kind, rank, schedule.rank_of[after]].append(action)
+            source_action = schedule.input_of(action)
+            if source_action is not None:
+                source = schedule.rank_of[source_action.stage]
+                received[kind, source, rank].append(source_action)
+            next_stage = action.stage + STEPS.get(kind, 0)
+            if next_stage != action.stage and 0 <= next_stage < schedule.stages:
+                sent[kind, rank, schedule.rank_of[next_stage]].append(action)
     for channel, sending in sent.items():
         kind, source, to = channel
         if source != to and received[channel] != sending:
@@ -233,23 +245,28 @@ def _check_messages(schedule: Schedule) -> None:
 
 
 def _steps(schedule: Schedule) -> list[Step]:
-    """Return `Schedule.steps`: each rank in turn runs until its next action needs one not run."""
+    """Return `Schedule.steps`; raise ScheduleError if the schedule deadlocks.
+
+    Each rank in turn runs its actions until an action needs another action that has not run.
+    """
     ranks = schedule.ranks
     kinds = "FBW" + VOCABULARY
-    place: Places = {each: {} for each in product(kinds, range(schedule.stages))}
-    inputs = {each: _inputs(schedule, *each, place) for each in place}
+    place: Places = {
+        kind_and_stage: {} for kind_and_stage in product(kinds, range(schedule.stages))
+    }
+    inputs = {(kind, stage): _inputs(schedule, kind, stage, place) for kind, stage in place}
     steps: list[Step] = []
-    next_of = [0] * len(ranks)
+    next_of = [0] * len(ranks)  # for each rank, the index of its next action
     count = sum(map(len, ranks))
     while len(steps) < count:
         before = len(steps)
         for rank, row in enumerate(ranks):
             for action in islice(row, next_of[rank], None):
                 kind, stage, micro_batch = action
-                own, sent = inputs[kind, stage]
-                before_it = [done.get(micro_batch, -1) for done in own]
-                sources = [done.get(micro_batch, -1) for done in sent]
-                if -1 in sources or -1 in before_it:
+                local_places, remote_places = inputs[kind, stage]
+                local = [places.get(micro_batch, -1) for places in local_places]
+                sources = [places.get(micro_batch, -1) for places in remote_places]
+                if -1 in sources or -1 in local:
                     break
                 place[kind, stage][micro_batch] = len(steps)
                 steps.append((rank, action, sources))
@@ -262,32 +279,37 @@ def _steps(schedule: Schedule) -> list[Step]:
 def _inputs(
     schedule: Schedule, kind: str, stage: int, place: Places
 ) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-    """Return the dictionaries of `place` (index by micro-batch) for the passes that a pass needs:
-    the passes of the same rank, then the passes of other ranks.
+    """Return two lists of the dictionaries in `place` for the passes that a pass needs: passes of
+    the same rank, and passes of other ranks. A dictionary has an index for each micro-batch.
     """
-    own: list[dict[int, int]] = []
-    sent: list[dict[int, int]] = []
+    local: list[dict[int, int]] = []
+    remote: list[dict[int, int]] = []
     if kind in OWN_INPUT:
-        own.append(place[OWN_INPUT[kind], stage])
+        local.append(place[OWN_INPUT[kind], stage])
     neighbour = schedule.input_of(Action(kind, stage, 0))
     if neighbour is not None:
-        is_near = schedule.rank_of[neighbour.stage] == schedule.rank_of[stage]
-        (own if is_near else sent).append(place[kind, neighbour.stage])
-    for part in schedule.joined.get((kind, stage), ()):
-        (own if part[1] == stage else sent).append(place[part])
-    return own, sent
+        is_local = schedule.rank_of[neighbour.stage] == schedule.rank_of[stage]
+        group = local if is_local else remote
+        group.append(place[kind, neighbour.stage])
+    for needed_kind, needed_stage in schedule.joined.get((kind, stage), ()):
+        group = local if needed_stage == stage else remote
+        group.append(place[needed_kind, needed_stage])
+    return local, remote
 
 
 def _deadlock(schedule: Schedule, next_of: Sequence[int]) -> str:
-    """Return the error message: where ranks are stuck, then every rank's actions, done | to do."""
+    """Return the error message of a deadlock: where ranks are stuck, and a line for each rank with
+    its actions, done | to do. next_of: for each rank, the index of its next action.
+    """
     stuck = []
-    rows = []
-    for rank, (row, at) in enumerate(zip(schedule.ranks, next_of, strict=True)):
-        if at < len(row):
-            stuck.append(f"rank {rank} waits at {row[at]} of stage {row[at].stage}")
-        rows.append(f"rank {rank}  {_row(row[:at])} | {_row(row[at:])}")
-    return "\n".join([f"the schedule deadlocks: {', '.join(stuck)}", *rows])
+    lines = []
+    for rank, (row, done) in enumerate(zip(schedule.ranks, next_of, strict=True)):
+        if done < len(row):
+            stuck.append(f"rank {rank} waits at {row[done]} of stage {row[done].stage}")
+        lines.append(f"rank {rank}  {_row(row[:done])} | {_row(row[done:])}")
+    return "\n".join([f"the schedule deadlocks: {', '.join(stuck)}", *lines])
 
 
 def _row(actions: Iterable[Action]) -> str:
+    """Return actions as text for error messages: `F0 F1 B0`."""
     return " ".join(map(str, actions)) or "nothing"
