@@ -1,9 +1,11 @@
-"""Actions of a pipeline: what each needs, and all of a schedule as numbers.
+"""Defines the actions of a pipeline, which actions an action needs, and actions as numbers.
 
     Action("F", stage, micro_batch)     one pass of one micro-batch through one stage
     orders.numbered("1f1b", 4, 8)       a schedule for fast loops over its actions
 
-A schedule that is only simulated is never a list of `Action`: its actions are integers.
+The kinds of actions are F (forward), B (backward), W (gradients of weights, if they are not a part
+of B) and, with --vocab-pp, E, S, T and G (schedules/vocabulary.py). A schedule that is only
+simulated is never a list of `Action`: its actions are integers.
 """
 
 from collections.abc import Sequence
@@ -14,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-# By kind: the offset to the stage that takes the result; other kinds send to no single stage.
+# By kind, the offset from a stage to the stage that receives its result. The other kinds of actions
+# do not send their results to a single stage.
 STEPS = {"F": 1, "B": -1}
-OWN_INPUT = {"B": "F", "W": "B"}  # by kind, the earlier pass of the same stage that it needs
+OWN_INPUT = {"B": "F", "W": "B"}  # by kind, the kind of the same stage's pass that must come before
 # The passes that every rank does for its shard of the vocabulary (schedules/vocabulary.py).
 VOCABULARY = "ESTG"
 SUMMED = "EST"  # vocabulary passes whose results are combined over all ranks
@@ -38,11 +41,14 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-NOTHING = -1  # stands in `Numbered.awaited` for "this action needs no message"
+NOTHING = -1  # the entry in `Numbered.awaited` of an action that needs no message
 
 
 class Pipeline:
-    """The stages of a pipeline. `rank_of[s]` is the rank that holds stage s."""
+    """The stages of a pipeline, and what each action waits for.
+
+    `rank_of[s]` is the rank that holds stage s.
+    """
 
     rank_of: tuple[int, ...]
 
@@ -72,11 +78,15 @@ class Pipeline:
     # ---- What an action waits for -------------------------------------------------------------
 
     def input_of(self, action: Action) -> Action | None:
-        """Return the neighbouring stage's action that an action needs; None at a pipeline end."""
+        """Return the action of a neighbouring stage whose result an F or a B needs.
+
+        It is None for F on the first stage, B on the last stage, and all other kinds.
+        """
         kind, stage, micro_batch = action
         step = STEPS.get(kind, 0)
-        if step and 0 <= stage - step < self.stages:
-            return Action(kind, stage - step, micro_batch)
+        sending_stage = stage - step
+        if step and 0 <= sending_stage < self.stages:
+            return Action(kind, sending_stage, micro_batch)
         return None
 
     def of_all_ranks(self, action: Action) -> list[Action]:
@@ -93,15 +103,15 @@ class Pipeline:
         """
         if not self.vocabulary:
             return {}
-        every = range(self.stages)
+        all_stages = range(self.stages)
         last = self.stages - 1
-        of_kind = {kind: [(kind, stage) for stage in every] for kind in SUMMED}
-        found = {("F", 0): of_kind["E"], ("B", last): of_kind["T"]}
-        for stage in every:
-            found["S", stage] = [("F", last)]
-            found["T", stage] = of_kind["S"]
-            found["G", stage] = [("B", 0)]
-        return found
+        passes = {kind: [(kind, stage) for stage in all_stages] for kind in SUMMED}
+        needed = {("F", 0): passes["E"], ("B", last): passes["T"]}
+        for stage in all_stages:
+            needed["S", stage] = [("F", last)]
+            needed["T", stage] = passes["S"]
+            needed["G", stage] = [("B", 0)]
+        return needed
 
     def sender_of(self, action: Action) -> Action | None:
         """Return the single action of another rank whose result an action receives, or None."""
@@ -115,8 +125,10 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Numbered(Pipeline):
-    """The actions of a schedule as numbers: sorted by kind as in `kinds`, in the order FBWESTG,
-    then by micro-batch, then by stage. ranks: for each rank, the numbers of its actions in order.
+    """A schedule whose actions are numbers.
+
+    All actions are numbered by kind (in the order of `kinds`, a part of FBWESTG), then by
+    micro-batch, then by stage. ranks: for each rank, the numbers of its actions in order.
     """
 
     name: str
@@ -131,70 +143,83 @@ class Numbered(Pipeline):
 
     @property
     def of_kind(self) -> int:
-        """How many numbers the actions of one kind have."""
+        """The number of actions of one kind: micro-batches x stages."""
         return self.micro_batches * self.stages
 
     def action(self, number: int) -> Action:
-        """Return the action of a number."""
-        kind, rest = divmod(number, self.of_kind)
-        micro_batch, stage = divmod(rest, self.stages)
+        """Return the action that a number stands for."""
+        kind, number_in_kind = divmod(number, self.of_kind)
+        micro_batch, stage = divmod(number_in_kind, self.stages)
         return Action(self.kinds[kind], stage, micro_batch)
 
     @cached_property
     def awaited(self) -> list[int]:
-        """For each action, the number of the action whose message it needs; NOTHING if it needs
-        none; if it needs a pass of all other ranks, the number of that pass on stage 0 plus the
-        count of all numbers.
+        """For each action's number, the number of the action whose message it needs.
+
+        It is NOTHING if the action needs no message. If it needs a pass of all other ranks, it is
+        the number of this pass on stage 0, plus the count of all actions to mark this case.
         """
         first = {kind: place * self.of_kind for place, kind in enumerate(self.kinds)}
+        all_actions = len(self.kinds) * self.of_kind
         awaited: list[int] = []
         for kind in self.kinds:
             sources = []  # for each stage, the awaited number of micro-batch 0
             for stage in range(self.stages):
                 action = Action(kind, stage, 0)
-                every, sender = self.of_all_ranks(action), self.sender_of(action)
-                if len(every) > 1:
-                    sources.append(len(first) * self.of_kind + first[every[0].kind])
+                joined_passes = self.of_all_ranks(action)
+                sender = self.sender_of(action)
+                if len(joined_passes) > 1:
+                    sources.append(all_actions + first[joined_passes[0].kind])
                 elif sender is None:
                     sources.append(NOTHING)
                 else:
                     sources.append(first[sender.kind] + sender.stage)
-            each = np.array(sources) + self.stages * np.arange(self.micro_batches)[:, None]
-            each[:, np.equal(sources, NOTHING)] = NOTHING
-            awaited += each.ravel().tolist()
+            offsets = self.stages * np.arange(self.micro_batches)[:, None]
+            numbers = np.array(sources) + offsets  # (micro-batches, stages)
+            numbers[:, np.equal(sources, NOTHING)] = NOTHING
+            awaited += numbers.ravel().tolist()
         return awaited
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """Return the most each rank holds at once, if a micro-batch takes `sizes[s]` in stage s."""
+        """Return the largest size of activations that each rank holds at once.
+
+        sizes: for each stage, the size of one micro-batch's activations, in any unit.
+        """
         most = []
         for rank, moments in enumerate(self._held):
-            of_rank = [sizes[stage] for stage in self.stages_on(rank)]
-            most.append(max(sum(map(mul, counts, of_rank)) for counts in moments))
+            rank_sizes = [sizes[stage] for stage in self.stages_on(rank)]
+            most.append(max(sum(map(mul, counts, rank_sizes)) for counts in moments))
         return tuple(most)
 
     @cached_property
     def _held(self) -> list[list[list[int]]]:
-        """For each rank, the numbers of activations that it holds of each of its stages, at every
-        moment that can be the maximum: just before an activation is released. A moment is left out
-        if the rank holds at least as many activations of every stage at another moment.
+        """For each rank, its counts of held activations at the moments when it may hold the most.
+
+        The counts of a moment are a list with a number for each stage of the rank. The moments are
+        those just before activations are released. A moment is left out if at another moment the
+        rank holds at least as many activations of every stage.
         """
-        kept_until = self.kinds.find("W" if self.split else "B")
+        releasing_kind = "W" if self.split else "B"
         held = []
         for rank, numbers in enumerate(self.ranks):
-            kinds, rest = np.divmod(numbers, self.of_kind)
-            releases = kinds == kept_until
-            counted = (kinds == 0) | releases  # a forward pass, or the end of what it left
+            kinds, numbers_in_kind = np.divmod(numbers, self.of_kind)
+            releases = kinds == self.kinds.find(releasing_kind)
+            is_forward = kinds == 0
+            counted = is_forward | releases
             grows = ~releases[counted]
             changes = np.where(grows, 1, -1)[:, None]
-            own_stage = (rest % self.stages)[counted, None] == self.stages_on(rank)
-            counts = np.cumsum(changes * own_stage, axis=0)
+            stages = (numbers_in_kind % self.stages)[counted, None]
+            counts = np.cumsum(changes * (stages == self.stages_on(rank)), axis=0)
             shrinks_next = np.append(~grows[1:], True)
             held.append(_largest(counts[grows & shrinks_next]))
         return held
 
 
 def _largest(moments: np.ndarray) -> list[list[int]]:
-    """Return the rows without those that another row equals or exceeds in every number."""
+    """Return the rows of `moments`, (moments, stages), that no other row equals or exceeds in every
+    number.
+    """
     rows = np.array(sorted(set(map(tuple, moments.tolist()))))
-    exceeds = (rows[None, :] >= rows[:, None]).all(axis=2)  # of each row, which others do
-    return rows[exceeds.sum(axis=1) == 1].tolist()  # each one equals itself
+    is_exceeded_by = (rows[None, :] >= rows[:, None]).all(axis=2)  # (rows, rows)
+    is_largest = is_exceeded_by.sum(axis=1) == 1  # each row equals itself
+    return rows[is_largest].tolist()
