@@ -36,8 +36,8 @@ from schedules.partition import (
 from schedules.schedule import ScheduleError
 from schedules.simulation import Seconds
 
-# The FLOPs that take as long as sending one byte between stages: about an A100's 312 TFLOP/s over a
-# link of 25 GB/s, and a CPU core's 80 GFLOP/s over 2 GB/s through gloo.
+# The number of FLOPs that take as long as sending one byte between stages: an A100's 312 TFLOP/s
+# divided by a link's 25 GB/s, and a CPU core's 80 GFLOP/s divided by gloo's 2 GB/s.
 FLOPS_PER_SENT_BYTE = {"cuda": 12500.0, "cpu": 40.0}
 NOTHING = PassCosts(0.0, 0.0, 0.0)
 
@@ -71,8 +71,9 @@ class Task:
         for stage, count in enumerate(blocks):
             first = embedding if stage == 0 else NOTHING
             last = head if stage == len(blocks) - 1 else NOTHING
-            columns = zip(first, block, last, strict=True)
-            stages.append(PassCosts(*(a + count * b + c for a, b, c in columns)))
+            fields = zip(first, block, last, strict=True)
+            sums = [at_first + count * of_block + at_last for at_first, of_block, at_last in fields]
+            stages.append(PassCosts(*sums))
         return StageCosts(tuple(stages), self.limit, self.transfer)
 
     def balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
@@ -82,22 +83,28 @@ class Task:
 
 @lru_cache(maxsize=256)
 def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
-    """Return the task of a layout with `--schedule auto`, for one micro-batch."""
+    """Return the input of the search for a layout with `--schedule auto`, for one micro-batch.
+
+    device: "cuda" or "cpu". The limit of a rank is what the fullest rank of 1F1B holds.
+    """
     parts = parts_of(model, layout, device)
-    plain = replace(layout, schedule="1f1b", vocab_pp=False)
-    given = tuple(blocks_per_stage(model, plain, part_costs(model, device)))
-    fixed = None if layout.partition == "balanced" else given
-    sent = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
-    task = Task(parts, model.layers, layout.pp, 1, 0.0, sent, fixed, model.tied)
-    most = 0.0
-    for blocks in (given, given if fixed else task.balanced(range(layout.pp))):
+    with_1f1b = replace(layout, schedule="1f1b", vocab_pp=False)
+    blocks_of_1f1b = tuple(blocks_per_stage(model, with_1f1b, part_costs(model, device)))
+    fixed = None if layout.partition == "balanced" else blocks_of_1f1b
+    transfer = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
+    task = Task(parts, model.layers, layout.pp, 1, 0.0, transfer, fixed, model.tied)
+    partitions = [blocks_of_1f1b]
+    if not fixed:
+        partitions.append(task.balanced(range(layout.pp)))
+    limit = 0.0
+    for blocks in partitions:
         for stage, costs in enumerate(task.costs("1f1b", blocks).stages):
-            most = max(most, (layout.pp - stage) * costs.held)
-    return replace(task, limit=most)
+            limit = max(limit, (layout.pp - stage) * costs.held)
+    return replace(task, limit=limit)
 
 
 def sent_bytes(model: ModelShape) -> float:
-    """Return the bytes of one token in a message between stages: h values of 4 bytes."""
+    """Return the bytes of one token in a message between stages: h numbers of 4 bytes."""
     return 4.0 * model.hidden
 
 
@@ -106,13 +113,15 @@ def parts_of(
     layout: Layout,
     device: str,
 ) -> tuple[PassCosts, PassCosts, PassCosts]:
-    """Return the costs of embedding, block and head on one tensor rank, for one token; seconds are
-    FLOPs. A block's backward pass includes recomputation only if all blocks are recomputed.
+    """Return the costs of embedding, block and head on one tensor rank, for one token.
+
+    Seconds are in FLOPs. A block's backward pass includes recomputation only if all blocks are
+    recomputed.
     """
     t = layout.tp
     h = model.hidden
-    counted = [PassCosts(*(each / t for each in part)) for part in pass_costs(model, device)]
-    embedding, block, head = counted
+    parts = pass_costs(model, device)
+    embedding, block, head = (PassCosts(*(cost / t for cost in part)) for part in parts)
     if layout.recompute_layers is None and layout.recompute_blocks is None:
         again = {
             "none": 0.0,
@@ -121,20 +130,23 @@ def parts_of(
         }
         block = block._replace(inputs=block.inputs + again[layout.recompute])
     widths = mean_of_blocks(model, _kept_widths)
-    kept = 2.0 * (8 * h / (t if layout.sequence_parallel else 1) + 2 * widths / t)
-    held = sent_bytes(model) if layout.recompute == "full" else kept
+    norm_shards = t if layout.sequence_parallel else 1
+    held = 2.0 * (8 * h / norm_shards + 2 * widths / t)
+    if layout.recompute == "full":
+        held = sent_bytes(model)
     logits = 4.0 * model.vocab_size / t
-    if given := explicit_costs(layout):  # scaled such that a block costs its counted FLOPs
-        unit = block.seconds / sum(given[:3])
-        scaled = [unit * each for each in given]
+    if measured := explicit_costs(layout):  # F, B and W of a block, then of the head
+        # They are scaled so that a block costs its counted FLOPs: the embedding's costs are FLOPs.
+        unit = block.seconds / sum(measured[:3])
+        scaled = [unit * cost for cost in measured]
         block = PassCosts(*scaled[:3])
         head = PassCosts(*scaled[3:])
     return embedding, block._replace(held=held), head._replace(held=logits)
 
 
 def _kept_widths(model: ModelShape) -> int:
-    """Columns of what a block keeps for its backward pass beside its norms, of a model whose blocks
-    are alike.
+    """Return the width of the activations that a block keeps for its backward pass beside those of
+    its norms. The model's blocks must be alike.
     """
     return model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
 
@@ -147,14 +159,17 @@ def list_rows(
     sizes: Sequence[float] | None = None,
     transfer: float = 0.0,
 ) -> list[list[int]]:
-    """Return every rank's actions in order: F, B (gradients of inputs) and W (of weights), as
-    numbers of a `Numbered` of kinds FBW.
+    """Return every rank's actions in order, as numbers of a `Numbered` with kinds FBW.
 
-    rank_of: the rank of each stage, such that no two stages send the same way between two ranks.
-    seconds: of an action, by (kind, stage). sizes: what a micro-batch's activations take in each
-    stage (default 1). limit: the most that a rank may hold, in the unit of `sizes`. transfer:
-    seconds of a message between ranks. Raise ScheduleError if a rank may not hold one micro-batch
-    in all of its stages.
+    The kinds are F (forward), B (gradients of inputs) and W (gradients of weights).
+
+    rank_of: the rank of each stage; no two stages send in the same direction between two ranks.
+    seconds: the seconds of an action, by (kind, stage).
+    limit: the most that a rank may hold, in the unit of `sizes`.
+    sizes: for each stage, the size of one micro-batch's activations; None: 1 for all stages.
+    transfer: the seconds of a message between ranks.
+
+    Raise ScheduleError if a rank may not hold one micro-batch in all of its stages.
     """
     sizes = [1.0] * len(rank_of) if sizes is None else sizes
     for rank in range(max(rank_of) + 1):
@@ -169,10 +184,11 @@ def list_rows(
 class _Greedy:
     """The state of the simulation.
 
-    own: each rank's stages, the last one first. arrived: by kind and stage, the times at which the
-    inputs of its next passes arrive. room: for each stage, the most that its rank may hold when a
-    forward pass of the stage starts. held, clock: what each rank holds, and when it is free. done:
-    by kind, how many passes each stage has done.
+    own: for each rank, its stages, the last stage first. arrived: by kind and stage, the times at
+    which the inputs of the stage's next passes arrive. room: for each stage, the most that its rank
+    may hold when a forward pass of the stage starts. held: for each rank, the size of the
+    activations that it holds. clock: for each rank, the time at which it is free. done: by kind,
+    the number of passes that each stage has done.
     """
 
     def __init__(
@@ -204,7 +220,9 @@ class _Greedy:
         self.rows: list[list[int]] = [[] for _ in ranks]
 
     def run(self) -> None:
-        """Run all actions in the order of time; an event is (time, rank that may start one)."""
+        """Run all actions in the order of time. An event is a time and a rank that may then start
+        an action.
+        """
         events = [(0.0, rank) for rank in range(len(self.rows))]
         while events:
             now, rank = heapq.heappop(events)
@@ -218,8 +236,10 @@ class _Greedy:
                 heapq.heappush(events, (start, rank))
 
     def _choose(self, rank: int, now: float) -> tuple[str, int, float]:
-        """Return the kind and stage of the action that a rank starts now, and the time now; if
-        there is none, "", 0 and the time at which its next input arrives.
+        """Return (kind, stage, start) of the action that a rank starts now.
+
+        If no action can start, the kind is "" and `start` is the time at which the rank's next
+        input arrives, or infinity.
         """
         soonest = inf
         for kind in "BF":
@@ -230,14 +250,14 @@ class _Greedy:
                     if queue[0] <= now:
                         return kind, stage, now
                     soonest = min(soonest, queue[0])
-        left = [s for s in self.own[rank] if self.done["W"][s] < self.done["B"][s]]
-        if not left:
+        with_weights_to_do = [s for s in self.own[rank] if self.done["W"][s] < self.done["B"][s]]
+        if not with_weights_to_do:
             return "", 0, soonest
-        stage = min(left, key=self.done["W"].__getitem__)
+        stage = min(with_weights_to_do, key=self.done["W"].__getitem__)
         return "W", stage, now
 
     def _do(self, kind: str, stage: int, now: float) -> list[tuple[float, int]]:
-        """Run an action; return the events (time, rank) at which ranks may start another one."""
+        """Run an action; return the events (time, rank) at which ranks may start another action."""
         rank = self.rank_of[stage]
         end = now + self.seconds[kind, stage]
         number = (self.first[kind] + self.done[kind][stage]) * len(self.rank_of) + stage
@@ -251,15 +271,15 @@ class _Greedy:
         if kind == "F":
             self.held[rank] += self.sizes[stage]
         self.arrived[kind][stage].popleft()
-        turns = kind == "F" and stage == len(self.rank_of) - 1
-        if turns:
+        is_last_forward = kind == "F" and stage == len(self.rank_of) - 1
+        if is_last_forward:
             self.arrived["B"][stage].append(end)
             return events
-        after = stage + 1 if kind == "F" else stage - 1
-        if after < 0:
+        next_stage = stage + 1 if kind == "F" else stage - 1
+        if next_stage < 0:
             return events
-        to = self.rank_of[after]
-        arrival = end + self.transfer if to != rank else end
-        self.arrived[kind][after].append(arrival)
-        events.append((max(arrival, self.clock[to]), to))
+        receiver = self.rank_of[next_stage]
+        arrival = end + self.transfer if receiver != rank else end
+        self.arrived[kind][next_stage].append(arrival)
+        events.append((max(arrival, self.clock[receiver]), receiver))
         return events
