@@ -29,8 +29,10 @@ FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
 
 
 class PassCosts(NamedTuple):
-    """Costs of a part or a stage: seconds of F, B (gradients of inputs) and W (of weights), and the
-    bytes of activations held for the backward pass. From `pass_costs`, seconds are FLOPs per token.
+    """Costs of a part or a stage for one micro-batch; `pass_costs` gives FLOPs for one token.
+
+    forward, inputs, weights: the seconds of F (forward), B (gradients of inputs) and W (gradients
+    of weights). held: the bytes of activations that are held for the backward pass.
     """
 
     forward: float
@@ -45,8 +47,10 @@ class PassCosts(NamedTuple):
 
 
 class StageCosts(NamedTuple):
-    """The costs of every stage, the bytes of activations that a rank may hold (limit), and the
-    seconds of a message between ranks (transfer).
+    """The costs of every stage.
+
+    limit: the bytes of activations that a rank may hold. transfer: the seconds of a message between
+    ranks.
     """
 
     stages: tuple[PassCosts, ...]
@@ -56,7 +60,7 @@ class StageCosts(NamedTuple):
     def seconds(self, split: bool) -> dict[tuple[str, int], float]:
         """Return the seconds of an action by (kind, stage), for simulation.py.
 
-        split: whether W is an action of its own; else B includes its seconds.
+        split: whether W is an action of its own; otherwise B includes the seconds of W.
         """
         seconds = {}
         for stage, costs in enumerate(self.stages):
@@ -70,7 +74,7 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Time of one token's forward and backward pass through each part, in FLOPs."""
+    """The time of one token's forward and backward pass through each part, in FLOPs."""
 
     embedding: float
     block: float
@@ -81,22 +85,28 @@ class PartCosts:
 def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, PassCosts]:
     """Return the costs of embedding, block and head for one token, without tp or recomputation.
 
-    GEMMs count by their FLOPs, other operations by the numbers of 4 bytes that they move per token:
-    the embedding 6 h (it reads and writes a row forward and adds a row backward), half of them
-    forward; the loss 4 V (it reads the logits to find the maximum, to sum and to differentiate, and
-    writes their gradient), half of them forward; a block's norms, activation and residuals about
-    40 h, a third of them forward. Attention scores have no weights, so W has no FLOPs of theirs.
+    The cost of a GEMM is its FLOPs. The cost of another operation is the numbers of 4 bytes that it
+    moves for each token, as FLOPs:
+
+    - the embedding moves 6 h numbers, half of them in the forward pass: it reads and writes a row
+      forward and adds a row backward;
+    - the loss moves 4 V numbers, half of them in the forward pass: it reads the logits for their
+      maximum, their sum and their gradient, and writes the gradient;
+    - norms, activation and residuals of a block move about 40 h numbers, a third of them forward.
+
+    Attention scores have no weights, so their FLOPs are in F and B, but not in W.
     """
     byte = FLOPS_PER_BYTE[device]
-    looked_up = 4.0 * 3 * model.hidden * byte
-    embedding = PassCosts(looked_up, looked_up, 0.0)
+    embedding_pass = 4.0 * 3 * model.hidden * byte
+    embedding = PassCosts(embedding_pass, embedding_pass, 0.0)
     flops = model_stats.block_flops(model)
     scores = attention_scores(model)
     moved = 4.0 * 40 * model.hidden * byte
     block = PassCosts(flops + moved / 3, flops + scores + 2 * moved / 3, flops - scores)
     logits = model_stats.head_flops(model)
-    halves = logits + 4.0 * 2 * model.vocab_size * byte
-    return embedding, block, PassCosts(halves, halves, logits)
+    head_pass = logits + 4.0 * 2 * model.vocab_size * byte
+    head = PassCosts(head_pass, head_pass, logits)
+    return embedding, block, head
 
 
 def attention_scores(model: ModelShape) -> float:
@@ -119,7 +129,7 @@ class StageSpec:
     embedding: bool
     head: bool
     parameters: int
-    share: float  # of the whole model's time, 0 to 1
+    share: float  # the stage's part of the whole model's time, 0 to 1
     rank: int = 0  # the pipeline rank that holds the stage
     tied: bool = False  # another rank holds a copy of this stage's vocabulary matrix
     vocabulary: int = 0  # with --vocab-pp: rows of a vocabulary matrix on the stage's rank
@@ -140,17 +150,19 @@ def stage_specs(
     A tied head on another rank than the embedding holds a copy of the embedding's matrix, which is
     counted in both stages. Raise UserError for an impossible --partition.
     """
-    same = ("tp", "pp", "schedule", "virtual_stages", "partition", "vocab_pp", "pad_vocab_multiple")
-    about = Layout(**{name: getattr(layout, name) for name in same})
-    return list(_stage_specs(model, about, costs or part_costs(model)))
+    # Layouts that differ only in other fields have the same stages and share the cached result.
+    used = ("tp", "pp", "schedule", "virtual_stages", "partition", "vocab_pp", "pad_vocab_multiple")
+    layout_of_stages = Layout(**{name: getattr(layout, name) for name in used})
+    return list(_stage_specs(model, layout_of_stages, costs or part_costs(model)))
 
 
-# Cached: for layouts that differ only in the micro-batch size, for example, stages are the same.
 @lru_cache(maxsize=4096)
 def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[StageSpec]:
+    """Return the result of `stage_specs`; the layout has only the fields that it depends on."""
     matrix = model.vocab_size * model.hidden
     rank_of = placement(layout)
-    copied = model.tied and rank_of[0] != rank_of[-1] and not layout.vocab_pp
+    ends_on_other_rank = rank_of[0] != rank_of[-1]
+    copied = model.tied and ends_on_other_rank and not layout.vocab_pp
     whole = costs.embedding + model.layers * costs.block + costs.head
     first = 0
     specs: list[StageSpec] = []
@@ -184,13 +196,14 @@ def _with_vocabulary(
     costs: PartCosts,
 ) -> StageSpec:
     """Return a stage that has its rank's shard of the vocabulary instead of whole matrices."""
-    each = model.padded_vocab(layout) // layout.pp
-    rows = min(each, max(0, model.vocab_size - spec.rank * each))
-    matrices_here = spec.embedding + (spec.head and not model.tied)
-    moved = (1 if model.tied else 2) * rows - model.vocab_size * matrices_here
+    padded_rows = model.padded_vocab(layout) // layout.pp
+    rows = min(padded_rows, max(0, model.vocab_size - spec.rank * padded_rows))
+    matrices = 1 if model.tied else 2
+    whole_matrices = spec.embedding + (spec.head and not model.tied)
+    added_rows = matrices * rows - whole_matrices * model.vocab_size
     whole = costs.embedding + model.layers * costs.block + costs.head
     seconds = spec.blocks * costs.block + (costs.embedding + costs.head) / layout.pp
-    parameters = spec.parameters + moved * model.hidden
+    parameters = spec.parameters + added_rows * model.hidden
     return replace(spec, parameters=parameters, share=seconds / whole, vocabulary=rows)
 
 
@@ -199,7 +212,7 @@ def blocks_per_stage(
     layout: Layout,
     costs: PartCosts | None = None,
 ) -> list[int]:
-    """Return the number of blocks of each stage, as --partition says.
+    """Return the number of blocks of each stage with the layout's --partition.
 
     Raise UserError if a list that --partition gives does not fit the layout.
     """
@@ -210,9 +223,11 @@ def blocks_per_stage(
         return [model.layers]
     if layout.partition == "layers":
         return _share_out(model.layers, layout.stages)
-    if layout.partition == "blocks":  # tr11's rule: embedding and head weigh one block each
-        units = _share_out(model.layers + 2, layout.stages)
-        return [units[0] - 1, *units[1:-1], units[-1] - 1]
+    if layout.partition == "blocks":  # embedding and head count as a block each, as in BLOOM's runs
+        counts = _share_out(model.layers + 2, layout.stages)
+        counts[0] -= 1
+        counts[-1] -= 1
+        return counts
     costs = costs or part_costs(model)
     if layout.vocab_pp:  # every rank has an equal part of embedding and head
         costs = replace(costs, embedding=0.0, head=0.0)
@@ -237,42 +252,44 @@ def placement(layout: Layout) -> tuple[int, ...]:
 # Cached: for layouts that differ only in the micro-batch size, the partition is the same.
 @lru_cache(maxsize=4096)
 def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[int, ...]:
-    """Return the blocks of each stage such that the slowest rank is as fast as possible.
+    """Return the number of blocks of each stage such that the slowest rank is as fast as possible.
 
-    Blocks are alike, so this is reached if each block in turn goes to the rank with the least time,
-    and there to the stage with the least time. With one stage on each rank, the first and the last
-    rank take only the blocks that the other ranks cannot take without becoming the slowest, since
-    embedding and head take memory too. The other ranks share their blocks equally; the remainder
-    goes to later ranks, which hold fewer activations in 1F1B.
+    rank_of: the rank of each stage. All blocks take the same time, so each block in turn goes to
+    the rank with the least time, and there to the stage with the least time. With one stage on each
+    rank, the first and the last rank take only the blocks that would make another rank the slowest,
+    because embedding and head take memory too. The other ranks share their blocks equally; the
+    remainder goes to later ranks, which hold fewer activations in 1F1B.
     """
     ranks = range(max(rank_of) + 1)
-    of_stage = [0.0] * len(rank_of)
-    of_stage[0] += costs.embedding
-    of_stage[-1] += costs.head
-    of_rank = [0.0 for _ in ranks]
-    for rank, seconds in zip(rank_of, of_stage, strict=True):
-        of_rank[rank] += seconds
-    several = len(rank_of) > len(ranks)
-    ends = [rank for rank in ranks if several or rank in (0, ranks[-1])]
-    others = len(ranks) - len(ends)
-    equal = _to_the_least(of_rank, layers, costs.block)
-    slowest = max(load + n * costs.block for load, n in zip(of_rank, equal, strict=True))
-    most = int(slowest / costs.block + 1e-9)
-    of_ends = max(0, layers - others * most)
-    counts = _to_the_least([of_rank[rank] for rank in ends], of_ends, costs.block)
-    middle = _spread(layers - of_ends, others)
+    stage_loads = [0.0] * len(rank_of)  # the time of embedding and head
+    stage_loads[0] += costs.embedding
+    stage_loads[-1] += costs.head
+    rank_loads = [0.0 for _ in ranks]
+    for rank, seconds in zip(rank_of, stage_loads, strict=True):
+        rank_loads[rank] += seconds
+    several_stages = len(rank_of) > len(ranks)
+    ends = [rank for rank in ranks if several_stages or rank in (0, ranks[-1])]
+    middle_ranks = len(ranks) - len(ends)
+    fastest = _to_the_least(rank_loads, layers, costs.block)
+    slowest = max(load + n * costs.block for load, n in zip(rank_loads, fastest, strict=True))
+    most = int(slowest / costs.block + 1e-9)  # blocks of a middle rank
+    layers_of_ends = max(0, layers - middle_ranks * most)
+    end_counts = _to_the_least([rank_loads[rank] for rank in ends], layers_of_ends, costs.block)
+    middle_counts = _spread(layers - layers_of_ends, middle_ranks)
     blocks = [0] * len(rank_of)
     for rank in ranks:
-        own = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
-        count = counts[ends.index(rank)] if rank in ends else middle[rank - 1]
-        for stage, n in zip(own, _to_the_least([of_stage[s] for s in own], count, costs.block)):
+        stages = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
+        count = end_counts[ends.index(rank)] if rank in ends else middle_counts[rank - 1]
+        counts = _to_the_least([stage_loads[stage] for stage in stages], count, costs.block)
+        for stage, n in zip(stages, counts):
             blocks[stage] = n
     return tuple(blocks)
 
 
 def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]:
-    """Return how many of `count` blocks go to each load, if every block is added to the least load
-    (of equal loads, to the last). block: the cost of one block.
+    """Return how many of `count` blocks go to each load if every block is added to the least load.
+
+    If several loads are the least, the block goes to the last of them. block: the cost of a block.
     """
     numbers = [0] * len(loads)
     for _ in range(count):
@@ -299,10 +316,10 @@ def _share_out(count: int, pp: int) -> list[int]:
 
 
 def executed_flops(model: ModelShape, layout: Layout, samples: int) -> float:
-    """Return the FLOPs of a step on `samples` samples, including what this layout recomputes."""
+    """Return the FLOPs of a step on `samples` samples, with those of recomputed blocks."""
     specs = stage_specs(model, layout)
-    again = sum(layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs)
-    return model_stats.hardware_flops(model, samples, layout.recompute, blocks=again)
+    recomputed = sum(layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs)
+    return model_stats.hardware_flops(model, samples, layout.recompute, blocks=recomputed)
 
 
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
@@ -311,14 +328,21 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     Raise ValueError if the sums are not the model's numbers of blocks and parameters.
     """
     lines = ["stage   holds                        blocks       parameters   share of time"]
-    several = any(s.rank != s.index for s in rows)
-    spread = any(s.vocabulary for s in rows)
+    several_stages = any(s.rank != s.index for s in rows)
+    shares_vocabulary = any(s.vocabulary for s in rows)
     for s in rows:
-        parts = ["embedding"] * (s.embedding and not spread)
-        parts += [f"blocks {s.first}-{s.last - 1}"] * (s.blocks > 0)
-        parts += ["head"] * (s.head and not spread) + [f"{s.vocabulary:,} words"] * spread
+        parts = []
+        if s.embedding and not shares_vocabulary:
+            parts.append("embedding")
+        if s.blocks:
+            parts.append(f"blocks {s.first}-{s.last - 1}")
+        if s.head and not shares_vocabulary:
+            parts.append("head")
+        if shares_vocabulary:
+            parts.append(f"{s.vocabulary:,} words")
         holds = " + ".join(parts) or "nothing, passes on"
-        holds = f"rank {s.rank}: {holds}" if several else holds
+        if several_stages:
+            holds = f"rank {s.rank}: {holds}"
         lines.append(f"{s.index:5}   {holds:28} {s.blocks:6} {s.parameters:16,} {s.share:14.1%}")
     copies = model.vocab_size * model.hidden if rows[-1].tied else 0
     blocks = sum(s.blocks for s in rows)

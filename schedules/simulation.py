@@ -33,10 +33,10 @@ class Slot(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds of one action, numbers or arrays (see `simulate_each`).
+    """The seconds of one action, as numbers or as arrays (see `simulate_each`).
 
-    ahead: work of its rank before it waits for the input; message: from the end of the action that
-    sends the input until the input has arrived; runs: the action itself.
+    ahead: the rank's work before it waits for the action's input. message: the time from the end of
+    the action that sends the input until the input has arrived. runs: the time of the action.
     """
 
     ahead: Any
@@ -45,7 +45,7 @@ class Timing(NamedTuple):
 
 
 def unit_seconds(schedule: Schedule) -> dict[tuple[str, int], float]:
-    """Return the durations of UNITS by (kind, stage), the same for every stage."""
+    """Return the durations in UNITS, by (kind, stage); they are the same for every stage."""
     seconds = {}
     for stage in range(schedule.stages):
         for kind, unit in UNITS.items():
@@ -63,13 +63,13 @@ def simulate(
     """Return for every rank its actions with their start and end.
 
     An action starts as soon as its rank is free and its input has arrived. seconds: the duration of
-    an action by (kind, stage), by default `unit_seconds`; transfer: the time of one message between
+    an action by (kind, stage); None: `unit_seconds`. transfer: the time of one message between
     ranks, in the same unit. Raise ScheduleError if some rank would wait for ever.
     """
-    seconds = unit_seconds(schedule) if seconds is None else seconds
+    durations = unit_seconds(schedule) if seconds is None else seconds
     return simulate_each(
         schedule,
-        lambda action: Timing(0.0, transfer, seconds[action.kind, action.stage]),
+        lambda action: Timing(0.0, transfer, durations[action.kind, action.stage]),
     )
 
 
@@ -78,10 +78,10 @@ def simulate_each(
     timing_of: Callable[[Action], Timing],
     later: Callable[[Any, Any], Any] = max,
 ) -> list[list[Slot]]:
-    """Return what `simulate` returns, with a `Timing` for every single action.
+    """Return for every rank its actions with their start and end, by a `Timing` for each action.
 
-    The timings may be arrays, to simulate many pipelines at once, if `later` is `numpy.maximum`;
-    then the times in the slots are arrays too. `later` returns the later of two times.
+    later: returns the later of two times. With `numpy.maximum` the timings may be arrays, to
+    simulate many pipelines at once; then the times in the slots are arrays too.
     """
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
     ends: list[Any] = []
@@ -97,63 +97,69 @@ def simulate_each(
 
 
 def makespan(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
-    """Return when the last action ends; the first one starts at 0."""
+    """Return the time at which the last action ends; the first action starts at 0.
+
+    seconds: the duration of an action by (kind, stage). transfer: the time of one message.
+    """
     return max(ends(schedule.numbered, seconds, transfer))
 
 
 def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[float]:
-    """Return when each action ends, in the order of the actions' numbers.
+    """Return the time at which each action ends, in the order of the actions' numbers.
 
-    Each rank in turn runs its actions until it needs the result of an action that has not run. An
-    action that has not run ends at infinity. Raise ScheduleError if no rank can go on.
+    seconds: the duration of an action by (kind, stage). transfer: the time of one message. Each
+    rank in turn runs its actions until it needs the result of an action that has not run, which
+    ends at infinity so far. Raise ScheduleError if no rank can go on.
     """
     awaited = numbered.awaited
     stages = numbered.stages
     size = len(awaited)
-    lasts: list[float] = []
+    durations: list[float] = []  # by the number of the action
     for kind in numbered.kinds:
-        lasts += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches
-    found = [inf] * size + [-inf]  # NOTHING, which is -1, indexes the last entry
+        durations += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches
+    ended = [inf] * size + [-inf]  # NOTHING, which is -1, indexes the last entry
     clocks = [0.0] * len(numbered.ranks)
-    left = list(map(iter, numbered.ranks))
-    # For each rank the action, if any, that was taken from `left` and still waits for its input.
-    waiting: list[tuple[int, ...]] = [()] * len(left)
-    of_all_ranks: dict[int, _Latest] = {}  # by what is awaited, once all ranks have ended it
+    to_do = list(map(iter, numbered.ranks))
+    # For each rank: (the action that was taken from `to_do` and waits for its input,), or ().
+    waiting: list[tuple[int, ...]] = [()] * len(to_do)
+    latest_of: dict[int, _Latest] = {}  # for passes that all ranks have ended, by awaited number
     while True:
         before = waiting.copy()
-        for rank, rest in enumerate(left):
+        for rank, row in enumerate(to_do):
             clock = clocks[rank]
-            for number in chain(waiting[rank], rest):
+            for number in chain(waiting[rank], row):
                 source = awaited[number]
                 if source < size:
-                    arrival = found[source] + transfer
-                else:  # a pass of all ranks: the latest of the other ranks counts
-                    if source not in of_all_ranks:
-                        every = found[source - size : source - size + stages]
-                        if max(every) < inf:
-                            of_all_ranks[source] = _latest_two(every)
-                    latest = of_all_ranks.get(source, UNKNOWN)
-                    own_is_latest = latest.stage == number % stages
-                    arrival = transfer + (latest.before if own_is_latest else latest.end)
+                    arrival = ended[source] + transfer
+                else:  # a pass of all ranks: the action waits for the latest of the other ranks
+                    if source not in latest_of:
+                        on_stage_0 = source - size
+                        ends_of_stages = ended[on_stage_0 : on_stage_0 + stages]
+                        if max(ends_of_stages) < inf:
+                            latest_of[source] = _latest_two(ends_of_stages)
+                    latest = latest_of.get(source, UNKNOWN)
+                    is_latest = latest.stage == number % stages
+                    arrival = transfer + (latest.before if is_latest else latest.end)
                 if arrival > clock:
                     if arrival == inf:
                         waiting[rank] = (number,)
                         break
                     clock = arrival
-                clock += lasts[number]
-                found[number] = clock
+                clock += durations[number]
+                ended[number] = clock
             else:
                 waiting[rank] = ()
             clocks[rank] = clock
         if not any(waiting):
-            return found[:size]
+            return ended[:size]
         if waiting == before:
             raise ScheduleError(f"{numbered.name} deadlocks: build it to see where")
 
 
 class _Latest(NamedTuple):
-    """The latest end of a pass that all stages do, its stage, and the latest end of the other
-    stages.
+    """When a pass ends that all stages do.
+
+    end: the latest end. stage: the stage of this end. before: the latest end of the other stages.
     """
 
     end: float
@@ -161,11 +167,11 @@ class _Latest(NamedTuple):
     before: float
 
 
-UNKNOWN = _Latest(inf, -1, inf)
+UNKNOWN = _Latest(inf, -1, inf)  # for a pass that some stage has not ended
 
 
 def _latest_two(ended: list[float]) -> _Latest:
-    """Return the latest of the stages' ends."""
+    """Return the latest of the stages' ends; ended: the end of a pass on each stage."""
     stage = ended.index(max(ended))
     others = ended[:stage] + ended[stage + 1 :]
     return _Latest(ended[stage], stage, max(others, default=-inf))
@@ -188,10 +194,10 @@ def draw(slots: list[list[Slot]], columns: int = 48) -> str:
     units are drawn; the lines of a longer schedule end in `...`. If some rank holds several stages,
     lines are named by rank instead of stage, and actions by micro-batch and stage: `F0.2`.
     """
-    several = any(len({slot.action.stage for slot in row}) > 1 for row in slots)
+    several_stages = any(len({slot.action.stage for slot in row}) > 1 for row in slots)
 
     def name(slot: Slot) -> str:
-        return f"{slot.action}.{slot.action.stage}" if several else str(slot.action)
+        return f"{slot.action}.{slot.action.stage}" if several_stages else str(slot.action)
 
     end = max((slot.end for row in slots for slot in row), default=0)
     width = max((len(name(slot)) for row in slots for slot in row), default=2)
@@ -201,8 +207,11 @@ def draw(slots: list[list[Slot]], columns: int = 48) -> str:
         for slot in row:
             for t in range(int(slot.start), min(int(slot.end), columns)):
                 cells[t] = name(slot).ljust(width) if t == int(slot.start) else "=" * width
-        head = f"{'rank' if several else 'stage'} {number:<3}"
-        lines.append(head + " ".join(cells) + (" ..." if end > columns else ""))
+        head = "rank" if several_stages else "stage"
+        line = f"{head} {number:<3}" + " ".join(cells)
+        if end > columns:
+            line += " ..."
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -217,9 +226,9 @@ def trace_event(
     end: float,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the event of a span of time in one row of a trace; start and end in seconds.
+    """Return a trace event that is drawn as a bar from `start` to `end`, in seconds.
 
-    more: further fields of the event.
+    process, thread: the row in which it is drawn. more: further fields of the event.
     """
     times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
     return {"name": name, "ph": "X", "pid": process, "tid": thread} | times | more
