@@ -33,11 +33,12 @@ TRIED += [("interleaved", virtual) for virtual in (2, 3, 4)]
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule that was simulated, and the result of it.
+    """A schedule that was simulated, and the simulation's result.
 
-    virtual: stages per rank. blocks: blocks of each stage. costs: of each stage. seconds: of the
-    step in simulation, in the unit of the costs. idle: the share of the ranks' time in which
-    nothing runs. plain: the choice of 1F1B, to compare with; None if 1F1B holds too much.
+    virtual: the stages of each rank. blocks: the number of blocks of each stage. costs: the costs
+    of the stages. seconds: the simulated time of a step, in the unit of the costs. idle: the share
+    of the ranks' time in which nothing runs. plain: the same for 1F1B, to compare with; None if
+    1F1B holds too much.
     """
 
     name: str
@@ -110,26 +111,28 @@ def search(task: Task) -> Choice:
     Raise ScheduleError if every schedule holds more.
     """
     few = min(task.micro_batches, SCREENED * task.ranks)
-    screened = [_priced(task, *entry, few) for entry in _candidates(task)]
-    fitting = [one for one in screened if one]
+    screened = [_priced(task, *candidate, few) for candidate in _candidates(task)]
+    fitting = [choice for choice in screened if choice]
     if fitting and not task.blocks:
         fitting.append(_moved(task, min(fitting, key=_seconds), few))
-    found = [_priced(task, one.name, one.virtual, one.blocks, None) for one in fitting]
-    whole = [one for one in found if one]
-    if not whole:
+    # The schedules that fit are simulated again, with all micro-batches.
+    simulated = [_priced(task, c.name, c.virtual, c.blocks, None) for c in fitting]
+    choices = [choice for choice in simulated if choice]
+    if not choices:
         raise ScheduleError(f"every schedule of {task.ranks} ranks holds more than its limit")
-    plain = next((one for one in whole if one.name == "1f1b"), None)
-    return replace(min(whole, key=_seconds), plain=plain)
+    plain = next((choice for choice in choices if choice.name == "1f1b"), None)
+    return replace(min(choices, key=_seconds), plain=plain)
 
 
 def _seconds(choice: Choice) -> float:
+    """Return the seconds of a choice, the key by which choices are compared."""
     return choice.seconds
 
 
 def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Return the schedules to try: name, number of stages per rank, and blocks of each stage.
+    """Yield the schedules to try: name, number of stages per rank, and blocks of each stage.
 
-    For a partition that is given, only named schedules with one stage per rank are tried.
+    If --partition gives the blocks, only named schedules with one stage per rank are tried.
     """
     for name, virtual in TRIED:
         if task.blocks:
@@ -146,9 +149,9 @@ def _priced(
     blocks: tuple[int, ...],
     few: int | None,
 ) -> Choice | None:
-    """Simulate a schedule; return None if a rank would hold too much.
+    """Simulate a schedule and return it as a choice; return None if a rank would hold too much.
 
-    few: the number of micro-batches to simulate; None for all of the task's.
+    few: the number of micro-batches to simulate; None: all micro-batches of the task.
     """
     count = few or task.micro_batches
     costs = task.costs(name, blocks)
@@ -167,22 +170,23 @@ def _priced(
 def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
     """Return the choice after moving single blocks from stage to stage as long as that is faster.
 
-    The number of moves that are tried is limited by MOVED_ACTIONS.
+    MOVED_ACTIONS limits the number of moves that are simulated, each with `micro_batches`
+    micro-batches.
     """
     stages = len(best.blocks)
-    left = MOVED_ACTIONS // (3 * stages * micro_batches)
+    moves_to_try = MOVED_ACTIONS // (3 * stages * micro_batches)
     improved = True
     while improved:
         improved = False
-        for source, to in permutations(range(stages), 2):
-            if best.blocks[source] == 0 or left <= 0:
+        for source, target in permutations(range(stages), 2):
+            if best.blocks[source] == 0 or moves_to_try <= 0:
                 continue
-            left -= 1
+            moves_to_try -= 1
             blocks = list(best.blocks)
             blocks[source] -= 1
-            blocks[to] += 1
-            other = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches)
-            if other and other.seconds < best.seconds * (1 - 1e-9):
-                best = other
+            blocks[target] += 1
+            choice = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches)
+            if choice and choice.seconds < best.seconds * (1 - 1e-9):
+                best = choice
                 improved = True
     return best

@@ -9,7 +9,7 @@ Read schedule.py first, which defines actions and schedules.
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473. Interleaved: arXiv 2104.04473.
 ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
 
-The schedule that a layout runs, and the costs of its stages if its order is made for them.
+Also makes the schedule of a layout, with the costs of its stages if its order depends on them:
 
     of_layout(model, layout, micro_batches)     the schedule that the pipeline executes
 """
@@ -31,8 +31,8 @@ from schedules.partition import (
 from schedules.schedule import Schedule, check
 
 Rows = list[list[int]]  # for each rank, the numbers of its actions in order
-# Orders that list scheduling makes for given costs of the stages: one stage on each rank, or two
-# that are placed in a V (rank 0 holds the first and the last stage).
+# Names of schedules whose orders list scheduling makes for the costs of the stages: one stage on
+# each rank, or two stages in a V (rank 0 holds the first and the last stage).
 SEARCHED = ("searched", "searched-v")
 
 
@@ -46,13 +46,14 @@ def build(
 ) -> Schedule:
     """Return the validated schedule for a name in ORDERS or SEARCHED and any counts >= 1.
 
-    virtual: stages of each rank; not used for names in -v, which have two. costs: the costs of the
-    stages; names in SEARCHED need them. vocabulary: 0, or, to add the passes of --vocab-pp, how
-    many times as long as a forward pass a backward pass takes. Raise ScheduleError if the schedule
-    cannot run, or if the limit of `costs` is less than one micro-batch takes.
+    virtual: stages of each rank; not used for names that end in -v, which have two stages.
+    costs: the costs of the stages; names in SEARCHED need them.
+    vocabulary: 0, or with --vocab-pp the length of a backward pass in forward passes.
+
+    Raise ScheduleError if the schedule cannot run, or if the limit of `costs` is less than one
+    micro-batch takes.
     """
-    found = numbered(name, ranks, micro_batches, virtual, costs, vocabulary)
-    schedule = of_numbers(found)
+    schedule = of_numbers(numbered(name, ranks, micro_batches, virtual, costs, vocabulary))
     check(schedule, micro_batches, backward=True)
     return schedule
 
@@ -66,15 +67,16 @@ def numbered(
     costs: StageCosts | None = None,
     vocabulary: int = 0,
 ) -> Numbered:
-    """Return what `build` returns as numbers, without the check, which takes longer than building.
+    """Return the schedule of `build` as numbers; it is not validated, which would take longer.
 
-    Called for schedules that are only simulated. Raise ValueError if a searched order has no costs.
+    Called for schedules that are only simulated; the arguments are those of `build`. Raise
+    ValueError if a name in SEARCHED has no costs.
     """
     if vocabulary:
         from schedules.vocabulary import more_ahead, with_vocabulary  # only --vocab-pp needs them
 
-        more = more_ahead(ranks) if name == "1f1b" else 1
-        longer = numbered(name, ranks + more, micro_batches)
+        further_ranks = more_ahead(ranks) if name == "1f1b" else 1
+        longer = numbered(name, ranks + further_ranks, micro_batches)
         return with_vocabulary(longer, ranks, vocabulary)
     rank_of = rank_of_stages(name, ranks, virtual)
     kinds = "FBW" if name.startswith(("zb", "searched")) else "FB"
@@ -88,7 +90,7 @@ def numbered(
 
 
 def of_numbers(found: Numbered) -> Schedule:
-    """Return the schedule with these actions."""
+    """Return the schedule whose actions are `Action` instead of numbers; it is not validated."""
     rows = tuple(tuple(map(found.action, row)) for row in found.ranks)
     return Schedule(found.name, rows, found.rank_of)
 
@@ -107,19 +109,20 @@ def forward_only(
     moments = product(range(micro_batches), enumerate(rank_of))
     for m, (stage, rank) in sorted(moments, key=lambda at: (at[0] + at[1][0], -at[1][0])):
         rows[rank].append(m * len(rank_of) + stage)
-    found = Numbered("forward", "F", rank_of, micro_batches, rows)
+    forward = Numbered("forward", "F", rank_of, micro_batches, rows)
     if vocabulary:
         from schedules.vocabulary import with_vocabulary
 
-        found = with_vocabulary(found, ranks, backward=2)
-    schedule = of_numbers(found)
+        forward = with_vocabulary(forward, ranks, backward=2)
+    schedule = of_numbers(forward)
     check(schedule, micro_batches, backward=False)
     return schedule
 
 
 def _in_turn(rank_of: tuple[int, ...], micro_batches: int, place: int) -> Rows:
-    """Return every rank's actions of the kind at a place in `Numbered.kinds`, by stage and then by
-    micro-batch.
+    """Return every rank's actions of one kind, by stage and then by micro-batch.
+
+    place: the index of the kind in `Numbered.kinds`.
     """
     stages = len(rank_of)
     first = place * micro_batches * stages
@@ -137,8 +140,8 @@ def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 
 def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return the order in which the last stage alternates from the start between forward and
-    backward passes, and each earlier stage first runs one forward pass more than the next stage.
+    """Return the 1F1B order: a stage first runs a forward pass for each later stage, then forward
+    and backward passes in turn.
     """
     ahead = [len(rank_of) - 1 - stage for stage in range(len(rank_of))]
     forwards = _in_turn(rank_of, micro_batches, 0)
@@ -148,9 +151,10 @@ def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     """Return the order in which a rank takes a group of micro-batches through each of its stages.
 
-    A group has at least as many micro-batches as there are ranks, or is all of them. Before its
-    first backward pass a rank runs the first group through all but its last stage, and two forward
-    passes for each later rank: its micro-batch goes forward and comes back through that rank.
+    A group has at least as many micro-batches as there are ranks, or it has all micro-batches.
+    Before its first backward pass a rank runs the first group through all its stages but the last,
+    and two forward passes for each later rank, because a micro-batch goes through that rank forward
+    and backward before it comes back.
     """
     ranks = max(rank_of) + 1
     stages = len(rank_of)
@@ -161,36 +165,37 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     backwards = []
     ahead = []
     for rank in range(ranks):
-        own = range(rank, stages, ranks)
-        there: list[int] = []
-        back: list[int] = []
-        for begin, end in pairwise(ends):
-            for stage in own:
-                there += range(begin * stages + stage, end * stages + stage, stages)
-            for stage in reversed(own):
+        stages_of_rank = range(rank, stages, ranks)
+        rank_forwards: list[int] = []
+        rank_backwards: list[int] = []
+        for begin, end in pairwise(ends):  # the micro-batches of a group
+            for stage in stages_of_rank:
+                rank_forwards += range(begin * stages + stage, end * stages + stage, stages)
+            for stage in reversed(stages_of_rank):
                 first = micro_batches * stages + stage
-                back += range(first + begin * stages, first + end * stages, stages)
-        forwards.append(there)
-        backwards.append(back)
+                rank_backwards += range(first + begin * stages, first + end * stages, stages)
+        forwards.append(rank_forwards)
+        backwards.append(rank_backwards)
         ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * ends[1])
     return _alternating(forwards, backwards, ahead)
 
 
 def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
     """Return for each rank `ahead` forward passes, then forward and backward passes in turn, then
-    the remaining backward passes.
+    the remaining backward passes. forwards, backwards, ahead: an entry for each rank.
     """
     rows = []
-    for first, then, count in zip(forwards, backwards, ahead, strict=True):
+    for rank_forwards, rank_backwards, count in zip(forwards, backwards, ahead, strict=True):
         # zip ends when no forward pass is left
-        pairs = chain.from_iterable(zip(first[count:], then))
-        rows.append([*first[:count], *pairs, *then[max(0, len(first) - count) :]])
+        pairs = chain.from_iterable(zip(rank_forwards[count:], rank_backwards))
+        paired = max(0, len(rank_forwards) - count)
+        rows.append([*rank_forwards[:count], *pairs, *rank_backwards[paired:]])
     return rows
 
 
 def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return 1F1B with split backward passes: on rank r, W follows r backward passes later and
-    fills idle time.
+    """Return the order of 1F1B with split backward passes: on rank r, the W of a micro-batch comes
+    r backward passes after its B, and fills idle time.
 
     Every rank then holds as many activations as the first rank of 1F1B.
     """
@@ -210,8 +215,8 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 
 def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return the order that list scheduling finds if every pass takes the same time and a rank may
-    hold as much as the first rank of 1F1B.
+    """Return the order that list scheduling finds if every pass takes the same time, and if a rank
+    may hold as many activations as the first rank of 1F1B.
     """
     from schedules.list_scheduling import list_rows  # imported late: other orders do not use it
 
@@ -248,7 +253,11 @@ def of_layout(
     micro_batches: int,
     device: str = "cuda",
 ) -> Schedule:
-    """Return the validated training schedule of a layout, once --schedule auto is decided."""
+    """Return the validated training schedule of a layout.
+
+    Its --schedule must not be auto: schedules/choice.py replaces it before. device: "cuda" or
+    "cpu", on which the costs of a searched order depend.
+    """
     costs = stage_costs(model, layout, device)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
     return build(*shape, costs, backward_length(layout))
@@ -260,23 +269,26 @@ def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
 
 
 def backward_length(layout: Layout) -> int:
-    """Return how many times as long as a forward pass a backward pass takes, for the order of
-    --vocab-pp: 3 if all blocks are recomputed, else 2. Return 0 without --vocab-pp.
+    """Return the length of a backward pass in forward passes, for the order of --vocab-pp.
+
+    It is 3 if all blocks are recomputed, else 2; without --vocab-pp it is 0.
     """
     if not layout.vocab_pp:
         return 0
-    fewer = layout.recompute_layers is not None or layout.recompute_blocks is not None
-    return 3 if layout.recompute == "full" and not fewer else 2
+    only_some = layout.recompute_layers is not None or layout.recompute_blocks is not None
+    return 3 if layout.recompute == "full" and not only_some else 2
 
 
 def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> StageCosts | None:
-    """Return the costs for which a searched order is made; None for schedules of ORDERS, which do
-    not depend on costs.
+    """Return the costs for which a searched order is made.
+
+    They are None for the schedules in ORDERS, which do not depend on costs.
     """
     if layout.schedule not in SEARCHED:
         return None
-    from schedules.list_scheduling import task_of  # here: other schedules do not need it
+    from schedules.list_scheduling import task_of  # imported late: other orders do not use it
 
-    plain = replace(layout, schedule="auto", partition="balanced")
+    # `task_of` is cached: its layout has the options with which the search was made.
+    searched_layout = replace(layout, schedule="auto", partition="balanced")
     blocks = blocks_per_stage(model, layout)
-    return task_of(model, plain, device).costs(layout.schedule, blocks)
+    return task_of(model, searched_layout, device).costs(layout.schedule, blocks)
