@@ -35,7 +35,7 @@ ALIKE = 1e-11
 
 
 class Repetition(NamedTuple):
-    """Actions repeat: each ends `seconds` later than the one `micro_batches` micro-batches before."""
+    """Every action ends `seconds` later than `micro_batches` micro-batches before."""
 
     micro_batches: int
     seconds: float

@@ -1,4 +1,4 @@
-"""The report of a hang or a death: its text and its files.
+"""Writes the report of a hang or a death: its text and its files.
 
 The monitor writes, with `format_report` and `write_files`:
 
@@ -7,7 +7,7 @@ The monitor writes, with `format_report` and `write_files`:
     OUT/hang/case.json          the kind of case (a hang, a death, a failure), its time and the
                                 culprits; a failed pre-flight lists the nodes that cannot be used
 
-Which rank waits for which, and where the chains of waits end: the cause of a hang.
+It also finds which rank waits for which, and where the chains of waits end: the cause of a hang.
 
     graph = WaitGraph(ranks)             ranks: monitor.Rank.to_dict of every rank, by number
     graph.blockers(3)                    the ranks for which rank 3 waits
@@ -19,8 +19,9 @@ waits does not wait, and is the cause:
 
     rank 0 --tp--> rank 1 --dp--> rank 5       rank 5 does not wait: it caused the hang
 
-The number of an operation tells who has entered it (flight_recorder.py). Results that many ranks
-share are computed once, because there may be a thousand ranks.
+Each rank numbers its operations of a group, so a rank whose count is less than an operation's
+number has not entered it (flight_recorder.py). Results that many ranks share are computed once,
+because there may be a thousand ranks. A rank is a dictionary with the keys of monitor.Rank.to_dict.
 """
 
 import dataclasses
@@ -40,6 +41,7 @@ Ranks = dict[int, dict[str, Any]]  # by rank: the result of monitor.Rank.to_dict
 
 
 def _now() -> str:
+    """Return the local date and time with its zone, for reports."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -48,10 +50,10 @@ class Case:
     """The reason for which the monitor ends the job.
 
     kind: dead, failed, hang, or missing (ranks did not connect). size: the number of ranks in the
-    job. first: the rank that died or failed first. still: in a hang, the rank without progress for
-    the longest time. limit: the limit in seconds that is exceeded. missing: the ranks that did not
-    connect. gone: the ranks that are dead by now. culprits: the ranks that are the cause, most
-    likely first. time: when the case was found.
+    job. first: the rank that died or failed first, or -1. still: in a hang, the rank without
+    progress for the longest time, or -1. limit: the limit in seconds that is exceeded. missing: the
+    ranks that did not connect. gone: the ranks that are dead by now. culprits: the ranks that are
+    the cause, the most likely rank first. time: the date and time when the case was found.
     """
 
     kind: str
@@ -75,10 +77,10 @@ class WaitGraph:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.waits: dict[int, dict[str, Any]] = {}  # by waiting rank: its wait
-        # By group (role, members), then by rank, the operations it has entered: [collectives,
-        # {position of the peer: messages sent}, {position of the peer: messages received}].
+        # The number of operations that a rank has entered, by group (role, members), then by rank:
+        # [collectives, {position of the peer: messages sent}, {position: messages received}].
         self.counts: dict[tuple, dict[int, list]] = {}
-        # By collective (group, number): the members that have not entered it.
+        # The members that have not entered a collective, by (group, number of the collective).
         self._missing: dict[tuple, list[int]] = {}
         for number, rank in ranks.items():
             if rank["state"] not in ("answered", "failed") or rank["snapshot"] is None:
@@ -89,10 +91,11 @@ class WaitGraph:
                 self.waits[number] = wait
 
     def blockers(self, rank: int) -> list[int]:
-        """Return the ranks for which `rank` waits; empty if it does not wait.
+        """Return the ranks for which `rank` waits; the list is empty if it does not wait.
 
-        In an operation of a group these are the members that have not entered it, silent ranks
-        included. A wait of another kind, for example for the store, names the ranks itself.
+        If it waits in an operation of a group, these are the members that have not entered the
+        operation, including silent ranks. A wait of another kind, for example for the store, has a
+        list of the ranks.
         """
         wait = self.waits.get(rank)
         if wait is None:
@@ -106,20 +109,25 @@ class WaitGraph:
         # A receive waits for the peer's send of the same number, and a send for the peer's receive.
         # The keys of the counts are positions in the group, text because they come from JSON.
         _, sent, received = self.counts.get(group, {}).get(peer, [0, {}, {}])
-        halves = sent if wait["kind"] == "receive" else received
-        entered = halves.get(str(group[1].index(rank)), 0)
-        known = peer in self.ranks and peer != rank
-        return [peer] if known and entered < wait["number"] else []
+        peer_counts = sent if wait["kind"] == "receive" else received
+        position = str(wait["ranks"].index(rank))
+        has_entered = peer_counts.get(position, 0) >= wait["number"]
+        is_known = peer in self.ranks and peer != rank
+        return [peer] if is_known and not has_entered else []
 
     def _not_entered(self, group: tuple[str, tuple], number: int) -> list[int]:
         """Return the known members that have not entered collective `number` of the group.
 
-        Silent members count as not entered.
+        A silent member counts as a member that has not entered it. group: (role, members).
         """
         if (group, number) not in self._missing:
             counts = self.counts.get(group, {})
-            known = [other for other in group[1] if other in self.ranks]
-            missing = [other for other in known if counts.get(other, [0])[0] < number]
+            _, members = group
+            missing = []
+            for member in members:
+                collectives, *_ = counts.get(member, [0])
+                if member in self.ranks and collectives < number:
+                    missing.append(member)
             self._missing[group, number] = missing
         return self._missing[group, number]
 
@@ -135,25 +143,30 @@ class WaitGraph:
             if rank not in seen:
                 seen.add(rank)
                 queue += [other for other in self.blockers(rank) if other not in seen]
-        # A rank that waits in an operation which all have entered is not the cause: the fault is in
-        # the network or the devices between the ranks.
+        # Ranks that wait are subtracted: if all members have entered the operation in which a rank
+        # waits, the cause is not this rank but the network or the devices between the ranks.
         return sorted(seen - set(self.waits))
 
     def waiter_for(self, culprit: int) -> tuple[int, dict[str, Any]] | None:
-        """Return a rank that waits for `culprit`, and its wait; None if no rank does.
+        """Return a rank that waits for `culprit` in an operation of a group, and its wait.
 
-        If several ranks wait for it, the wait in the smallest group is chosen.
+        If several ranks wait for it, the wait in the smallest group is chosen. If no rank waits for
+        it, the result is None.
         """
-        waits = [
-            (len(wait["ranks"]), number, wait)
-            for number, wait in self.waits.items()
-            if "role" in wait and culprit in self.blockers(number)
-        ]
-        return min(waits, key=lambda found: found[:2])[1:] if waits else None
+        waits = []
+        for number, wait in self.waits.items():
+            if "role" in wait and culprit in self.blockers(number):
+                waits.append((number, wait))
+        if not waits:
+            return None
+        return min(waits, key=lambda entry: (len(entry[1]["ranks"]), entry[0]))
 
 
 def _wait_of(snapshot: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the wait in which a rank is, or in which it failed; None if for no other rank."""
+    """Return the wait in which a rank is, or in which it failed.
+
+    Return None if it does not wait for other ranks. snapshot: the rank's last state.
+    """
     wait = snapshot["wait"]
     if wait and wait["kind"] == "writer":
         # The rank waits for its checkpoint's thread, which may itself wait for other ranks.
@@ -162,27 +175,26 @@ def _wait_of(snapshot: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def find_culprits(case: Case, graph: WaitGraph) -> list[int]:
-    """Return the ranks that caused the case, most likely first.
+    """Return the ranks that caused the case, the most likely rank first.
 
-    In a hang these are the ends of chains of waits that made no progress for half of the limit;
-    empty if there is no such end.
+    In a hang these are the ranks at the ends of chains of waits, if they made no progress for half
+    of the limit. The list is empty if there is no such rank.
     """
     if case.kind in ("dead", "failed"):
         return [case.first]
     if case.kind == "missing":
         return case.missing
-    still = {number: rank["still"] for number, rank in graph.ranks.items()}
-    stalled = {number for number in still if still[number] >= case.limit / 2}
+    seconds_still = {number: rank["still"] for number, rank in graph.ranks.items()}
+    stalled = {rank for rank, seconds in seconds_still.items() if seconds >= case.limit / 2}
     ends = [number for number in graph.chain_ends(stalled) if number in stalled]
-    return sorted(ends, key=lambda number: -still[number])
+    return sorted(ends, key=lambda number: -seconds_still[number])
 
 
 _ranges = functools.partial(number_ranges, between=", ")
 _RULE = "=" * 80  # the first and the last line of a report
-# The most culprits, frames of a stack, and lines of a list that a report shows.
-SHOWN_CULPRITS = 8
-SHOWN_FRAMES = 6
-SHOWN_LINES = 24
+SHOWN_CULPRITS = 8  # the most culprits that a report describes
+SHOWN_FRAMES = 6  # the most frames of a stack that a report shows
+SHOWN_LINES = 24  # the most lines of a list that a report shows
 
 
 def format_report(case: Case, ranks: Ranks, out: str) -> str:
@@ -200,11 +212,13 @@ def format_report(case: Case, ranks: Ranks, out: str) -> str:
     lines += _shortened(mismatches(graph))
     lines += ["who waits for whom:", *_describe_waits(graph)]
     lines += ["where the ranks are:", *_describe_places(ranks)]
-    lines += [f"stacks and records of every rank: {out}/hang/rank_*.json"] if out else []
+    if out:
+        lines.append(f"stacks and records of every rank: {out}/hang/rank_*.json")
     return "\n".join([*lines, _RULE])
 
 
 def _headline(case: Case, ranks: Ranks) -> str:
+    """Return the first sentence of a report: the kind of case and its ranks."""
     if case.kind == "missing":
         return (
             f"ranks {_ranges(case.missing)} of {case.size} did not connect to the watchdog in "
@@ -213,11 +227,11 @@ def _headline(case: Case, ranks: Ranks) -> str:
     if case.kind == "failed":
         return f"rank {case.first} failed first, with the exception below"
     if case.kind == "dead":
-        also = [rank for rank in case.gone if rank != case.first]
-        rest = f"; ranks {_ranges(also)} ended after it" if also else ""
+        later_deaths = [rank for rank in case.gone if rank != case.first]
+        later = f"; ranks {_ranges(later_deaths)} ended after it" if later_deaths else ""
         return (
             f"DEAD: {_name(ranks[case.first])} ended without a goodbye: killed (by the "
-            f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{rest}"
+            f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{later}"
         )
     seconds = ranks[case.still]["still"]
     return (
@@ -227,10 +241,12 @@ def _headline(case: Case, ranks: Ranks) -> str:
 
 
 def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
-    """Return the lines on one culprit: name, the operation it never entered, activity, stacks."""
+    """Return the lines on one culprit: its name, the operation that it never entered, its activity,
+    its memory and its stacks.
+    """
     lines = [f"CULPRIT: {_name(rank)}"]
-    if found := graph.waiter_for(rank["rank"]):
-        number, wait = found
+    if waiter := graph.waiter_for(rank["rank"]):
+        number, wait = waiter
         lines.append(f"  never entered {_operation(wait)}, in which rank {number} waits")
     if rank["error"]:
         lines += ["  " + line for line in rank["error"].rstrip().splitlines()]
@@ -247,7 +263,8 @@ def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
         lines.append(f"  memory: {used:.2f} GB resident, {free:.2f} GB available on its node")
     for name, frames in rank["stacks"].items():
         if name == "main" or rank["snapshot"]["background"]:
-            lines.append(f"  its {name} thread is at" if name != "main" else "  it is at")
+            thread = "it" if name == "main" else f"its {name} thread"
+            lines.append(f"  {thread} is at")
             lines += [f"    {_short(frame)}" for frame in frames[:SHOWN_FRAMES]]
     if not rank["stacks"] and rank["raw"]:
         raw = [f"    {line}" for line in rank["raw"].strip().splitlines()[: 2 * SHOWN_FRAMES]]
@@ -277,11 +294,13 @@ def _describe_activity(rank: dict[str, Any]) -> list[str]:
 
 
 def _describe_no_culprit(graph: WaitGraph) -> str:
+    """Return the line of a report without a culprit: the network, or a cycle of waits."""
     unblocked = [number for number in graph.waits if not graph.blockers(number)]
     if unblocked:
+        first = unblocked[0]
         return (
             "NO CULPRIT AMONG THE RANKS: every rank has entered "
-            f"{_operation(graph.waits[unblocked[0]])}, in which {_ranges(unblocked)} wait: look at "
+            f"{_operation(graph.waits[first])}, in which {_ranges(unblocked)} wait: look at "
             "the network or the devices between them"
         )
     return f"NO CULPRIT: ranks {_ranges(graph.waits)} wait for one another in a cycle"
@@ -293,15 +312,15 @@ def mismatches(graph: WaitGraph) -> list[str]:
     Two ranks are compared if both wait in a collective with the same group and number: then the
     kind and the number of bytes must be equal too.
     """
-    found: dict[tuple, tuple[int, dict]] = {}
+    first_waits: dict[tuple, tuple[int, dict]] = {}  # by collective: the first rank and its wait
     lines = []
     for number, wait in graph.waits.items():
         if "role" not in wait or wait["peer"] is not None:
             continue
-        key = (wait["role"], tuple(wait["ranks"]), wait["number"])
-        first, other = found.setdefault(key, (number, wait))
-        if (wait["kind"], wait["bytes"]) != (other["kind"], other["bytes"]):
-            sizes = [f"{one['kind']} of {one['bytes']:,} bytes" for one in (other, wait)]
+        collective = (wait["role"], tuple(wait["ranks"]), wait["number"])
+        first, first_wait = first_waits.setdefault(collective, (number, wait))
+        if (wait["kind"], wait["bytes"]) != (first_wait["kind"], first_wait["bytes"]):
+            sizes = [f"{w['kind']} of {w['bytes']:,} bytes" for w in (first_wait, wait)]
             lines.append(
                 f"ranks {first} and {number} entered different operations as {wait['number']} of "
                 f"{wait['role']}: {' and '.join(sizes)}"
@@ -310,22 +329,22 @@ def mismatches(graph: WaitGraph) -> list[str]:
 
 
 def _describe_waits(graph: WaitGraph) -> list[str]:
-    """Return one line for all ranks that wait in the same operation for the same ranks.
-
-    The line with the most ranks comes first.
+    """Return the lines on waits; ranks that wait in the same operation for the same ranks share a
+    line. The line with the most ranks comes first.
     """
-    same: dict[tuple[str, tuple], list[int]] = {}
+    waiters: dict[tuple[str, tuple], list[int]] = {}  # by operation and the ranks waited for
     for number, wait in graph.waits.items():
-        same.setdefault((_operation(wait), tuple(graph.blockers(number))), []).append(number)
+        key = (_operation(wait), tuple(graph.blockers(number)))
+        waiters.setdefault(key, []).append(number)
     lines = []
-    for (operation, others), members in sorted(same.items(), key=lambda item: -len(item[1])):
-        whom = f"for {_ranges(others)}" if others else "though all have entered it"
-        lines.append(f"  {_ranges(members)} in {operation}: {whom}")
+    for (operation, blockers), ranks in sorted(waiters.items(), key=lambda item: -len(item[1])):
+        whom = f"for {_ranges(blockers)}" if blockers else "though all have entered it"
+        lines.append(f"  {_ranges(ranks)} in {operation}: {whom}")
     return _shortened(lines) or ["  no rank is known to wait"]
 
 
 def _describe_places(ranks: Ranks) -> list[str]:
-    """Return one line for all ranks with the same current action.
+    """Return the lines on current actions; ranks with the same action share a line.
 
     The line with the fewest ranks comes first, since the exceptional rank is often the cause.
     """
@@ -333,7 +352,8 @@ def _describe_places(ranks: Ranks) -> list[str]:
     for number, rank in ranks.items():
         places.setdefault(_place(rank), []).append(number)
     ordered = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
-    return _shortened([f"  {len(own):4} x {_ranges(own)}: {at}" for at, own in ordered])
+    lines = [f"  {len(numbers):4} x {_ranges(numbers)}: {place}" for place, numbers in ordered]
+    return _shortened(lines)
 
 
 def _shortened(lines: list[str]) -> list[str]:
@@ -343,40 +363,46 @@ def _shortened(lines: list[str]) -> list[str]:
 
 
 def _place(rank: dict[str, Any]) -> str:
-    """Return a rank's current action, and its innermost frame outside of the recorder and groups.
-
-    If the rank failed, the last line of its error stands in place of the frame.
+    """Return a rank's current action, and its innermost frame outside of the watchdog's recorder
+    and the collectives. If the rank failed, the last line of its error stands in place of the
+    frame.
     """
     if rank["snapshot"] is None:
         return f"{rank['state']}, before its first heartbeat"
     state = "" if rank["state"] == "answered" else f"{rank['state']}, was in "
     line = state + describe_place(rank["snapshot"])
     if rank["error"]:
-        return f"{line} | {rank['error'].rstrip().splitlines()[-1][:100]}"
+        last_line = rank["error"].rstrip().splitlines()[-1]
+        return f"{line} | {last_line[:100]}"
     frames = [_short(frame) for frame in rank["stacks"].get("main", [])]
     callers = [f for f in frames if not f.startswith(("flight_recorder.py", "collectives.py"))]
     return line + "".join(f" | {frame}" for frame in callers[:1])
 
 
 def _name(rank: dict[str, Any]) -> str:
+    """Return a rank's number, its coordinates in the mesh, its node and its process."""
     axes = ", ".join(f"{axis} {place}" for axis, place in rank["coordinates"].items())
     place = f" ({axes})" if axes else ""
     return f"rank {rank['rank']}{place} on {rank['node']}, pid {rank['pid']}"
 
 
 def _operation(wait: dict[str, Any]) -> str:
-    """Return text for the operation of a wait, or for a wait of another kind."""
+    """Return the operation of a wait as text: `all-reduce 7 of tp (ranks 0-3), 4,096 bytes`.
+
+    If the rank does not wait in an operation of a group, the text is the kind of wait.
+    """
+    kind = wait["kind"]
     if "role" not in wait:
-        return f"{wait['kind']} (for {_ranges(wait['ranks'])})" if wait["ranks"] else wait["kind"]
-    side = {"send": "to", "receive": "from"}.get(wait["kind"])
-    peer = f" {side} {wait['peer']}" if side else f" (ranks {_ranges(wait['ranks'])})"
-    return f"{wait['kind']} {wait['number']} of {wait['role']}{peer}, {wait['bytes']:,} bytes"
+        return f"{kind} (for {_ranges(wait['ranks'])})" if wait["ranks"] else kind
+    side = {"send": "to", "receive": "from"}.get(kind)
+    ranks = f" {side} {wait['peer']}" if side else f" (ranks {_ranges(wait['ranks'])})"
+    return f"{kind} {wait['number']} of {wait['role']}{ranks}, {wait['bytes']:,} bytes"
 
 
 def _short(frame: str) -> str:
     """Return a stack's frame with the file's name in place of its path."""
-    path, _, rest = frame.partition(":")
-    return f"{Path(path).name}:{rest}"
+    path, _, line_and_function = frame.partition(":")
+    return f"{Path(path).name}:{line_and_function}"
 
 
 def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
