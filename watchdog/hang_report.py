@@ -387,7 +387,7 @@ def _name(rank: dict[str, Any]) -> str:
 
 
 def _operation(wait: dict[str, Any]) -> str:
-    """Return the operation of a wait as text: `all-reduce 7 of tp (ranks 0-3), 4,096 bytes`.
+    """Return the operation of a wait as text: `all_reduce 7 of tp (ranks 0-3), 4,096 bytes`.
 
     If the rank does not wait in an operation of a group, the text is the kind of wait.
     """
