@@ -1,4 +1,4 @@
-"""Records of a rank's actions and operations: they explain a hang, and a step is drawn from them.
+"""Records a rank's actions and operations, to explain a hang and to draw a step.
 
     recorder = FlightRecorder()                      one per rank, made by distributed.context
     recorder.begin_step(7)
@@ -7,10 +7,10 @@
     operation = group_log.enter("all_reduce", 4096)  before the call, because the call may hang
     operation.under_way(handle).wait()
 
-Each rank numbers the operations of a group. A rank that never entered the operation in which the
-others wait has a lower count, and is found by that. The training thread writes and the watchdog's
-thread reads without locks: a count may be out of date by a microsecond. benchmarks/watchdog.py
-measures the cost.
+An operation is a collective or a message. Each rank numbers the operations of a group, so a rank
+that never entered the operation in which the others wait has a lower count than they have. The
+training thread writes and the watchdog's thread reads without locks: a count may be out of date by
+a microsecond. benchmarks/watchdog.py measures the cost.
 """
 
 import math
@@ -25,23 +25,25 @@ from typing import Any
 Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch
 RING = 256  # the number of records that are kept
 STEPS = 101  # the number of step durations that are kept, for their median
-# The number of stream waits that are kept. The host is at most 1024 launches ahead of a stream.
+# The number of stream waits that are kept: the host is at most 1024 launches ahead of a stream, so
+# the stream has passed all earlier waits.
 DEVICE_WAITS = 1024
-# Seconds without progress after which the watchdog's thread asks the GPU's driver about the stream.
+# Seconds without progress after which the watchdog's thread asks the GPU's driver which wait the
+# stream has not passed.
 SECONDS_TO_ASK = 3.0
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One collective or message of this rank. Callers wait for it in place of torch's handle.
+    """One collective or message of this rank. Callers call its `wait` instead of torch's handle's.
 
-    Times are those of time.monotonic().
+    All times are seconds of time.monotonic().
     """
 
     group_log: "GroupLog"
     kind: str  # all_reduce, send, ...
-    number: int  # among the group's collectives, or the messages to or from one peer; from 1
-    bytes: int  # the size on this rank
+    number: int  # from 1, among the group's collectives, or among the messages to or from a peer
+    bytes: int  # the size of the tensor on this rank
     peer: int | None = None  # the other rank's position in the group; None for a collective
     place: Place = field(init=False)  # the action of the rank that started the operation
     entered: float = field(init=False)
@@ -62,7 +64,7 @@ class Operation:
         return self
 
     def wait(self) -> None:
-        """Wait for the handle and record the wait; a second call returns at once."""
+        """Wait until the operation is done and record the wait; a second call returns at once."""
         if self.handle is None:
             return
         recorder = self.group_log.recorder
@@ -106,9 +108,9 @@ class GroupLog:
         self.recorder = recorder
         self.role = role
         self.ranks = ranks
-        self.entered = 0  # the number of collectives
-        self.sent: dict[int, int] = {}  # the number of messages, by the peer's position
-        self.received: dict[int, int] = {}  # the same for messages from the peer
+        self.entered = 0  # the number of collectives that this rank has entered
+        self.sent: dict[int, int] = {}  # the number of messages to a peer, by its position
+        self.received: dict[int, int] = {}  # the number of messages from a peer, by its position
 
     def enter(self, kind: str, size: int) -> Operation:
         """Record a collective of `size` bytes on this rank, before it starts."""
@@ -129,10 +131,10 @@ class GroupLog:
 class FlightRecorder:
     """The records of one rank: its last operations and actions, and its current action.
 
-    new_event: a function that makes a CUDA event, over NCCL, where a wait makes the stream wait and
-    not the host; None over gloo, where the host waits. coordinates: this rank's position on each
-    axis of the mesh; the mesh sets them. progress: a number that grows with every record; a rank
-    whose progress does not grow may hang.
+    new_event: over NCCL a function that makes a CUDA event: a wait makes the stream wait, not the
+    host. Over gloo it is None: the host waits. coordinates: this rank's position on each axis of
+    the mesh, which the mesh sets. progress: a number that grows with every record; a rank whose
+    progress does not grow may hang.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None):
@@ -149,8 +151,8 @@ class FlightRecorder:
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
         self.steps: deque[float] = deque(maxlen=STEPS)  # seconds of the last steps
         self.steps_done = 0
-        # Spans while step_times.py keeps them: (action, micro-batch, start,
-        # end); the action "wait" is a wait, with the operation in place of the micro-batch.
+        # The spans since `keep_spans`, else None: (action, micro-batch, start, end). The span of a
+        # wait has the action "wait" and the operation in place of the micro-batch.
         self.spans: list[tuple] | None = None
         self.stamp: Callable[[], Any] | None = None  # returns a span's time; None: monotonic clock
         self._mark: Any = None  # the time of a span at which the current action began
@@ -170,7 +172,8 @@ class FlightRecorder:
 
     def begin_step(self, step: int) -> None:
         """Record that a training step begins."""
-        self.waited, self._timed_waits = 0.0, []  # the waits between steps do not count
+        self.waited = 0.0  # the waits between steps do not count
+        self._timed_waits = []
         self._move(("train", step, "begin", None))
         self._step_began = self.since
 
@@ -204,9 +207,9 @@ class FlightRecorder:
     def keep_spans(self, stamp: Callable[[], Any] | None = None) -> None:
         """Keep spans (action, micro-batch, start, end) from now on, until `spans` is None again.
 
-        stamp: returns what a span has for a time; by default seconds of time.monotonic(). Over NCCL
-        it records a CUDA event on the stream and returns the event. The span of a wait then has the
-        two events between which the stream waited.
+        stamp: returns the time of a span's start or end; None: seconds of time.monotonic(). Over
+        NCCL it records a CUDA event on the stream and returns the event; the span of a wait then
+        has the two events between which the stream waited.
         """
         self.spans = []
         self.stamp = stamp
@@ -237,9 +240,9 @@ class FlightRecorder:
     def take_waited(self) -> float:
         """Return the seconds in waits since the step began or since the last call.
 
-        Over gloo the host waits; over NCCL the device's stream does. Over NCCL waits are timed only
-        while spans with a `stamp` are kept; otherwise return NaN. Called when the device has done
-        the step, so that the stream has passed every wait.
+        Over gloo these are waits of the host. Over NCCL they are waits of the device's stream,
+        which are timed only while spans with a `stamp` are kept; otherwise return NaN. Called when
+        the device has done the step, so that the stream has passed every wait.
         """
         if self.new_event is None:
             waited = self.waited
@@ -255,16 +258,16 @@ class FlightRecorder:
         """Wait for the operation's handle; over NCCL the stream waits and the host goes on.
 
         Over NCCL an event is recorded after the wait: in a hang, it shows whether the stream has
-        passed the operation. The event has no time stamp, and this thread never queries it. Only
-        while spans with a `stamp` are kept, two timing events around the wait are recorded; return
-        these two, or None.
+        passed the operation. The event has no time stamp, and this thread never queries it. While
+        spans with a `stamp` are kept, timing events before and after the wait are recorded too, and
+        returned. Otherwise return None.
         """
         if self.new_event is None:
             operation.handle.wait()
             return None
         first = self.stamp() if self.stamp else None
         operation.handle.wait()
-        # If DEVICE_WAITS events are kept, the stream has passed the oldest one: use it again.
+        # If DEVICE_WAITS events are kept, the stream has passed the oldest event: use it again.
         reuses = len(self._on_stream) == DEVICE_WAITS
         passed = self._on_stream[0][1] if reuses else self.new_event()
         passed.record()
@@ -275,11 +278,11 @@ class FlightRecorder:
         return self._timed_waits[-1]
 
     def device_waits_for(self) -> Operation | None:
-        """Return the first operation that the device's stream has not passed yet; None if none.
+        """Return the first operation that the device's stream has not passed yet, or None.
 
-        It asks the driver, which may wait for a lock that another thread holds. After an error of
-        the device every query raises that error again: return None then, because the main thread
-        reports it.
+        The queries ask the driver, which may wait for a lock that another thread holds. After an
+        error of the device every query raises that error again: then return None, because the main
+        thread reports the error.
         """
         waits = list(self._on_stream)
         with suppress(RuntimeError):
@@ -297,13 +300,13 @@ class FlightRecorder:
         progress = self.progress + self.background_progress
         if progress != self._seen[0]:
             self._seen = progress, now
-        stands = now - self._seen[1] >= SECONDS_TO_ASK
-        device = self.device_waits_for() if stands else None
+        is_still = now - self._seen[1] >= SECONDS_TO_ASK
+        device = self.device_waits_for() if is_still else None
         waiting = self.waiting
         other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
-            # The host may be at any later action, blocked because its launch queue is full: the
-            # operation that holds up the stream is what the rank waits for.
+            # The host may be blocked in any later action, because its launch queue is full. The
+            # rank waits in the operation that the stream has not passed.
             waiting = device
         return {
             **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),
@@ -328,26 +331,37 @@ def describe_place(snapshot: dict[str, Any]) -> str:
     action = snapshot["action"]
     phase = snapshot["phase"]
     batch = snapshot["micro_batch"]
-    parts = [f"step {snapshot['step']}"] if snapshot["step"] else []
-    parts += [phase] if phase not in ("train", action) else []
-    return ", ".join([*parts, action if batch is None else f"{action} of micro-batch {batch}"])
+    parts = []
+    if snapshot["step"]:
+        parts.append(f"step {snapshot['step']}")
+    if phase not in ("train", action):
+        parts.append(phase)
+    parts.append(action if batch is None else f"{action} of micro-batch {batch}")
+    return ", ".join(parts)
 
 
 def _seconds_before(now: float, moment: float | None) -> float | None:
+    """Return the seconds from a moment until now, to the millisecond; None if there is no moment.
+
+    Both are times of time.monotonic().
+    """
     return None if moment is None else round(now - moment, 3)
 
 
 def _wait(kind: str, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the record of a wait that begins now and is not an Operation."""
     return {"kind": kind, "ranks": list(ranks), "began": time.monotonic()}
 
 
 def _wait_to_dict(wait: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
+    """Return a record of `_wait` with its seconds until now in place of its beginning."""
     if wait is None:
         return None
     return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": round(now - wait["began"], 3)}
 
 
 def _record_to_dict(record: Operation | tuple[Place, float], now: float) -> dict[str, Any]:
+    """Return an operation, or an action and the time of its beginning, as plain values."""
     if isinstance(record, Operation):
         return record.to_dict(now)
     place, moment = record
