@@ -1,15 +1,15 @@
-"""Seconds of single operations on one machine: GEMMs, attention, memory traffic, collectives.
+"""Predicts the seconds of single operations: GEMMs, attention, memory traffic, collectives.
 
-What is modelled, the most important first:
+The model's assumptions, the most important first:
 
 * A GEMM is computed in tiles, in waves of one tile per processor of the GPU: a last wave that is
   nearly empty takes as long as a full one. (NVIDIA, "Matrix multiplication background".)
-* Where rows do not begin at multiples of 16 bytes (8 half-precision numbers), a GEMM loads less at
-  a time.
-* What is not a GEMM takes the time in which the memory moves its bytes.
+* If rows do not begin at multiples of 16 bytes (8 half-precision numbers), a GEMM loads less at a
+  time.
+* An operation that is not a GEMM takes the time in which the memory moves its bytes.
 * A ring collective of n ranks moves 2 (n-1)/n of its bytes over its slowest link.
 
-Every size may be one number, or a numpy array of them, such as a column of `planner.job.Columns`.
+Every size may be a number, or a numpy array of numbers, such as a column of `planner.job.Columns`.
 """
 
 import math
@@ -21,12 +21,12 @@ import numpy as np
 
 from planner.hardware import KERNELS, Link, Machine
 
-Column = Any  # a number, or an array with one for each layout
+Column = Any  # a number, or an array with a number for each layout
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds, or bytes, of one micro-batch forward and backward through a part."""
+    """The seconds, or bytes, of one micro-batch's forward and backward pass through a part."""
 
     forward: Column
     backward: Column
@@ -41,19 +41,23 @@ class Pass:
         return Pass(self.forward * times, self.backward * times)
 
 
-# Rows and columns of a tile, and its speed relative to the largest: a smaller tile reuses less of
-# what it loads. Assumed from cuBLAS on square A100 GEMMs, not fitted.
+# Rows and columns of a tile, and its speed relative to the largest tile: a smaller tile reuses less
+# of the data that it loads. The speeds are assumed from cuBLAS on square A100 GEMMs, not fitted.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.6))
 PROLOGUE = 64  # the start of a tile takes as long as this much of the inner dimension
 LAUNCH = 5e-6  # seconds from one kernel to the next
-GEMM_MEMORY = 0.85  # of the memory's bandwidth while a GEMM streams its operands
-COPY_MEMORY = 0.8  # of the memory's bandwidth in an elementwise kernel
-ALIGNMENT = 8  # elements of half precision in 16 bytes
-FP8_SHARE = 0.85  # of the peak's ratio that products in fp8 gain; of 0.8 to 0.95 fits 44 rows best
+GEMM_MEMORY = 0.85  # share of the memory's bandwidth that a GEMM reaches when it loads operands
+COPY_MEMORY = 0.8  # share of the memory's bandwidth that an elementwise kernel reaches
+ALIGNMENT = 8  # numbers of half precision in 16 bytes
+# The share of the ratio of fp8 and bf16 peaks by which products in fp8 are faster. Of the values
+# from 0.8 to 0.95 it fits 44 measured steps best.
+FP8_SHARE = 0.85
 
 
 def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Column:
-    """Seconds of (m x k) times (k x n); `size` is the bytes of a number, 4 means FP32."""
+    """Return the seconds of a matrix product (m x k) times (k x n); size: bytes of a number, 4 for
+    FP32.
+    """
     traffic = float(size) * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
     if size > 2:
         computed = 2.0 * m * n * k / (machine.vector_peak * machine.gemm_fraction)
@@ -63,7 +67,10 @@ def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Co
 
 
 def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Column) -> Column:
-    """Seconds with the best tile: whole waves of whole tiles."""
+    """Return the seconds of `batch` products (m x k) times (k x n) on tensor cores.
+
+    A product takes whole waves of whole tiles; the fastest of TILES is used.
+    """
     best: Column = float("inf")
     for rows, columns, speed in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
@@ -74,22 +81,29 @@ def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colum
 
 
 def aligned(n: Column, k: Column) -> Column:
-    """The power of two of which the bytes of n and of k numbers are a multiple, over 16; at most
-    1.
+    """Return the alignment of rows of n and of k half-precision numbers, as a share of 16 bytes.
+
+    It is the largest power of two that divides both rows' bytes, over 16, and at most 1.
     """
     return np.gcd(np.gcd(ALIGNMENT, n), k) / ALIGNMENT
 
 
 def linear(machine: Machine, rows: Column, outs: Column, ins: Column, size: int = 2) -> Pass:
-    """Seconds of a linear layer; backward has two products, gradients of input and weights."""
-    of_input = gemm(machine, rows, ins, outs, size)
-    of_weights = gemm(machine, outs, ins, rows, size)
-    return Pass(gemm(machine, rows, outs, ins, size), of_input + of_weights)
+    """Return the seconds of a linear layer; backward has products for inputs and for weights.
+
+    rows, outs, ins: tokens, outputs and inputs. size: bytes of a number, 4 for FP32.
+    """
+    forward = gemm(machine, rows, outs, ins, size)
+    input_gradient = gemm(machine, rows, ins, outs, size)
+    weight_gradient = gemm(machine, outs, ins, rows, size)
+    return Pass(forward, input_gradient + weight_gradient)
 
 
 def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pass:
-    """Return what `linear` does, with products in fp8: inputs and gradients are read, and written
-    in fp8 as they are and transposed.
+    """Return the seconds of a linear layer with products in fp8.
+
+    Inputs and gradients are read in half precision, and written in fp8 twice: as they are, and
+    transposed. rows, outs, ins: tokens, outputs and inputs.
     """
     faster = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
     casts = Pass(4.0 * rows * ins, 4.0 * rows * outs)
@@ -97,8 +111,8 @@ def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pas
 
 
 def moved(machine: Machine, count: Any) -> Any:
-    """Seconds to move that many bytes, or those of a Pass, to and from memory in elementwise
-    kernels.
+    """Return the seconds in which elementwise kernels read and write `count` bytes. If `count` is a
+    Pass, the result is a Pass.
     """
     return count * (1 / (machine.bandwidth * COPY_MEMORY))
 
@@ -106,16 +120,18 @@ def moved(machine: Machine, count: Any) -> Any:
 # ---- Attention: q k^T, softmax, times v ----------------------------------------------------------
 
 
-HEAD = 128  # the head size of those rates; half of it reaches SMALL_HEAD of them
-SMALL_HEAD = 0.85
+HEAD = 128  # the head size for which a machine's attention rates hold
+SMALL_HEAD = 0.85  # the share of these rates with half that head size
 
 
 def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 2) -> Pass:
-    """Seconds of the attention core over `batch` heads: two products forward, five backward, of
-    which the causal mask leaves half.
+    """Return the seconds of attention's products for `batch` heads of samples.
+
+    There are two products forward and five backward; the causal mask halves them. seq: tokens of a
+    sample. head: the head size. size: bytes of a number, 4 for FP32.
     """
-    filled = -(-head // ALIGNMENT) * ALIGNMENT
-    product = 1.0 * batch * seq * seq * filled
+    padded_head = -(-head // ALIGNMENT) * ALIGNMENT
+    product = 1.0 * batch * seq * seq * padded_head  # FLOPs
     if size > 2:
         rate = machine.vector_peak * machine.gemm_fraction
         return Pass(2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH)
@@ -131,11 +147,11 @@ def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 
 
 
 def ring(machine: Machine, ranks: Column, stride: Column) -> Link:
-    """The slowest link of a ring of `ranks` ranks that are `stride` apart.
+    """Return the slowest link of a ring of `ranks` ranks that are `stride` apart.
 
-    Within a node that is NVLink. Across nodes, all groups of a node share its network; a ring with
-    several ranks on a node receives through one GPU's adapter and sends through another's, each in
-    one direction only, and reaches `crossing` of the speed.
+    Within a node that is NVLink. Across nodes, all groups of a node share its network. A ring with
+    several ranks on a node receives through one GPU's adapter and sends through another GPU's, both
+    in one direction only, and reaches the share `crossing` of the speed.
     """
     local = _on_one_node(machine, ranks, stride)
     inside = ranks <= local
@@ -149,19 +165,20 @@ def ring(machine: Machine, ranks: Column, stride: Column) -> Link:
 
 
 def _on_one_node(machine: Machine, ranks: Column, stride: Column) -> Column:
-    """How many of `ranks` ranks that are `stride` apart are on one node."""
+    """Return how many of `ranks` ranks that are `stride` apart are on one node."""
     return np.minimum(ranks, np.maximum(1, machine.node // stride))
 
 
 def all_reduce(link: Link, ranks: Column, count: Column) -> Column:
-    """Seconds to sum `count` bytes over a ring; a reduce-scatter or all-gather takes half."""
+    """Return the seconds to sum `count` bytes over a ring. A reduce-scatter or an all-gather takes
+    half as long.
+    """
     return 2.0 * (ranks - 1) * (count / ranks / link.speed + link.latency)
 
 
 def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -> Column:
-    """Seconds in which each rank sends `count` bytes in equal parts to ranks `stride` apart.
-
-    What leaves a node shares its network with what all its other GPUs send.
+    """Return the seconds in which each rank sends `count` bytes in equal parts to all ranks of its
+    group, which are `stride` apart. All GPUs of a node share its network.
     """
     local = _on_one_node(machine, ranks, stride)
     inside = count * (local - 1) / ranks / machine.nvlink.speed + machine.nvlink.latency
@@ -172,9 +189,13 @@ def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -
 
 
 def message(machine: Machine, stage_ranks: Column, count: Column) -> Column:
-    """Seconds until one stage's activation of `count` bytes has reached the next stage."""
+    """Return the seconds until an activation of `count` bytes has reached the next stage.
+
+    stage_ranks: the number of GPUs of a stage.
+    """
     rate = machine.network.bandwidth * machine.p2p_fraction
     apart = count * machine.node / rate + machine.network.latency
-    # Else neighbours are on one node, but for one stage's ranks at its edge.
+    # With smaller stages, most neighbours are on one node: only the ranks of its last stage send
+    # through the network.
     edge = np.maximum(count * stage_ranks / rate, count / machine.nvlink.speed)
     return np.where(stage_ranks >= machine.node, apart, edge + machine.nvlink.latency)
