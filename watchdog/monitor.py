@@ -36,17 +36,18 @@ MEDIAN_STEPS = 10.0
 STARTUP_STEPS = 2
 STARTUP_FACTOR = 4.0
 STARTUP_SECONDS = 120.0
-POLL_SECONDS = 0.25  # between two checks
-FIRST_RANK_TIMEOUT, ALL_RANKS_TIMEOUT = 60.0, 900.0  # for the first rank, all ranks, to connect
+POLL_SECONDS = 0.25  # between two searches for a case
+FIRST_RANK_TIMEOUT = 60.0  # for the first rank to connect
+ALL_RANKS_TIMEOUT = 900.0  # for all ranks to connect
 FAILURE_DELAY = 1.0  # the death that caused a failure may be seen later than the failure
-GOODBYE_TIMEOUT = 1.0  # for a rank's connection for messages, after its stacks' has closed
+GOODBYE_TIMEOUT = 1.0  # for a rank's messages, after its connection for stacks has closed
 PRINT_TIMEOUT = 2.0  # for the first rank that failed to print its error
 STATUS_TIMEOUT = 4.0  # for the next rank to send its stacks and records
 WRITE_TIMEOUT = 10.0  # to print and write the report: the file system may hang
 FLUSH_SECONDS = 0.5  # for mpirun to pass on printed lines before the ranks end
 EXIT_TIMEOUT = 8.0  # for the ranks to end
-SUSPENDED_SECONDS = 2.0  # between two checks: more means that this process was suspended
-QUIET_SECONDS = 3.0  # without a heartbeat, after which the kernel's state of the rank is read
+SUSPENDED_SECONDS = 2.0  # a longer time between two searches: this process was suspended
+QUIET_SECONDS = 3.0  # without a heartbeat: then the kernel's state of the rank's process is read
 RAW_BYTES = 1 << 16  # the newest bytes that are kept of faulthandler's output
 MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of a rank take 1.5 MB
 
@@ -142,7 +143,7 @@ class Monitor:
         while True:
             self._receive()
             now = time.monotonic()
-            if now - before > SUSPENDED_SECONDS:  # perhaps the ranks too: do not count this time
+            if now - before > SUSPENDED_SECONDS:  # perhaps ranks were too: do not count this time
                 for rank in self.ranks.values():
                     rank.heard += now - before
                     rank.moved += now - before
@@ -160,7 +161,7 @@ class Monitor:
     # -- messages ---------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle all that arrives within POLL_SECONDS, connections for stacks before the others."""
+        """Handle what arrives within POLL_SECONDS; connections for stacks come before others."""
         # epoll returns descriptors in the order of their events, so the first death comes first.
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
         stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
@@ -253,7 +254,8 @@ class Monitor:
             if self.first is not None:
                 self._send(rank, {"first": False})
         elif "ending" in message or "goodbye" in message:
-            rank.state, self.ending = "left", message.get("ending", self.ending)
+            rank.state = "left"
+            self.ending = message.get("ending", self.ending)
             self.left.add(rank.rank)
         else:
             raise ValueError("an unknown kind")
@@ -350,17 +352,17 @@ class Monitor:
         asked = [rank for rank in self.ranks.values() if rank.state in ("alive", "failed")]
         quiet = [rank for rank in asked if now - rank.heard > QUIET_SECONDS]
         for rank in asked:
-            rank.status = rank.process = None  # may be left from a hang that was none
+            rank.status = rank.process = None  # an earlier hang that was none may have set them
             processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
             self._send(rank, {"inspect": processes})
         until = now + STATUS_TIMEOUT
         missing = len(asked)
         while missing and time.monotonic() < until:
             self._receive()
-            left = sum(not r.status and r.state not in ("gone", "left") for r in asked)
-            if left < missing:  # a thousand ranks may send more than is read in STATUS_TIMEOUT
+            silent = sum(not r.status and r.state not in ("gone", "left") for r in asked)
+            if silent < missing:  # a thousand ranks may send more than is read in STATUS_TIMEOUT
                 until = time.monotonic() + STATUS_TIMEOUT
-                missing = left
+                missing = silent
         for rank in asked:
             if rank.status is None and rank.state == "alive" and rank.node == self.node:
                 rank.process = process_state(rank.pid, rank.started)
@@ -392,8 +394,8 @@ class Monitor:
 def report(case: Case, ranks: Ranks, out: str) -> None:
     """Print the report and write its files; out: the run's --out, or empty for no files.
 
-    Each runs in a thread, because the job must end even if one of them hangs. The print fails if
-    the launcher has ended.
+    Printing and writing run in a thread each, because the job must end even if one of them hangs.
+    The print fails if the launcher has ended.
     """
     text = hang_report.format_report(case, ranks, out)
 
