@@ -299,7 +299,8 @@ def step_parts(job: Job) -> dict[str, float]:
     stage_parameters = memory_terms.held_parameters(job, memory_terms.Parts.of(specs))
     ranks = [spec.rank for spec in specs]
     rank_parameters = np.bincount(ranks, np.broadcast_to(stage_parameters, len(specs)))
-    slowest_forward, slowest_backward = map(max, zip(*passes, strict=True))
+    slowest_forward = max(stage.forward for stage in passes)
+    slowest_backward = max(stage.backward for stage in passes)
     most = Most(max(rank_parameters), slowest_forward, slowest_backward, specs[0].tied)
     return {name: float(seconds) for name, seconds in after_pipeline(job, most).items()}
 
