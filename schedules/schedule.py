@@ -254,7 +254,7 @@ def _steps(schedule: Schedule) -> list[Step]:
     place: Places = {
         kind_and_stage: {} for kind_and_stage in product(kinds, range(schedule.stages))
     }
-    inputs = {(kind, stage): _inputs(schedule, kind, stage, place) for kind, stage in place}
+    inputs = {kind_and_stage: _inputs(schedule, *kind_and_stage, place) for kind_and_stage in place}
     steps: list[Step] = []
     next_of = [0] * len(ranks)  # for each rank, the index of its next action
     count = sum(map(len, ranks))
