@@ -1,9 +1,9 @@
-"""The cost of GPUs: hours, money and energy.
+"""Computes the cost of GPUs: hours, money and energy.
 
     rates = rates_of(options, machine)
     rates.of(gpus=64, seconds=86400.0)     # {"gpu_hours": ..., "kwh": ..., "cost": ...}
 
-The energy is the GPUs' alone, at a stated power; hosts, network and cooling are not counted.
+The energy is that of the GPUs at a stated power; hosts, network and cooling are not counted.
 """
 
 from argparse import Namespace
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from planner.hardware import Machine
 
-BILLION = 1e9  # of tokens
-HEADS = {"kwh": "kWh/Gtok", "cost": "cost/Gtok"}  # of the columns of a table
+BILLION = 1e9  # tokens
+HEADS = {"kwh": "kWh/Gtok", "cost": "cost/Gtok"}  # the names of a table's columns
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The price of a GPU for an hour, and its power; None where nothing states it."""
+    """The price of a GPU for an hour, and its power; None if it is not known."""
 
     price: float | None
     watts: float | None
-    origin: str  # of the power
-    shown: bool  # whether a table has columns of them
+    origin: str  # where the power is stated
+    shown: bool  # whether a table has columns for energy and cost
 
     def of(self, gpus: int, seconds: float) -> dict[str, float | None]:
-        """GPU hours, kWh and cost of some GPUs for some seconds."""
+        """Return the GPU hours, the energy in kWh and the cost of `gpus` GPUs for some seconds."""
         hours = gpus * seconds / 3600
         return {
             "gpu_hours": hours,
@@ -34,32 +34,39 @@ class Rates:
         }
 
     def per_billion(self, gpus: int, tokens_per_second: float) -> dict[str, float | None]:
-        """The same of a billion tokens; each name ends in `_per_billion_tokens`."""
-        found = self.of(gpus, BILLION / tokens_per_second)
-        return {f"{name}_per_billion_tokens": value for name, value in found.items()}
+        """Return GPU hours, kWh and cost of a billion tokens; all names end in
+        `_per_billion_tokens`.
+        """
+        costs = self.of(gpus, BILLION / tokens_per_second)
+        return {f"{name}_per_billion_tokens": value for name, value in costs.items()}
 
     def cells(self, gpus: int, tokens_per_second: float) -> dict[str, str]:
-        """Energy and cost of a billion tokens by the heads of a table's columns, if it has them."""
+        """Return the printed energy and cost of a billion tokens, by the names of a table's
+        columns; empty if the table has no such columns.
+        """
         if not self.shown:
             return {}
-        found = self.of(gpus, BILLION / tokens_per_second)
-        return {head: f"{found[name]:,.1f}" for name, head in HEADS.items() if found[name]}
+        costs = self.of(gpus, BILLION / tokens_per_second)
+        return {head: f"{costs[name]:,.1f}" for name, head in HEADS.items() if costs[name]}
 
     def sentence(self, gpus: int, seconds: float) -> str:
-        """The same as `of`, for people."""
-        found = self.of(gpus, seconds)
-        parts = [f"{found['gpu_hours']:,.0f} GPU hours"]
-        if energy := found["kwh"]:
+        """Return the GPU hours, the energy and the cost of `gpus` GPUs for some seconds as text."""
+        costs = self.of(gpus, seconds)
+        parts = [f"{costs['gpu_hours']:,.0f} GPU hours"]
+        if energy := costs["kwh"]:
             power = f"{self.watts:g} W a GPU ({self.origin}), GPUs alone"
             parts.append(f"{energy / 1000:,.1f} MWh at {power}")
-        if cost := found["cost"]:
+        if cost := costs["cost"]:
             parts.append(f"{cost:,.0f} at {self.price:g} a GPU hour")
         return "; ".join(parts)
 
 
 def rates_of(options: Namespace, machine: Machine) -> Rates:
-    """--price-per-gpu-hour, and --watts-per-gpu or the power that the machine's file states."""
-    price, watts = options.price_per_gpu_hour, options.watts_per_gpu
+    """Return the rates by --price-per-gpu-hour, and --watts-per-gpu or the power in the machine's
+    file.
+    """
+    price = options.price_per_gpu_hour
+    watts = options.watts_per_gpu
     return Rates(
         price=price,
         watts=watts or machine.watts or None,

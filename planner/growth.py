@@ -1,11 +1,12 @@
-"""Growth with the batch: for each batch size of a ramp-up the nodes and the layout that cost least.
+"""Plans a run that grows with its batch: the cheapest nodes and layout for each batch size.
 
     python plan.py rampup ... --nodes 48 --train-samples 220000000 --deadline 95
 
 A small batch keeps few GPUs busy: on fewer nodes its steps take longer, but cost fewer GPU-hours.
-A stage is consecutive sizes with the same nodes and layout; nodes never become fewer. The plan is
-the cheapest at a price of a second, the lowest price at which the deadline is kept, by bisection:
-no other plan that is as fast costs less.
+A level is a batch size of the ramp-up with its steps. A stage is consecutive levels with the same
+nodes and layout; nodes never become fewer. A price of a second, in GPU-seconds, makes fast plans
+cheaper than slow ones: the lowest price at which the cheapest plan keeps the deadline is found by
+bisection. No other plan that is as fast costs fewer GPU-seconds.
 """
 
 import json
@@ -25,18 +26,21 @@ from planner import duration_questions
 from planner.questions import FULL_BATCH, Answer, Question
 from planner.step_time import predict
 
-KEPT = 2  # layouts on a number of nodes: the fastest with the first batch size, and with the last
-FRACTIONS = 4  # numbers of nodes that are tried: n with lcm(n, most) at most this times the most
-RESTART_MINUTES = 10.0  # that a change of nodes takes, without the time in the queue
+KEPT = 2  # number of fastest layouts kept for a number of nodes, at the first and the last level
+FRACTIONS = 4  # n nodes are tried if lcm(n, most) is at most FRACTIONS times `most`
+RESTART_MINUTES = 10.0  # minutes that a change of nodes takes, without the time in the queue
 HOUR, DAY = 3600.0, 86400.0
-LEAST_PRICE, MOST_PRICE = 1e-3, 1e9  # of a second, in GPU-seconds: with the most only time counts
+LEAST_PRICE = 1e-3  # price of a second, in GPU-seconds
+MOST_PRICE = 1e9  # price of a second at which only time counts
 BISECTIONS = 60
 SEARCHED = ("tp", "pp", "micro_batch_size", "recompute", "zero", "partition")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout on some nodes. seconds: of a step at each level, inf where it cannot run."""
+    """A layout on some nodes. seconds: the seconds of a step at each level; infinity if the layout
+    cannot run the batch size.
+    """
 
     nodes: int
     gpus: int
@@ -46,7 +50,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """For each level the number of its choice; seconds and GPU-seconds of the whole run."""
+    """A plan. chosen: for each level, the index of its choice. seconds, gpu_seconds: the time and
+    the cost of the whole run.
+    """
 
     chosen: tuple[int, ...]
     seconds: float
@@ -54,7 +60,7 @@ class Plan:
 
     @property
     def starts(self) -> list[int]:
-        """The levels with which the stages begin, and the number of levels."""
+        """The indices of the levels with which the stages begin, then the number of levels."""
         changes = np.flatnonzero(np.diff(self.chosen)) + 1
         return [0, *map(int, changes), len(self.chosen)]
 
@@ -73,10 +79,14 @@ class Table:
         self.restart = restart
 
     def plan(self, chosen: Sequence[int]) -> Plan:
-        """The plan with these choices, with its restarts."""
+        """Return the plan with these choices; its time and cost include the restarts.
+
+        chosen: for each level, the index of its choice.
+        """
         seconds = self.seconds[chosen, range(len(chosen))]
         gpus = self.gpus[list(chosen)]
-        waiting = gpus[1:][np.diff(chosen) != 0]  # while a new stage starts
+        is_new_stage = np.diff(chosen) != 0
+        waiting = gpus[1:][is_new_stage]  # the GPUs that wait while a new stage starts
         return Plan(
             chosen=tuple(chosen),
             seconds=float(seconds.sum() + self.restart * len(waiting)),
@@ -84,14 +94,15 @@ class Table:
         )
 
     def at_price(self, price: float) -> Plan:
-        """The plan of the fewest GPU-seconds + price x seconds, found level by level."""
+        """Return the plan with the least GPU-seconds + price x seconds, found level by level."""
         rates = self.gpus + price
         first, *others = (rates[:, None] * self.seconds).T
         totals = first
         choices = np.arange(len(totals))
         origins = []
         for prices in others:
-            # For each choice, the cheapest that has no more nodes, from which the run may change.
+            # For each choice, the cheapest earlier choice with as many nodes or fewer: the run may
+            # change from it.
             before = np.array([totals[: choice + 1].argmin() for choice in choices])
             changed = totals[before] + self.restart * rates
             origins.append(np.where(totals <= changed, choices, before))
@@ -103,15 +114,20 @@ class Table:
 
 
 def cheapest(table: Table, deadline: float) -> Plan:
-    """The plan of the fewest GPU-seconds within `deadline` seconds, at the lowest price of a second
-    that keeps it; the fastest plan if none is in time.
+    """Return the plan with the fewest GPU-seconds that takes at most `deadline` seconds.
+
+    It is the cheapest plan at the lowest price of a second with which the deadline is kept. If no
+    plan is in time, return the fastest plan.
     """
-    low, high = LEAST_PRICE, MOST_PRICE
-    best, price = table.at_price(high), low
+    low = LEAST_PRICE
+    high = MOST_PRICE
+    best = table.at_price(high)
+    price = low
     for _ in range(BISECTIONS):
         plan = table.at_price(price)
         if plan.seconds <= deadline:
-            best, high = plan, price
+            best = plan
+            high = price
         else:
             low = price
         price = math.sqrt(low * high)
@@ -122,28 +138,35 @@ def cheapest(table: Table, deadline: float) -> Plan:
 
 
 def levels_of_run(config: Config) -> list[Level]:
-    """The batch sizes that the run reaches, the last one with its steps too; UserError."""
+    """Return the levels that the run reaches, all with their steps.
+
+    Raise UserError if the length of the run is not given, or if batch sizes depend on the layout.
+    """
     training = config.training
     if training.decrease_batch_size_if_needed:
         raise UserError("--decrease-batch-size-if-needed would give each layout other batch sizes")
     if training.steps is None and training.train_samples is None:
         raise UserError("how long is the run? give --train-samples or --steps")
-    found = []
+    levels = []
     for level in config.batches.levels():
-        left = config.total_steps - level.first_step
-        if left > 0:
-            found.append(replace(level, steps=min(level.steps or left, left)))
-    return found
+        steps_left = config.total_steps - level.first_step
+        if steps_left > 0:
+            steps = min(level.steps or steps_left, steps_left)
+            levels.append(replace(level, steps=steps))
+    return levels
 
 
 def node_counts(most: int) -> list[int]:
-    """Numbers of nodes up to `most` that are simple fractions of it."""
+    """Return the numbers of nodes up to `most` that are simple fractions of it."""
     return [n for n in range(1, most + 1) if math.lcm(n, most) <= FRACTIONS * most]
 
 
 def choices(question: Question, levels: Sequence[Level], most: int) -> list[Choice]:
-    """The fastest layouts on each number of nodes, with the first batch size or the last, in the
-    order of nodes; on the same nodes those for the last size come last.
+    """Return the choices in the order of their nodes; with equal nodes, the layout that is fastest
+    at the last level comes last.
+
+    For each number of nodes up to `most`, they are the KEPT fastest safe layouts at the first level
+    and at the last level.
     """
     found = []
     for nodes in node_counts(most):
@@ -162,29 +185,33 @@ def choices(question: Question, levels: Sequence[Level], most: int) -> list[Choi
 
 
 def _at_size(question: Question, level: Level) -> Config:
-    """The run, with that batch size from its start."""
+    """Return the run's config with the batch size of a level from its start."""
     sized = FULL_BATCH | {"global_batch_size": level.batch}
     return replace(question.config, training=replace(question.config.training, **sized))
 
 
 def _seconds(question: Question, layout: Layout, level: Level) -> float:
-    """Return the seconds of a step; inf if the layout cannot run that batch size, or not at the
-    accepted risk.
+    """Return the seconds of a layout's step at a level; infinity if it cannot run the batch size,
+    does not fit, or has a higher risk than --risk.
     """
     if level.batch % (layout.micro_batch_size * layout.dp):
         return math.inf
-    if layout.schedule == "auto":  # never slower, and searched for when the run starts
+    if layout.schedule == "auto":  # the run searches a schedule that is never slower than 1F1B
         layout = replace(layout, schedule="1f1b")
     run = _at_size(question, level)
-    found = predict(run.model, layout, run.training, question.machine)
-    return found.seconds if found.fits and found.risk <= question.options.risk else math.inf
+    prediction = predict(run.model, layout, run.training, question.machine)
+    if prediction.fits and prediction.risk <= question.options.risk:
+        return prediction.seconds
+    return math.inf
 
 
 # ---- The answer ----------------------------------------------------------------------------------
 
 
 def rampup(question: Question) -> Answer:
-    """With --deadline the cheapest plan of stages, else as `duration_questions.rampup`."""
+    """Answer `plan.py rampup`: with --deadline the cheapest plan of stages, else the ramp-up's
+    duration (`duration_questions.rampup`). Raise UserError for options that do not go together.
+    """
     options = question.options
     if options.submit and not options.stages:
         raise UserError("--submit needs --stages FILE, from which the jobs have their stages")
@@ -195,8 +222,8 @@ def rampup(question: Question) -> Answer:
                 "--stages and --restart need --deadline DAYS, within which the run ends"
             )
         return found
-    most, rest = divmod(question.gpus, question.machine.node)
-    if rest:
+    most, gpus_of_part_node = divmod(question.gpus, question.machine.node)
+    if gpus_of_part_node:
         raise UserError(
             f"--deadline plans full nodes of {question.machine.node}, not --gpus {question.gpus}"
         )
@@ -207,7 +234,9 @@ def rampup(question: Question) -> Answer:
 
 
 def _planned(question: Question, most: int, restart: float) -> Answer:
-    """The answer about the cheapest plan on up to `most` nodes that ends by the deadline."""
+    """Return the answer with the cheapest plan on up to `most` nodes that ends by the deadline, and
+    write it to the file of --stages. restart: seconds that a change of nodes takes.
+    """
     options = question.options
     levels = levels_of_run(question.config)
     able = choices(question, levels, most)
@@ -227,7 +256,7 @@ def _planned(question: Question, most: int, restart: float) -> Answer:
             for first, last in pairwise(plan.starts)
         ],
         "constant": _constant(levels, able, options.deadline * DAY, restart),
-        # By which scripts/stages.py knows the run, and what it gives to sbatch.
+        # scripts/stages.py recognises the run by model and batches, and gives sbatch these words.
         "model": asdict(question.config.model),
         "batches": question.config.batches.starts,
         "sbatch": (options.submit or "").split(),
@@ -237,7 +266,7 @@ def _planned(question: Question, most: int, restart: float) -> Answer:
 
 
 def _totals(plan: Plan, able: Sequence[Choice]) -> dict[str, Any]:
-    """Days, GPU-hours, and the most nodes."""
+    """Return a plan's days, its GPU-hours, and its number of nodes at the end."""
     return {
         "days": plan.seconds / DAY,
         "gpu_hours": plan.gpu_seconds / HOUR,
@@ -248,18 +277,20 @@ def _totals(plan: Plan, able: Sequence[Choice]) -> dict[str, Any]:
 def _constant(
     levels: Sequence[Level], able: Sequence[Choice], deadline: float, restart: float
 ) -> dict[str, Any] | None:
-    """The totals of the cheapest plan on the same nodes throughout that is in time, if any is."""
-    found = []
-    for _, of_nodes in groupby(able, key=lambda choice: choice.nodes):
-        own = list(of_nodes)
-        plan = cheapest(Table(levels, own, restart), deadline)
+    """Return the totals of the cheapest plan with a constant number of nodes that is in time, or
+    None.
+    """
+    totals_in_time = []
+    for _, choices_of_nodes in groupby(able, key=lambda choice: choice.nodes):
+        same_nodes = list(choices_of_nodes)
+        plan = cheapest(Table(levels, same_nodes, restart), deadline)
         if plan.seconds <= deadline:
-            found.append(_totals(plan, own))
-    return min(found, key=lambda totals: totals["gpu_hours"], default=None)
+            totals_in_time.append(_totals(plan, same_nodes))
+    return min(totals_in_time, key=lambda totals: totals["gpu_hours"], default=None)
 
 
 def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> dict[str, Any]:
-    """The stage of the levels [first, last): where it runs, and what to give train.py in it."""
+    """Return the stage of the levels [first, last): its nodes, times, and options of train.py."""
     begin = levels[first].consumed
     stop = levels[last].consumed if last < len(levels) else 0
     seconds = 0.0
@@ -285,7 +316,10 @@ def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> di
 
 
 def _lines(data: dict[str, Any]) -> list[str]:
-    """The answer as text: every stage, and what the plan saves."""
+    """Return the lines of the answer: a line for each stage, and the GPU-hours that the plan saves.
+
+    data: the answer's data.
+    """
     lines = [" nodes      batches     days   GPU-hours  train.py"]
     for stage in data["stages"]:
         sizes = " to ".join(map(str, stage["batches"]))

@@ -1,11 +1,11 @@
-"""How sure a prediction is: an interval of seconds, and the probability of running out of memory.
+"""Computes how sure a prediction is: an interval of seconds, the probability of too little memory.
 
     out_of_memory(machine, needed)      # 0..1
-    interval(job, seconds)              # (low, high), which hold 90 of 100
+    interval(job, seconds)              # (low, high), between which 90 of 100 runs are expected
 
-The ratio of measured to predicted is taken as log-normal. Its standard deviations, the machine's
-`time_spread` and `memory_spread`, are those of runs that were not fitted
-(benchmarks/results/plan_public.md).
+The ratio of a measured to a predicted value is assumed to be log-normal. Its standard deviations,
+the machine's `time_spread` and `memory_spread`, were found on runs that were not used to fit the
+machine's constants (benchmarks/results/plan_public.md).
 """
 
 import math
@@ -15,36 +15,42 @@ from planner.hardware import Machine
 from planner.job import Job
 
 DEFAULT = 0.05  # the probability of running out of memory that `layouts` accepts
-NINETY = 1.645  # standard deviations on either side that hold 90 of 100
-MEASURED = ("1f1b", "gpipe")  # schedules of the rows that the spread was found with
-PER_DOUBLING = 0.05  # more spread for each doubling outside of what was fitted; assumed
+NINETY = 1.645  # standard deviations on either side between which 90 of 100 values lie
+MEASURED = ("1f1b", "gpipe")  # schedules of the runs on which `time_spread` was found
+PER_DOUBLING = 0.05  # spread for each doubling of a value beyond its fitted range; assumed
 
 
 def out_of_memory(machine: Machine, needed: float) -> float:
-    """Probability that a GPU which needs `needed` bytes, as predicted, runs out of memory."""
+    """Return the probability that a GPU runs out of memory; needed: the predicted bytes."""
     room = math.log(machine.memory / needed) / machine.memory_spread
     return 0.5 * math.erfc(room / math.sqrt(2))
 
 
 def safe_bytes(machine: Machine, risk: float) -> float:
-    """The most predicted bytes that fit, with a probability of running out of memory of at most
-    `risk`, which is above 0.
+    """Return the predicted bytes at which the probability of running out of memory is `risk`.
+
+    risk: a probability above 0; a risk above 0.5 counts as 0.5.
     """
     deviations = NormalDist().inv_cdf(min(risk, 0.5))
     return machine.memory * math.exp(deviations * machine.memory_spread)
 
 
 def interval(job: Job, seconds: float) -> tuple[float, float]:
-    """Seconds between which a step lies in 90 of 100 cases, wider outside of what was fitted."""
-    layout, values = job.layout, job.fitted_values
-    doublings = 0.0
+    """Return the seconds (low, high) between which a step is expected in 90 of 100 runs.
+
+    seconds: the predicted seconds of the step. The interval is wider if a value of the job is
+    outside the range on which the machine's constants were fitted.
+    """
+    layout = job.layout
+    values = job.fitted_values
+    doublings = 0.0  # by how many doublings the job is outside of fitted ranges
     for name, (low, high) in job.machine.fitted_range.items():
         if high:
             nearest = min(max(values[name], low), high)
             doublings += abs(math.log2(values[name] / nearest))
         else:
             doublings += 1.0
-    # No row was measured with these: their step time is simulated alone.
+    # No run was measured with other schedules, --vocab-pp or cp: their times are only simulated.
     if layout.pp > 1 and (layout.schedule not in MEASURED or layout.vocab_pp):
         doublings += 1.0
     if layout.cp > 1:
