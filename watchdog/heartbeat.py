@@ -32,13 +32,13 @@ ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `wat
 MONITOR = "import sys; sys.path.insert(0, '.'); from watchdog import monitor; monitor.main()"
 BEAT_SECONDS = 1.0  # seconds between two heartbeats
 BEAT_RECORDS = 4  # the recorder's last records that a heartbeat contains
-# After so many heartbeats without an answer the monitor or its node is considered lost. The rank
-# that started the monitor has the lower limit, so that it kills the monitor before other ranks end
-# the job, and that rank with it.
+# After this number of heartbeats without an answer, a rank considers the monitor or its node lost.
 MAX_UNANSWERED = 30
+# The same for the rank that started the monitor. It is less, so that this rank can kill the monitor
+# before other ranks end the job and this rank with it.
 MAX_UNANSWERED_BY_OWN = 25
-# Seconds that a failed rank waits for the monitor's answer, and then, unless it is the first that
-# failed, for its end: only the first prints its error.
+# Seconds that a failed rank waits for the monitor's answer. If another rank failed first, this rank
+# waits as long again until the monitor ends it: only the first failed rank prints its error.
 EXIT_WAIT_SECONDS = 10.0
 ABORT_TIMEOUT = 5.0  # seconds for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # the most frames of each stack
@@ -171,8 +171,8 @@ class Watchdog:
         """Note that this rank leaves the job; return whether this is the first call.
 
         From here on the end of the monitor is no error: the monitor may end before this process,
-        whose exit status must not change by that. A stopped monitor is killed, because it could not
-        end other ranks any more, and no other process would end it.
+        and must not change its exit status. A stopped monitor is killed, because it could not end
+        other ranks any more, and no other process would end it.
         """
         first = not self._closing
         self._closing = True
@@ -183,6 +183,7 @@ class Watchdog:
     # -- the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Send heartbeats and handle messages until the rank leaves the job; run by the thread."""
         most = MAX_UNANSWERED_BY_OWN if self._monitor else MAX_UNANSWERED
         while not self._closing:
             try:
@@ -194,6 +195,9 @@ class Watchdog:
                 self._lost(f"no answer to {most} heartbeats")
 
     def _beat(self) -> None:
+        """Send a heartbeat, and the rank's groups if there are new groups; set faulthandler's timer
+        again. Raise OSError if the monitor is gone.
+        """
         groups = self.recorder.groups()
         if len(groups) != self._groups:
             self._groups = len(groups)
@@ -203,15 +207,15 @@ class Watchdog:
         now = time.monotonic()
         self._send({"beat": snapshot, "memory": self._memory.read(), "sent": now})
         # If Python's lock is held, no heartbeat sets the timer again, and faulthandler writes the
-        # stacks when its time is over. Setting the timer ends and starts a thread, which is most of
-        # the cost of a heartbeat, so it is not done in every heartbeat.
+        # stacks when the timer ends. Setting the timer ends and starts a thread, which is most of
+        # the cost of a heartbeat, so not every heartbeat sets it.
         if now - self._armed > REARM_FRACTION * self._dump_after:
             faulthandler.dump_traceback_later(self._dump_after, file=self._stacks.fileno())
             self._armed = now
 
     def _listen(self, seconds: float) -> None:
-        """Handle the monitor's messages for so many seconds; raise OSError if it is gone."""
-        # poll and not select, which only takes descriptors up to 1,023.
+        """Handle the monitor's messages for `seconds` seconds; raise OSError if it is gone."""
+        # select would fail for descriptors above 1,023, poll does not.
         until = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -227,6 +231,11 @@ class Watchdog:
                 self._handle(json.loads(line))
 
     def _handle(self, message: dict[str, Any]) -> None:
+        """Do what a message of the monitor asks for.
+
+        "echo": the answer to a heartbeat. "first": whether this rank failed first. "inspect": send
+        stacks and records. "end": end this process.
+        """
         self._unanswered = 0
         now = time.monotonic()
         if "echo" in message:
@@ -283,6 +292,7 @@ class Watchdog:
             self.end(status)
 
     def _send(self, message: dict[str, Any]) -> None:
+        """Send a message to the monitor, from any thread; raise OSError if it is gone."""
         with self._lock:
             self._socket.sendall(encode(message))
 
@@ -328,9 +338,9 @@ class MemoryReader:
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process began, in ticks since boot; None if there is no such process.
+    """Return the time at which a process began, in ticks since boot; None if there is no process.
 
-    Together with the id it names one process, since the kernel uses process ids again.
+    The kernel uses process ids again, but never an id with the same start.
     """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
@@ -351,7 +361,10 @@ def process_state(pid: int, started: int | None = None) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the name; the first is the state. None: gone."""
+    """Return the fields of /proc/PID/stat after the process's name, or None if it has ended.
+
+    The first field is the kernel's state of the process.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -361,7 +374,7 @@ def _stat(pid: int) -> list[str] | None:
 def kill_process(pid: int, started: int) -> None:
     """Kill the process (SIGKILL) if it still runs and belongs to this user.
 
-    started: when it began, so that no other process with the same id is killed.
+    started: the time of `start_time`, so that no other process with the same id is killed.
     """
     with contextlib.suppress(OSError):  # the process has ended in the meantime
         if start_time(pid) == started and os.stat(f"/proc/{pid}").st_uid == os.getuid():
