@@ -1,4 +1,4 @@
-"""Machines as data: what a GPU, its node, its network and the software on it can do.
+"""Loads machines as data: the rates and sizes of a GPU, its node, its network and its software.
 
     machine = load("a100-80")                          # hardware/a100-80.toml
     machine = load("a100-80", "measured.toml")         # with rates that were measured there
@@ -24,8 +24,10 @@ FITTED, FAMILIES = "fitted", "families"  # the files of the folder that are not 
 
 
 class Kernel(NamedTuple):
-    """A flash-attention kernel: its rates in long sequences over FlashAttention-2's, forward and
-    backward, and the length at which half of them is reached.
+    """A flash-attention kernel, relative to FlashAttention-2.
+
+    forward, backward: its rate in long sequences, divided by FlashAttention-2's. half: the sequence
+    length in tokens at which it reaches half of this rate.
     """
 
     forward: float
@@ -48,11 +50,11 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Link:
-    """A link between ranks: seconds per message, bytes/s one way, and the share achieved."""
+    """A link between ranks."""
 
-    latency: float
-    bandwidth: float
-    fraction: float  # in a ring collective of long messages
+    latency: float  # seconds of a message
+    bandwidth: float  # bytes per second in one direction
+    fraction: float  # share of the bandwidth that a ring collective of long messages reaches
 
     @property
     def speed(self) -> float:
@@ -68,20 +70,22 @@ class Software:
     `planner.job.term`, and benchmarks/engines.py for the programs of published rows.
     """
 
-    fp8: bool = False  # linear layers of blocks compute in fp8; all else is as without
-    # Moved per logit of the loss: cast, maximum, exponential, sums, in FP32; one fused kernel: 8.
+    fp8: bool = False  # whether linear layers of blocks compute in fp8
+    # Bytes that the loss moves for each logit: cast, maximum, exponential and sums in FP32. A fused
+    # kernel would move 8.
     logit_bytes: float = 26.0
-    # Share of the last backward, and of the first forward, behind which gradient and parameter
-    # traffic can hide; at --zero 3 of every pass.
+    # The share of the last backward and of the first forward behind which gradient and parameter
+    # traffic can hide; at --zero 3 the share of every pass.
     overlap_passes: float = 0.9
-    overlap_tensor: float = 0.4  # share of tensor collectives hidden: 4 of a block's 10
-    wire_bytes: int = 4  # of one gradient on the wire
+    overlap_tensor: float = 0.4  # the share of tensor collectives that is hidden: 4 of a block's 10
+    wire_bytes: int = 4  # bytes of one gradient in a reduction between ranks
     fused_accumulation: bool = True  # the weight-gradient GEMM adds to the gradient, below --zero 2
-    gradient_bytes: float = 4.0  # of one gradient at rest, on every replica
-    sharded_bytes: float = 12.0  # of master weight and Adam's moments of one parameter, over dp
+    gradient_bytes: float = 4.0  # bytes of one gradient that is kept, on every replica
+    sharded_bytes: float = 12.0  # bytes of a parameter's master weight and Adam's moments
     buffers: float = 2e9  # bytes of communication buffers and buckets of fixed size
     host_per_block: float = 0.0  # seconds the GPU waits for the host, per block and micro-batch
-    host_per_operation: float = 8e-6  # seconds to launch one: a pass takes no less than all of its
+    # Seconds to launch one operation; a pass takes no less than the launches of its operations.
+    host_per_operation: float = 8e-6
     per_step: float = 0.05  # seconds of a step that no micro-batch causes
 
 
@@ -90,32 +94,35 @@ class Machine:
     """A cluster as it was used. Rates in FLOP/s and bytes/s, sizes in bytes, times in seconds."""
 
     name: str
-    device: str  # part of the driver's name of the GPU; a calibration must be of the same
+    device: str  # a part of the driver's name of the GPU; a calibration must be for the same GPU
     peak: float  # dense half-precision FLOP/s of one GPU's tensor cores
     vector_peak: float  # FP32 FLOP/s outside the tensor cores
     processors: int  # streaming multiprocessors
     memory: float
-    bandwidth: float  # of the GPU's memory
-    context: float  # what a CUDA context takes before the first tensor
-    node: int  # GPUs of one node
-    nvlink: Link  # of one GPU
-    network: Link  # of one node
-    p2p_fraction: float  # of the network that messages between two stages achieve
-    gemm_fraction: float  # of the peak that a large, aligned GEMM achieves
-    flash_fraction: float  # of the peak that FlashAttention-2 achieves in long sequences
-    activation_overhead: float  # allocated over asked for, of what lives long
-    kernel: str = "flash2"  # of KERNELS: the attention of this GPU
-    crossing: float = 1.0  # of the network's speed for a ring with several ranks on a node
-    ranks_per_core: float = 1.0  # above 1: ranks share CPU cores; rates are those of all at once
-    # Standard deviation of the logarithm of measured over predicted, of runs that were not fitted.
+    bandwidth: float  # the rate of the GPU's memory
+    context: float  # the memory that a CUDA context takes before the first tensor
+    node: int  # the number of GPUs of a node
+    nvlink: Link  # the link of one GPU to the other GPUs of its node
+    network: Link  # the link of one node to other nodes
+    p2p_fraction: float  # the share of the network's rate that messages between stages reach
+    gemm_fraction: float  # the share of the peak that a large, aligned GEMM reaches
+    flash_fraction: float  # the share of the peak that FlashAttention-2 reaches in long sequences
+    activation_overhead: float  # allocated bytes divided by tensors' bytes, for activations
+    kernel: str = "flash2"  # the attention kernel, a name in KERNELS
+    # A ring with several ranks on a node reaches this share of the network's rate: each adapter
+    # then only sends or only receives.
+    crossing: float = 1.0
+    ranks_per_core: float = 1.0  # above 1 ranks share CPU cores; all rates are those of all ranks
+    # Standard deviations of the logarithm of a measured over a predicted value, for time and for
+    # memory, on runs that were not used to fit the constants.
     time_spread: float = 0.12
     memory_spread: float = 0.12
-    network_measured: bool = False  # whether its rate is of this cluster, not of its datasheet
-    slowdown: float = 1.0  # of every step, by a known defect of this machine
+    network_measured: bool = False  # whether the network's rate was measured on this cluster
+    slowdown: float = 1.0  # the factor by which a known defect of this machine lengthens each step
     bf16: bool = True  # whether it has bf16 arithmetic
-    fp8: float = 0.0  # dense fp8 FLOP/s over half-precision's; 0: none
-    watts: float = 0.0  # of one GPU at its limit, by the datasheet; 0: not stated
-    note: str = field(default="", compare=False)  # for a user who names this machine
+    fp8: float = 0.0  # dense fp8 FLOP/s divided by half-precision FLOP/s; 0: it has no fp8
+    watts: float = 0.0  # power of one GPU at its limit, by the datasheet; 0: it is not stated
+    note: str = field(default="", compare=False)  # a line to print for a user of this machine
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
     sources: dict[str, str] = field(default_factory=dict, compare=False)
