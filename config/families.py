@@ -248,9 +248,10 @@ def _find(path: str) -> str:
     """
     if not os.path.isdir(path):
         return path
-    file: str | None = os.path.join(path, "config.json")
-    if not os.path.isfile(file):
-        file = of_run(path)
+    config_file = os.path.join(path, "config.json")
+    if os.path.isfile(config_file):
+        return config_file
+    file = of_run(path)
     if file is None:
         raise UserError(f"--model {path}: it has no config.json, and is no run's: no run.json")
     return file

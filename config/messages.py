@@ -148,8 +148,8 @@ def sentences() -> Iterator[None]:
         # Python writes the text that is still buffered at its exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         is_read = error.errno != errno.EPIPE
-        mistake = UserError(f"cannot write the output: {error.strerror}")
-        exit_with(mistake, prints=is_read, delay=0.0)
+        unwritten = UserError(f"cannot write the output: {error.strerror}")
+        exit_with(unwritten, prints=is_read, delay=0.0)
 
 
 def check_decoded(flag: str, text: str) -> None:

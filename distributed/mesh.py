@@ -65,12 +65,11 @@ class Mesh:
         shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
         self.recorder.coordinates = {name: self.place[name] for name in shown}
 
+        # Both functions make all groups of a role, and return the group that has this rank.
         def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
-            """Make the groups with these ranks; return the group that has this rank."""
             return context.group(rows, role) if context else Group((self.rank,))
 
         def along(role: str, *names: str) -> Group:
-            """Make the groups along the named axes; return the group that has this rank."""
             return own_group(rows_along(self.axes, names), role)
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
@@ -91,8 +90,7 @@ class Mesh:
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # The collectives of each vocabulary pass (E, S, T, G: schedules/vocabulary.py) have a group
-        # for themselves, so that they never wait for the collectives of another pass.
+        # Collectives of one kind of vocabulary pass (E, S, T, G) never wait for those of another.
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))

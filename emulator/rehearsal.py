@@ -273,7 +273,8 @@ def shortened(config: Config) -> Config:
             steady += 1  # the vocabulary's passes keep one more micro-batch in flight
         micro_batches = min(micro_batches, steady)
     constant: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
-    training = dataclasses.replace(training, **constant, train_samples=None, steps=STEPS)
+    constant["train_samples"] = None
+    training = dataclasses.replace(training, **constant, steps=STEPS)
     eval_samples = 2 * layout.micro_batch_size * layout.dp
     if not config.data.eval_data:
         eval_samples = min(config.data.eval_samples, eval_samples)

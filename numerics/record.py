@@ -109,11 +109,16 @@ def read(folder: Path, whole: bool = True) -> Record:
     config = facts["config"]
     notes: list[str] = []
     missing = 0
+    unknown: list[str] = []
     for group, defaults in DEFAULTS.items():
-        missing += len(defaults.keys() - config.get(group, {}).keys())
+        recorded = config.get(group, {})
+        missing += len(defaults.keys() - recorded.keys())
+        unknown += sorted(recorded.keys() - defaults.keys())
     if missing:
         whose = f"{folder}/run.json is of an older version: it"
         notes.append(f"{whose} lacks {missing} options, whose defaults are taken")
+    if unknown:
+        notes.append(f"{folder}/run.json has options of another version: {', '.join(unknown)}")
     rows = _read_part(folder / "metrics.jsonl", whole, notes)
     endings = [""]
     earlier: list[Path] = []
@@ -177,11 +182,13 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
     """Return a run's options and versions by name; the options of the layout come last.
 
     facts: run.json; an option that it lacks has its default. The result has no options whose values
-    follow from other options, such as ffn_hidden, and no options of `run` that change neither
-    numbers nor speed.
+    follow from other options, such as ffn_hidden, no options of `run` that change neither numbers
+    nor speed, and no options that only the run's version had.
     """
-    config = facts["config"]
-    groups = {name: DEFAULTS[name] | config.get(name, {}) for name in DEFAULTS}
+    groups: dict[str, dict[str, Any]] = {}
+    for group, defaults in DEFAULTS.items():
+        recorded = facts["config"].get(group, {})
+        groups[group] = {name: recorded.get(name, default) for name, default in defaults.items()}
     shape = groups["model"]
     model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
     derived = model.derived() | {"max_positions": model.seq_length}

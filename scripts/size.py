@@ -26,7 +26,7 @@ ENGINE = (
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
 
 # These limits may only fall, except for what an issue adds to the program.
-MOST_NODES = 259_100
+MOST_NODES = 259_200
 MOST_ENGINE_NODES = 24_350
 MOST_NODES_PER_LINE = 7.6
 MOST_NODES_PER_STATEMENT = 11.1

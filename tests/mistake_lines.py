@@ -133,7 +133,7 @@ OF_RUNS = {
 --begin-at-samples 8 | --begin-at-samples 8 needs --resume: a new run begins with 0
 --expert-interval 2 | --expert-interval 2 needs --experts N, with N above 1
 --pin-routing f | --pin-routing f needs --experts N, with N above 1
---experts 2 --no-bias --record-routing f --pin-routing g | --record-routing and --pin-routing: a run
+--experts 2 --no-router-normalised --no-bias --record-routing f --pin-routing g | --record-routing
 --stop-at-samples -1 | --stop-at-samples must be at least 0, not -1
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
 --hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off

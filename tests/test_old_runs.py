@@ -21,7 +21,7 @@ OPTIONS = (
 )
 
 # Options of that commit that are no options any more.
-GONE = {".config.run.profile_step", ".config.run.node_mtbf_hours"}
+GONE = {".config.run.profile_step", ".config.run.node_mtbf_hours", ".config.run.memory_snapshot"}
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -122,9 +122,11 @@ def test_a_run_that_trains_is_running(copied):
 def test_a_run_of_an_older_version_is_listed_with_a_note(copied, capsys):
     shutil.copytree(OLD, copied / "old")
     assert runs.run_command(["list", str(copied), "--sort", "run"]) == 0
-    *_, old, note = capsys.readouterr().out.splitlines()
+    *_, old, lacks, unknown = capsys.readouterr().out.splitlines()
     assert old.split()[:3] == ["old", "finished", "6"]
-    assert note.startswith(f"note: {copied}/old/run.json is of an older version: it lacks")
+    assert lacks.startswith(f"note: {copied}/old/run.json is of an older version: it lacks")
+    assert unknown.startswith(f"note: {copied}/old/run.json has options of another version: ")
+    assert "profile_step" in unknown
 
 
 def test_damaged_runs_do_not_hide_the_others(copied):
