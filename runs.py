@@ -34,26 +34,29 @@ def run_command(arguments: list[str]) -> int:
 
 def _diff(given: argparse.Namespace) -> int:
     """Print how two runs or checkpoints differ; return 1 if they differ, else 0."""
-    from numerics import diff, states
+    from checkpointing.folders import is_checkpoint
+    from numerics import diff
 
     if given.spikes:
         from numerics import spikes
 
-        found = spikes.compare(given.run_a)
-        text = spikes.text(found)
+        result = spikes.compare(given.run_a)
+        text = spikes.text(result)
     elif given.run_b is None:
-        found = diff.compare_restart(given.run_a)
-        text = diff.text(found)
-    elif states.is_checkpoint(given.run_a) or states.is_checkpoint(given.run_b):
-        found = states.compare(given.run_a, given.run_b)
-        text = states.text(found)
+        result = diff.compare_restart(given.run_a)
+        text = diff.text(result)
+    elif is_checkpoint(str(given.run_a)) or is_checkpoint(str(given.run_b)):
+        from numerics import states  # imported here: only checkpoints need h5py
+
+        result = states.compare(given.run_a, given.run_b)
+        text = states.text(result)
     else:
-        found = diff.compare(given.run_a, given.run_b)
-        text = diff.text(found)
+        result = diff.compare(given.run_a, given.run_b)
+        text = diff.text(result)
     if given.json:
-        text = json.dumps(found, indent=1)
+        text = json.dumps(result, indent=1)
     print(text)
-    return int(found["differs"])
+    return int(result["differs"])
 
 
 def _show(given: argparse.Namespace) -> int:

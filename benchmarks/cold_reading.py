@@ -36,13 +36,13 @@ def files() -> list[Path]:
 def functions(path: Path) -> list[str]:
     """The source of each function of a file with at least three statements or a docstring."""
     text = path.read_text()
-    found = []
+    sources = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and (len(node.body) > 2 or ast.get_docstring(node)):
             source = ast.get_source_segment(text, node, padded=True)
             assert source is not None  # the node has a position in the text
-            found.append(source)
-    return found
+            sources.append(source)
+    return sources
 
 
 def comments(path: Path) -> list[str]:
@@ -52,13 +52,13 @@ def comments(path: Path) -> list[str]:
         tokens = [t for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT]
     starts = [token.start[0] - 1 for token in tokens if " --" not in token.string]
     first_lines = [n for n in starts if not lines[n - 1].lstrip().startswith("#")]
-    found = []
+    pieces = []
     for first in first_lines:
         stop = first + 1
         while stop < len(lines) and lines[stop].lstrip().startswith("#"):
             stop += 1
-        found.append("\n".join(lines[first : stop + LINES_AFTER]))
-    return found
+        pieces.append("\n".join(lines[first : stop + LINES_AFTER]))
+    return pieces
 
 
 def draw(generator: random.Random, kind: str, count: int) -> list[str]:
@@ -67,9 +67,11 @@ def draw(generator: random.Random, kind: str, count: int) -> list[str]:
     pieces = [(path, piece) for path in files() for piece in pieces_of(path)]
     texts = []
     for number, (path, piece) in enumerate(generator.sample(pieces, count), 1):
-        about = ast.get_docstring(ast.parse(path.read_text())) or "(no docstring)"
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or "(no docstring)"
         title = f"## {kind} {number}: {path.relative_to(ROOT)}"
-        texts.append(f"{title}\n\nThe file begins with:\n\n{about}\n\n```python\n{piece}\n```\n")
+        texts.append(
+            f"{title}\n\nThe file begins with:\n\n{docstring}\n\n```python\n{piece}\n```\n"
+        )
     return texts
 
 

@@ -180,13 +180,18 @@ def list_checkpoints(parent: str) -> list[str]:
     return [os.path.join(parent, name) for name in names]
 
 
+def is_checkpoint(path: str) -> bool:
+    """Return whether a path has the name of a checkpoint, or is a folder with a manifest."""
+    return step_of(path) >= 0 or os.path.exists(os.path.join(path, MANIFEST))
+
+
 def find_checkpoints(path: str) -> list[str]:
     """Return the folders of the checkpoints that a user's `path` may mean, the newest first.
 
     `path` is a checkpoint, a folder of checkpoints, or a run's folder. Any other path is returned
     as it is, so that `read_manifest` raises an error that names the missing file.
     """
-    if step_of(path) >= 0 or os.path.exists(os.path.join(path, MANIFEST)):
+    if is_checkpoint(path):
         return [path]
     inside = list_checkpoints(path) or list_checkpoints(os.path.join(path, "checkpoints"))
     return inside or [path]

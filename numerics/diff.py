@@ -17,10 +17,9 @@ from typing import Any
 
 from config.messages import UserError, number_ranges
 from numerics.places import described, place
-from numerics.record import Record, differing, last_two_parts, options, read_steps
+from numerics.record import Record, differing, last_two_parts, option_lines, options, read_steps
 from numerics.traces import EPSILON, Pair, Trace
 
-MOST_LINES = 8  # the text names this many options
 # Columns of metrics.jsonl that are compared, and their names in the text.
 SETTINGS = {"learning_rate": "the learning rate", "consumed_samples": "the samples consumed"}
 LOSSES = {"loss": "the loss", "grad_norm": "the gradient norm"}
@@ -220,11 +219,7 @@ def text(found: dict[str, Any]) -> str:
         setting = SETTINGS[difference["of"]]
         lines.append(f"step {difference['step']}: {setting} is {a} in A and {b} in B")
     lines += [f"note: {note}" for note in found["notes"]]
-    differing_options = found["options"]
-    shown = differing_options[:MOST_LINES]
-    lines += [f"option {name}: {a} in A, {b} in B" for name, a, b in shown]
-    if len(differing_options) > MOST_LINES:
-        lines.append(f"and {len(differing_options) - MOST_LINES} more options, which --json lists")
+    lines += option_lines(found["options"], "option ")
     lines.append(_text_of_losses(found["losses"]))
     if found["tensor"]:
         lines += _text_of_tensor(found["tensor"])

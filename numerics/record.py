@@ -18,8 +18,9 @@ from config.messages import UserError
 from config.schema import GROUPS, ModelShape
 from distributed.run_lock import in_use
 from planner import run_files
-from telemetry.row_file import read_rows
+from telemetry.row_file import earlier_parts, read_rows
 
+MOST_OPTIONS = 8  # a text names this many options that differ
 LAST_ROWS = 50  # of a part are read, if not the whole part is needed
 # The options of the group `run` that can change a run's numbers or its speed.
 OF_RUN = ("device", "backend", "compile", "deterministic")
@@ -123,7 +124,7 @@ def read(folder: Path, whole: bool = True) -> Record:
     endings = [""]
     earlier: list[Path] = []
     if config.get("run", {}).get("resume"):
-        earlier = sorted(folder.glob("metrics.jsonl.*"), key=lambda path: int(path.suffix[1:]))
+        earlier = earlier_parts(folder / "metrics.jsonl")
     for path in reversed(earlier):
         first_step = rows[0]["iteration"] if rows else math.inf
         if first_step == 1:
@@ -131,7 +132,7 @@ def read(folder: Path, whole: bool = True) -> Record:
         part = _read_part(path, whole, notes)
         rows = [row for row in part if row["iteration"] < first_step] + rows
         endings.append(path.suffix)
-    steps = [row for row in rows if isinstance(row.get("loss"), float)]
+    steps = _rows_of_steps(rows)
     return Record(folder, facts, rows, steps, endings, notes)
 
 
@@ -140,19 +141,24 @@ def last_two_parts(folder: Path) -> list[Record]:
 
     Raise UserError if the folder has no earlier part, or if a part has no row of a step.
     """
-    earlier = sorted(int(path.suffix[1:]) for path in folder.glob("metrics.jsonl.*"))
+    earlier = earlier_parts(folder / "metrics.jsonl")
     if not earlier:
         raise UserError(f"{folder} has no earlier part of a run: give a second run to compare")
     parts = []
-    for ending in (f".{earlier[-1]}", ""):
+    for ending in (earlier[-1].suffix, ""):
         facts = run_files.facts_of(str(folder / f"run.json{ending}"))
         notes: list[str] = []
         rows = _read_part(folder / f"metrics.jsonl{ending}", True, notes)
-        steps = [row for row in rows if isinstance(row.get("loss"), float)]
+        steps = _rows_of_steps(rows)
         if not steps:
             raise UserError(f"{folder}/metrics.jsonl{ending} has no row of a step")
         parts.append(Record(folder, facts, rows, steps, [ending], notes))
     return parts
+
+
+def _rows_of_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of steps, without those of evaluations."""
+    return [row for row in rows if isinstance(row.get("loss"), float)]
 
 
 def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]]:
@@ -216,3 +222,14 @@ def differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         if not all_equal:
             values_by_name[name] = values
     return values_by_name
+
+
+def option_lines(unequal: Sequence[Sequence[Any]], word: str) -> list[str]:
+    """Return the lines about options that differ; unequal: name, value in A and value in B of each.
+
+    word: begins each line. Only the first MOST_OPTIONS are named.
+    """
+    lines = [f"{word}{name}: {a} in A, {b} in B" for name, a, b in unequal[:MOST_OPTIONS]]
+    if len(unequal) > MOST_OPTIONS:
+        lines.append(f"and {len(unequal) - MOST_OPTIONS} more options, which --json lists")
+    return lines

@@ -18,15 +18,9 @@ import numpy as np
 from checkpointing import folders
 from checkpointing.index import Index, check_files
 from config.messages import UserError
-from numerics.record import differing, options
+from numerics.record import differing, option_lines, options
 
-MOST_OPTIONS = 8  # the text names this many options
 MOST_TENSORS = 4  # the text names this many tensors of each kind of state
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is the folder of a checkpoint."""
-    return (path / folders.MANIFEST).exists()
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
@@ -55,7 +49,7 @@ def _checkpoint_of(path: Path, other: Path) -> Path:
 
     Raise UserError if the run in the folder `path` has no checkpoint of that step.
     """
-    if is_checkpoint(path):
+    if folders.is_checkpoint(str(path)):
         return path
     step = folders.read_manifest(str(other))["step"]
     checkpoints = folders.find_checkpoints(str(path))
@@ -100,8 +94,9 @@ def _relative(a: np.ndarray, b: np.ndarray) -> float:
     """
     if np.array_equal(a, b):
         return 0.0
-    norm = float(np.linalg.norm(a.astype(np.float64)))
-    difference = float(np.linalg.norm(a.astype(np.float64) - b))
+    exact = a.astype(np.float64)
+    norm = float(np.linalg.norm(exact))
+    difference = float(np.linalg.norm(exact - b))
     if norm == 0.0 or not np.isfinite(difference):
         return float("inf")
     return difference / norm
@@ -111,10 +106,7 @@ def text(found: dict[str, Any]) -> str:
     """Return one screen of text; found: the result of `compare`."""
     checkpoints = zip("AB", found["checkpoints"], found["steps"])
     lines = [f"{name}: {path}, step {step}" for name, path, step in checkpoints]
-    facts = found["options"]
-    lines += [f"{name}: {a} in A, {b} in B" for name, a, b in facts[:MOST_OPTIONS]]
-    if len(facts) > MOST_OPTIONS:
-        lines.append(f"and {len(facts) - MOST_OPTIONS} more options, which --json lists")
+    lines += option_lines(found["options"], "")
     for kind in dict.fromkeys(row["kind"] for row in found["tensors"]):
         rows = [row for row in found["tensors"] if row["kind"] == kind]
         lines += _text_of_kind(kind, rows)

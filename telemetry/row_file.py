@@ -10,6 +10,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 MOST_ROWS = 100_000  # rows that may wait in memory, about 60 MB; then the oldest are lost
@@ -27,6 +28,12 @@ def read_object(text: bytes) -> dict[str, Any]:
 def read_rows(text: bytes) -> list[dict[str, Any]]:
     """Parse a file of JSON rows; lines that are not a JSON object are left out."""
     return [row for line in text.splitlines() if (row := read_object(line))]
+
+
+def earlier_parts(path: Path) -> list[Path]:
+    """Return the files PATH.1, PATH.2, ... of a run's earlier starts, the oldest first."""
+    parts = [part for part in path.parent.glob(f"{path.name}.*") if part.suffix[1:].isdecimal()]
+    return sorted(parts, key=lambda part: int(part.suffix[1:]))
 
 
 class RowFile:

@@ -37,7 +37,7 @@ from config.schema import Config
 from data import Samples
 from telemetry.log import Log
 from telemetry.loss_monitor import WINDOW, LossMonitor
-from telemetry.row_file import read_rows
+from telemetry.row_file import earlier_parts, read_rows
 from zero import Optimizer, StepResult
 
 # A step: the numbers of its samples, and by shard on this rank the sum of squares of the gradient.
@@ -194,8 +194,7 @@ def earlier_steps(out: str, done: int) -> list[tuple[float, float]]:
     earlier starts in the folder `out`; of a step that was trained twice the later row counts.
     """
     rows_by_step: dict[int, dict[str, Any]] = {}
-    parts = Path(out).glob("metrics.jsonl.[0-9]*")
-    for path in sorted(parts, key=lambda path: int(path.suffix[1:])):
+    for path in earlier_parts(Path(out, "metrics.jsonl")):
         for row in read_rows(path.read_bytes()):
             if "loss" in row or "skipped_samples" in row:  # not the row of an evaluation
                 rows_by_step[row["iteration"]] = row
