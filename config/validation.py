@@ -50,6 +50,15 @@ def check_any_length(config: Config, ranks: int) -> Config:
     return check(config, ranks)
 
 
+def refusal(config: Config, ranks: int) -> str:
+    """Return the error line of `check_any_length`; empty if the run is possible."""
+    try:
+        check_any_length(config, ranks)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
     """Return the layout with dp filled in; UserError if it does not fit the number of ranks.
 
