@@ -62,9 +62,6 @@ class Training:
     batch_schedule: tuple = option(
         None, "TOKENS:SIZE ..., samples per step after so many tokens, as 0:192 5B:1024", nargs="+"
     )
-    decrease_batch_size_if_needed: bool = option(
-        False, "round a batch size down to a multiple of micro-batch-size x dp"
-    )
     steps: int = option(None, "steps to train", minimum=1)
     train_samples: int = option(None, "samples to train, in place of --steps", minimum=1)
     precision: str = option(

@@ -337,10 +337,7 @@ class Config:
     @cached_property
     def batches(self) -> BatchSchedule:
         """The sizes of the global batches; UserError if the options are inconsistent."""
-        schedule = batch_schedule(self.training, self.model.seq_length)
-        if not self.training.decrease_batch_size_if_needed:
-            return schedule
-        return schedule.rounded(self.layout.micro_batch_size * self.layout.dp)
+        return batch_schedule(self.training, self.model.seq_length)
 
     @property
     def levels(self) -> list[Level]:
@@ -399,7 +396,7 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 
 
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
-    """Return the batch sizes by the options, before rounding; UserError if inconsistent.
+    """Return the batch sizes by the options; UserError if they are inconsistent.
 
     seq_length: the tokens of a sample, because --batch-schedule counts tokens.
     """

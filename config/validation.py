@@ -10,10 +10,9 @@ import contextlib
 import dataclasses
 import math
 
-from config.batch_schedule import between
 from config.messages import UserError
 from config.run_options import Data, Run, parse_eval_sets
-from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
+from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training
 
 
 def check(config: Config, ranks: int) -> Config:
@@ -323,22 +322,13 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
 
 def check_batches(config: Config) -> None:
     """Raise UserError for the first batch size of this start that the layout cannot divide."""
-    layout = config.layout
-    share = layout.micro_batch_size * layout.dp
-    levels = batch_schedule(config.training, config.model.seq_length).levels()
-    for level in between(levels, config.run.begin_at_samples, config.run.stop_at_samples):
+    for level in config.levels:
         name = "global-batch-size"
         when = ""
         if level.consumed or level.steps:
             name = "batch"
             when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
-        if not config.training.decrease_batch_size_if_needed:
-            check_batch(layout, name, level.batch, when)
-        elif level.batch < share:
-            raise UserError(
-                f"micro-batch-size({layout.micro_batch_size}) * dp({layout.dp}) = {share} is more "
-                f"than {name}({level.batch}){when}: rounded down, nothing would be left of it"
-            )
+        check_batch(config.layout, name, level.batch, when)
 
 
 def check_sharding(layout: Layout, training: Training) -> None:
