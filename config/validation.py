@@ -413,6 +413,10 @@ def _check_run(run: Run, steps: int) -> None:
     stop = run.stop_at_samples
     if stop and stop <= begin:
         raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
+    if run.on_spike == "rollback" and not run.saves:
+        raise UserError(
+            "--on-spike rollback needs --save-every or --save-every-minutes: nothing is saved"
+        )
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
     traced = [("trace-numerics", step) for step in run.trace_numerics]
