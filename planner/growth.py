@@ -118,11 +118,9 @@ def cheapest(
 def levels_of_run(config: Config) -> list[Level]:
     """Return the levels that the run reaches, all with their steps.
 
-    Raise UserError if the length of the run is not given, or if batch sizes depend on the layout.
+    Raise UserError if the length of the run is not given.
     """
     training = config.training
-    if training.decrease_batch_size_if_needed:
-        raise UserError("--decrease-batch-size-if-needed would give each layout other batch sizes")
     if training.steps is None and training.train_samples is None:
         raise UserError("how long is the run? give --train-samples or --steps")
     levels = []

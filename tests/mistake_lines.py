@@ -90,9 +90,9 @@ OF_RUNS = {
 --data only --split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'
 --data only --split 0,0,0 | --split takes up to three shares such as 95,5,0, not '0,0,0'
 --data only --split 1,2,3,4 | --split takes up to three shares such as 95,5,0, not '1,2,3,4'
---split 90,10,0 | --split 90,10,0 needs the files of --data; now tokens are random
---order stable | --order stable needs the files of --data; now tokens are random
---cache none | --cache none needs the files of --data or --eval-data
+--split 90,10,0 | --split 90,10,0 needs --data: now tokens are random
+--order stable | --order stable needs --data: now tokens are random
+--cache none | --cache none needs --data or --eval-data
 --skip-samples 10-20 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 20:10 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
@@ -117,7 +117,7 @@ OF_RUNS = {
 --resume '' | no value, after '--resume': is a variable not set?
 --resume nowhere | --resume nowhere: there is no such folder
 --resume a-file | --resume a-file: there is no such folder
---load-weights-only | --load-weights-only needs --resume, to say which weights
+--load-weights-only | --load-weights-only needs --resume: it says which weights
 --save-switch dir | --save-switch dir is a folder, not a file that may appear
 --save-switch nowhere/x/stop | --save-switch nowhere/x/stop can never appear: there is no folder
 --kill-switch nowhere/x/stop | --kill-switch nowhere/x/stop can never appear: there is no folder
@@ -131,12 +131,12 @@ OF_RUNS = {
 --save-every-minutes nan | --save-every-minutes must be a finite number, not nan
 --exit-after-minutes inf | --exit-after-minutes must be a finite number, not inf
 --begin-at-samples 8 | --begin-at-samples 8 needs --resume: a new run begins with 0
---expert-interval 2 | --expert-interval 2 needs --experts N, with N above 1
---pin-routing f | --pin-routing f needs --experts N, with N above 1
+--expert-interval 2 | --expert-interval 2 needs --experts above 1
+--pin-routing f | --pin-routing f needs --experts above 1
 --experts 2 --no-router-normalised --no-bias --record-routing f --pin-routing g | --record-routing
 --stop-at-samples -1 | --stop-at-samples must be at least 0, not -1
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
---hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
+--hang-timeout 60 --no-watchdog | --hang-timeout 60 needs --watchdog: now it is off
 --torch-profile -1 | --torch-profile must be at least 1, not -1
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
 --trace-numerics 0 | --trace-numerics 0 is never reached: the run has 2 steps

@@ -117,7 +117,6 @@ def test_the_ramp_up_of_bloom_costs_less_on_nodes_that_grow():
         ("--deadline 95 --submit x.slurm", "--submit needs --stages FILE"),
         ("--deadline 95 --restart -1", "--restart must be at least 0, not -1"),
         ("--deadline -1", "--deadline must be above 0, not -1"),
-        ("--deadline 95 --decrease-batch-size-if-needed", "would give each layout other batch"),
         ("--deadline 95 --dp 7", "no plan runs every batch size"),
     ],
 )

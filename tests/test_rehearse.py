@@ -62,7 +62,6 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
     for record in run.records:
         assert {"build", "forward", "backward", "optimizer", "check"} <= set(record.peaks)
         assert record.peak >= record.step_peak > 0
-    assert sum(r.saved for r in run.records) > 0, "what is saved is counted"
 
 
 @pytest.mark.slow
@@ -248,7 +247,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
         assert question in done.stdout
     assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.stdout
     answers = json.loads(out.read_text())
-    assert answers["good"] is True
+    assert answers["finding"] == ""
     assert answers["ranks_run"] == [0, 1, 2, 3]
     stage = answers["stages"][0]
     assert stage["step_peak"] == sum(stage["held"].values())
