@@ -107,12 +107,12 @@ def test_the_printed_command_starts_as_it_stands(tmp_path):
     [(1, []), (8, ["mpirun", "-n", "8"]), (16, ["srun", "--mpi=pmi2", "-n", "16"])],
 )
 def test_the_command_has_a_launcher_a_length_and_data_for_any_number_of_gpus(gpus, launcher):
-    data = plan.ask(f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64".split()).data
+    line = f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64 --risk 0.1"
+    data = plan.ask(line.split()).data
     assert data["launcher"] == launcher
     assert data["command"][-4:] == ["--data", "synthetic", "--steps", "1000"]
     validation.check(command_line.parse(data["command"][2:]), gpus)  # train.py's own check
-    words = f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64 --data my/corpus --steps 7"
-    data = plan.ask(words.split()).data
+    data = plan.ask(f"{line} --data my/corpus --steps 7".split()).data
     assert data["command"].count("--data") == data["command"].count("--steps") == 1
     assert "my/corpus" in data["command"]
 
