@@ -229,10 +229,17 @@ def _stand_ins(question: Question) -> list[str]:
 
 def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
     """Return a layout's entry in the JSON answer: options, prediction, flags, and costs."""
-    more: dict[str, Any] = {"rampup": line.rampup, "flags": flags(line.layout)}
+    more: dict[str, Any] = {"rampup": _rampup(line, question), "flags": flags(line.layout)}
     rates = cost.rates_of(question.options, question.machine)
     more |= rates.per_billion(question.gpus, line.prediction.tokens_per_second)
     return asdict(line.layout) | more | asdict(line.prediction)
+
+
+def _rampup(line: layouts.Ranked, question: Question) -> str:
+    """Return whether a layout can run every batch of the ramp-up: see `layouts.rampup_verdict`."""
+    run = question.config
+    schedule = schema.batch_schedule(run.training, run.model.seq_length)
+    return layouts.rampup_verdict(line.layout, schedule)
 
 
 def _risky_lines(
@@ -334,7 +341,9 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "GB": f"{max(stage.total for stage in p.memory) / BILLION:.1f}",
         "risk": f"{p.risk:.1%}",
         **rates.cells(question.gpus, p.tokens_per_second),
-        "ramp-up": line.rampup.partition(" does")[0],  # "batch 48 does not divide ...": "batch 48"
+        "ramp-up": _rampup(line, question).partition(" does")[
+            0
+        ],  # "batch 48 does not divide ...": "batch 48"
     }
 
 

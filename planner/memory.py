@@ -109,15 +109,14 @@ def most_in_flight(
     has the head, else 0. Both results are lists with a number for each pipeline rank.
     """
     layout = job.layout
-    if layout.schedule in memory_terms.EXACT and not layout.vocab_pp:
-        flying = memory_terms.in_flight(job, np.arange(layout.pp))
-        return (flying * kept).tolist(), (flying * ends).tolist()
-    schedule = long_layout(job.model, layout, job.micro_batches)
-    activations = schedule.most_held(kept.tolist())
+    if layout.schedule not in memory_terms.EXACT:
+        schedule = long_layout(job.model, layout, job.micro_batches)
+        return list(schedule.most_held(kept.tolist())), list(schedule.most_held(ends))
+    flying = memory_terms.in_flight(job, np.arange(layout.pp))
     if layout.vocab_pp:
-        sent = memory_terms.sent_to_ranks(job)
-        return [float(held + sent) for held in activations], [1.0] * layout.pp
-    return list(activations), list(schedule.most_held(ends))
+        activations = flying * kept + memory_terms.sent_to_ranks(job)
+        return activations.tolist(), [1.0] * layout.pp
+    return (flying * kept).tolist(), (flying * ends).tolist()
 
 
 # ---- What a run surely needs ---------------------------------------------------------------------

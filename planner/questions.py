@@ -77,7 +77,7 @@ class Question:
         run, name = self.config, one.layout.schedule
         layout = replace(one.layout, schedule="1f1b" if name == "auto" else name)
         job = Job(run.model, layout, run.training, self.machine)
-        return replace(one, prediction=with_networks(one.prediction, job))
+        return one._replace(prediction=with_networks(one.prediction, job))
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""

@@ -315,13 +315,6 @@ def _share_out(count: int, pp: int) -> list[int]:
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
 
 
-def executed_flops(model: ModelShape, layout: Layout, samples: int) -> float:
-    """Return the FLOPs of a step on `samples` samples, with those of recomputed blocks."""
-    specs = stage_specs(model, layout)
-    recomputed = sum(layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs)
-    return model_stats.hardware_flops(model, samples, layout.recompute, blocks=recomputed)
-
-
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     """Return a printable table of the stages, one line each, with a line of sums.
 
