@@ -102,7 +102,7 @@ def _commands(
     words = _command(question, first.layout)
     data: dict[str, Any] = {"launcher": launcher, "command": words, "recommended": None}
     lines = []
-    if recommended := _recommended(question, first, plain):
+    if recommended := _recommended(first, plain):
         data["recommended"] = _as_data(recommended, question)
         command = shlex.join([*launcher, *_command(question, recommended.layout)])
         lines += [_given_up(recommended, first), f"recommended: {command}"]
@@ -134,20 +134,15 @@ def _point(prediction: Prediction) -> picture.Point:
     return fullest / BILLION, prediction.tokens_per_second
 
 
-def _recommended(
-    question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
-) -> layouts.Ranked | None:
-    """Return the fastest safe layout in `plain`, whose kind was measured in real runs, or None.
+def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.Ranked | None:
+    """Return the layout in `plain`, whose kind was measured in real runs, or None.
 
     It is None if the first layout is itself that layout, or is faster by more than TOLD_APART.
     """
-    safe = [line for line in plain if line.prediction.risk <= question.options.risk]
-    if not safe:
+    if not plain or plain[0].layout == first.layout:
         return None
-    fastest = safe[0]
-    if fastest.prediction.seconds > first.prediction.seconds * TOLD_APART:
-        return None
-    return fastest if fastest.layout != first.layout else None
+    is_near = plain[0].prediction.seconds <= first.prediction.seconds * TOLD_APART
+    return plain[0] if is_near else None
 
 
 def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:

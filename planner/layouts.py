@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
     ranked: layouts that fit, the fastest first. rejected: layouts that cannot run, with reasons.
     slower: the number of places (with `every`: rows) that were not ranked because enough faster
-    layouts were found. plain: the fastest layouts among `Table.is_plain`, with risky layouts.
+    layouts were found. plain: the fastest layout without risk among `Table.is_plain`, or nothing.
     """
 
     ranked: list[Ranked]
@@ -71,7 +71,7 @@ def rank(
 
     refusal: returns the reason why a layout that fits cannot run, or "".
     most: the number of layouts without risk to rank.
-    plain: whether the answer has the fastest plain layouts too.
+    plain: whether the answer has the fastest plain layout too.
     every: whether to rank all layouts without risk, or if there are more than `most`, those that
     are likely the fastest, and the first of each place that is not FAR behind.
 
@@ -95,10 +95,11 @@ def rank(
         ranked = search.every_row(most)
     else:
         ranked = search.fastest(most)
+        ranked = _in_order(ranked + search.risky(ranked))
     slower = len(search.left_out)
     rejected += search.rejected(every)
     plain_lines = search.fastest(1, table.is_plain()) if plain else []
-    return Answer(ranked, rejected, slower, plain_lines)
+    return Answer(ranked, rejected, slower, plain_lines[:1])
 
 
 def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
@@ -163,8 +164,8 @@ class _Search:
         self.left_out: list[_Row] = []
 
     def fastest(self, most: float, among: np.ndarray | None = None) -> list[Ranked]:
-        """Return the fastest row without risk, the risky rows that are faster, and the row that is
-        likely the fastest of each other place; the fastest first.
+        """Return the fastest row without risk, and the row that is likely the fastest of each other
+        place; the fastest first.
 
         most: the number of places. among: for each row of the table, whether it counts.
         """
@@ -185,14 +186,18 @@ class _Search:
                 lines[row.place] = line
         self.taken |= lines.keys()
         self.left_out = [row for place, row in waiting.items() if place not in lines]
-        risky = self._risky(fastest, among) if self.room[True] > self.room[False] else []
-        return _in_order([*lines.values(), *risky])
+        return _in_order(list(lines.values()))
 
-    def _risky(self, seconds: float, among: np.ndarray | None) -> list[Ranked]:
-        """Return the fastest risky row of each place with rows that are faster than `seconds`."""
+    def risky(self, safe: list[Ranked]) -> list[Ranked]:
+        """Return the fastest risky row of each place with rows that are faster than all of `safe`,
+        the rows without risk.
+        """
         lines: dict[int, Ranked] = {}
-        for row in self._in_order(True, among):
-            limit = seconds
+        if self.room[True] <= self.room[False]:
+            return []
+        fastest = safe[0].prediction.seconds if safe else math.inf
+        for row in self._in_order(True):
+            limit = fastest
             if row.place in lines:
                 limit = lines[row.place].prediction.seconds
             if row.least < limit:
