@@ -114,7 +114,7 @@ class ClosedForm:
         """The bytes of each rank without recomputation, or little less: (rows, ranks)."""
         job = self.job
         ranks = self.ranks
-        vocab_pp = job.layout.vocab_pp
+        vocab_pp = np.bool_(job.layout.vocab_pp)
         _, block_activations = memory_terms.kept_of_block(job)
         flying = memory_terms.in_flight(job, ranks.rank)
         keeps_heads = ranks.head & (job.layout.stages_per_rank == 1) & ~vocab_pp
@@ -203,7 +203,7 @@ class ClosedForm:
             ends = np.where(layout.vocab_pp, 0.0, sum(passes.embedding + passes.head))
             return count * (job.model.layers * sum(passes.block) + ends) / layout.pp
         earlier_ranks = passes.block * ranks.before + Pass(sent, sent) * ranks.rank
-        earlier_ranks += passes.embedding * ((ranks.rank > 0) & ~layout.vocab_pp)
+        earlier_ranks += passes.embedding * ((ranks.rank > 0) & ~np.bool_(layout.vocab_pp))
         # With split backward passes, a rank may compute its weights' gradients during this time.
         back = np.where(layout.splits_backward, 0.0, earlier_ranks.backward)
         on_rank = np.maximum(count * self._busy(recomputed), self._round_trips(sent))
@@ -220,7 +220,7 @@ class ClosedForm:
         not_redone = layout.stages_per_rank * np.maximum(0, ranks.most - recomputed)
         in_smallest = layout.stages_per_rank * np.minimum(recomputed, ranks.least)
         redone = np.maximum(ranks.blocks - not_redone, in_smallest)
-        on_rank = step_time.through(self.passes, ranks.parts, redone, ~layout.vocab_pp)
+        on_rank = step_time.through(self.passes, ranks.parts, redone, ~np.bool_(layout.vocab_pp))
         return sum(on_rank) + np.where(layout.vocab_pp, sum(self.passes.head), 0.0)
 
     def _round_trips(self, sent: Column) -> np.ndarray:
@@ -235,7 +235,7 @@ class ClosedForm:
         blocks = (self.job.model.layers - self.ranks.before) * sum(self.passes.block)
         round_trip = blocks + sum(self.passes.head) + 2 * later_ranks * sent
         trips = (self.job.micro_batches - 1) // (later_ranks + 1) + 1
-        is_1f1b = np.equal(layout.schedule, "1f1b") & ~layout.vocab_pp
+        is_1f1b = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
         return np.where(is_1f1b, trips * round_trip, 0.0)
 
     def _waiting(self, folded: float, uneven: float) -> np.ndarray:
@@ -257,7 +257,7 @@ class ClosedForm:
         ranks = self.ranks
         largest = ranks.parts._replace(blocks=ranks.most)
         redone = np.minimum(recomputed, ranks.most)
-        stage = step_time.through(self.passes, largest, redone, ~self.job.layout.vocab_pp)
+        stage = step_time.through(self.passes, largest, redone, ~np.bool_(self.job.layout.vocab_pp))
         parameters = memory_terms.held_parameters(self.job, ranks.parts)
         tied = ranks.tied & ranks.embedding
         figures = (parameters, stage.forward, stage.backward, tied)

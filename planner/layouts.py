@@ -172,7 +172,7 @@ class _Search:
         lines: dict[int, Ranked] = {}  # by place
         waiting: dict[int, _Row] = {}  # by place, rows that were not tried
         fastest = math.inf
-        for row in self._in_order(False, among):
+        for row in self._likely_first(False, among):
             may_be_first = row.least < fastest
             if not may_be_first and (row.place in lines or len(lines) >= most):
                 waiting.setdefault(row.place, row)
@@ -196,7 +196,7 @@ class _Search:
         if self.room[True] <= self.room[False]:
             return []
         fastest = safe[0].prediction.seconds if safe else math.inf
-        for row in self._in_order(True):
+        for row in self._likely_first(True):
             limit = fastest
             if row.place in lines:
                 limit = lines[row.place].prediction.seconds
@@ -212,7 +212,7 @@ class _Search:
         A further row is ranked if it is the first of its place and is not FAR behind the fastest.
         """
         lines = []
-        rows = list(self._in_order(False))
+        rows = list(self._likely_first(False))
         for tried, row in enumerate(rows):
             is_far = row.likely > FAR * rows[0].likely
             if tried >= most and (is_far or row.place in self.taken):
@@ -222,7 +222,7 @@ class _Search:
                 self.taken.add(row.place)
         return _in_order(lines)
 
-    def _in_order(self, risky: bool, among: np.ndarray | None = None) -> Iterator[_Row]:
+    def _likely_first(self, risky: bool, among: np.ndarray | None = None) -> Iterator[_Row]:
         """Yield the rows that may fit, the likely fastest first. among: as in `fastest`."""
         counts = self.fits[risky]
         if among is not None:
