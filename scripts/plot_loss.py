@@ -78,6 +78,8 @@ def draw(folder: Path) -> Path:
     figure, grid = plt.subplots(
         panels, figsize=size, layout="constrained", sharex=True, squeeze=False
     )
+    if loads:
+        title += f", ep {layout['ep'] or 1}"
     axes, *others = grid[:, 0]
     for below in others:
         _draw_loads(below, tokens, np.array(loads))
