@@ -274,8 +274,10 @@ def test_a_cycle_and_different_operations_are_reported():
     ranks.recorders[0].group_log("tp", (0, 1)).entered = 3
     ranks.recorders[0].waiting.number = 3
     ranks.recorders[1].waiting.number = 3
-    line = hang_report.mismatches(WaitGraph(ranks.to_dict()))[0]
-    assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
+    report = hang_report.format_report(case, ranks.to_dict(), "out")
+    waits = report.partition("who waits for whom:")[2].partition("where the ranks")[0]
+    assert "  0 in all_reduce 3 of tp (ranks 0-1)" in waits
+    assert "  1 in all_gather 3 of tp (ranks 0-1)" in waits
 
 
 # ---- Files of several reports --------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_what_cannot_be_watched_or_drawn_is_refused():
     with pytest.raises(UserError, match="--torch-profile 5 is never reached: the run has 4 steps"):
         validation.check(parse(words), 1)
     words = [*words[:-1], "--no-watchdog", "--hang-timeout=9"]
-    with pytest.raises(UserError, match="--hang-timeout 9 needs the watchdog; now it is off"):
+    with pytest.raises(UserError, match="--hang-timeout 9 needs --watchdog: now it is off"):
         validation.check(parse(words), 1)
 
 
