@@ -113,7 +113,7 @@ def table(results: list[dict]) -> list[str]:
 
 
 def problem(result: dict) -> str:
-    """What is wrong with a job that came to its fault; empty if it ended as it must, in time."""
+    """Return the mistake of a job that came to its fault; empty if it ended as it must, in time."""
     try:
         fault_worker.check(result)
     except RuntimeError as error:

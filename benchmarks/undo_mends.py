@@ -119,7 +119,7 @@ def verdict_on(mend: Mend, seconds: float) -> dict:
         environment = mend.get("environment", {})
         outcomes = run_tests(mend["tests"], Path(folder), seconds, environment)
     for test in mend["tests"]:
-        # Of a test that is parametrised all cases count, unless one is named.
+        # All cases of a test that is parametrised count, unless one is named.
         results = {outcomes[id] for id in outcomes if id == test or id.startswith(f"{test}[")}
         if results <= {"error", "skipped"}:
             return found | {"verdict": f"{test} did not run"}
