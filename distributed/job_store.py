@@ -80,7 +80,12 @@ def open_store(launch: Launch, local: Local) -> JobStore:
     allow_open_files(launch.size)
     server = Server(host_address(local), launch.size) if launch.rank == 0 else None
     if not launch.mpi:
-        return meet(_address_over_torchrun(server), launch.size, server)
+        # Kept until all ranks have met: rank 0 may be the server of this store.
+        torchruns_store = _torchruns_store()
+        if server:
+            torchruns_store.set(KEY, json.dumps(server.address))
+        address = Address(*json.loads(torchruns_store.get(KEY)))
+        return meet(address, launch.size, server)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -216,15 +221,13 @@ def _check_reachable(address: Address) -> None:
     socket.create_connection((address.host, address.port), SECONDS_TO_CONNECT).close()
 
 
-def _address_over_torchrun(server: Server | None) -> Address:
-    """Return the address of the store on every rank; the ranks were started by torchrun.
-
-    server: on rank 0. Raise UserError if the port of torchrun's own store is in use.
-    """
+def _torchruns_store() -> Any:
+    """Return torchrun's own store. Raise UserError if its port is in use."""
     import torch.distributed as dist
 
     try:
-        torchruns_store, *_ = next(dist.rendezvous("env://"))
+        store, *_ = next(dist.rendezvous("env://"))
+        return store
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -233,6 +236,3 @@ def _address_over_torchrun(server: Server | None) -> Address:
             f"port {port} (MASTER_PORT) of {socket.gethostname()} is in use, perhaps by another "
             f"job on this node: give torchrun another --master-port, or --standalone on one node"
         ) from None
-    if server:
-        torchruns_store.set(KEY, json.dumps(server.address))
-    return Address(*json.loads(torchruns_store.get(KEY)))
