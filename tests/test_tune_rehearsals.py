@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_tune import FAKE, ROOT, SHAPE, SMALL, new_session, tuned
+from test_tune import ROOT, SMALL, new_session, tuned
 
 from tuner import session, trials
 
@@ -32,9 +32,9 @@ def on_gpus(
     monkeypatch.setattr(trials, "REHEARSAL", str(program))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for FAKE
     monkeypatch.setenv("REJECTED", rejected)
-    command = [*SHAPE.split(), *SMALL.split(), "--recompute", "none", "--micro-batch-size", "1"]
-    command += ["--gpus", "8", "--launch", FAKE, "--gpu", "v100-32", "--out", str(tmp_path)]
-    return new_session(tmp_path, *command, "--all", *words), Path(f"{program}.calls")
+    command = [*SMALL.split(), "--recompute", "none", "--micro-batch-size", "1", "--all"]
+    made = new_session(tmp_path, *command, "--gpu", "v100-32", *words)
+    return made, Path(f"{program}.calls")
 
 
 def test_a_layout_that_the_rehearsal_rejects_is_never_queued(tmp_path, monkeypatch, capsys):

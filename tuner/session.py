@@ -9,7 +9,9 @@ Trials that are stored already are not run again.
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -28,18 +30,17 @@ from tuner import result_tables, search_space, trials
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, features
 from tuner.search_space import Candidate
-from tuner.trials import Outcome, Rehearser, Runner, Trial, TrialStore
+from tuner.trials import STOPPING, Outcome, Rehearser, Runner, Trial
 
 TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # numbers on the command line must be below
 PREDICTED = 200  # a search chooses from these many layouts, which are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 DEFAULT_GAIN = 1.0  # per cent of a step's seconds
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
 
 
 class StoppedBySignal(BaseException):
-    """Raised in the main thread by the first signal of STOPPING; number: that of the signal."""
+    """Raised by the first signal of trials.STOPPING; number: that of the signal."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -357,6 +358,42 @@ class Session:
             raise BudgetSpent
         limit = min(self.runner.time_limit, self.budget.seconds_left())
         return dataclasses.replace(self.runner, time_limit=limit)
+
+
+class TrialStore:
+    """A file with a JSON line per trial; each trial is on the disk before the next trial starts."""
+
+    def __init__(self, path: Path):
+        """Read the trials of the file, if it exists; raise UserError if it is no file of trials."""
+        self.path = path
+        self.trials: list[Trial] = []
+        text = ""
+        try:
+            if path.exists():
+                text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the trials in {path}: {error}") from None
+        *lines, incomplete_line = text.split("\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                self.trials.append(Trial(**json.loads(line)))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise UserError(f"{path}, line {number}, is no trial: {error}") from None
+        if incomplete_line:  # a search was killed while it wrote; lines are appended to this file
+            path.write_text("".join(line + "\n" for line in lines))
+
+    def add(self, trial: Trial) -> None:
+        """Append a trial to the file and wait until it is on the disk."""
+        self.trials.append(trial)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a") as file:
+            file.write(json.dumps(dataclasses.asdict(trial)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def of(self, key: str) -> list[Trial]:
+        """Return the trials of the candidate with that key, oldest first."""
+        return [trial for trial in self.trials if trial.key == key]
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:

@@ -1,7 +1,6 @@
-"""One trial: train.py on its own ranks for a few steps, under a time limit; and the file of trials.
+"""One trial: train.py on its own ranks for a few steps, under a time limit.
 
     trial = run(candidate, Runner("mpirun -n {ranks}", Path("runs/tune/trials")), number=0)
-    TrialStore(Path("runs/tune/trials.jsonl")).add(trial)
 
     outcome = Rehearser("a100-80").rehearse(candidate, runner, number=0)    # before the first trial
     outcome.finding         # why the layout must not be run, or empty
@@ -23,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,8 @@ MOST_CHARACTERS = 300  # of a line of output in a trial's reason
 OUTPUT_BYTES = 65536  # at the end of a trial's output, in which its reason is looked for
 _PRCTL = ctypes.CDLL(None).prctl  # looked up now, since loading after a fork is not safe
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
+CHECK_SECONDS = 0.05  # between two looks at whether a trial has ended
 RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # columns of metrics.jsonl
 
 # Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
@@ -280,30 +281,55 @@ def execute(
     """Run a command to its end or for `time_limit` seconds, then end all processes it started.
 
     Return its exit status (None: over the limit) and the end of its output, OUTPUT_BYTES. log: the
-    file of the output. number: that of the trial. Raise UserError if it cannot be started.
+    file of the output. number: that of the trial. Raise UserError if it cannot be started, and what
+    the handler of a signal of STOPPING raises. The handler is called here, because Python would
+    call it between any two operations: its exception could leave a lock of Popen taken, for which
+    Popen.wait then waits for ever, or be dropped in Popen.__del__.
     """
-    trial_id = f"{os.getpid()}-{number}"
+    handled = [stopping for stopping in STOPPING if callable(signal.getsignal(stopping))]
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    try:
+        status = _run_to_the_end(command, log, f"{os.getpid()}-{number}", time_limit, handled)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+    return status, printable(log.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace"))
+
+
+def _run_to_the_end(
+    command: list[str],
+    log: Path,
+    trial_id: str,
+    time_limit: float,
+    handled: list[signal.Signals],
+) -> int | None:
+    """Do what `execute` says while the signals of `handled` are blocked; return the exit status."""
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
     options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     # In a session of its own: Ctrl-C reaches the search, which then ends the trial.
     options |= {"start_new_session": True, "preexec_fn": _end_with_search}
     process = None
+    until = time.monotonic() + time_limit
     with open(log, "wb") as output:
         try:
             process = subprocess.Popen(command, env=environment, stdout=output, **options)
-            status = process.wait(time_limit)
+            while process.poll() is None and time.monotonic() < until:
+                if sent := signal.sigtimedwait(handled, CHECK_SECONDS):
+                    handler: Any = signal.getsignal(sent.si_signo)
+                    handler(sent.si_signo, None)
+            return process.poll()
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
-        except subprocess.TimeoutExpired:
-            status = None
         finally:
             _terminate(process, trial_id)
-    return status, printable(log.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace"))
 
 
 def _end_with_search() -> None:
-    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed."""
+    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed.
+
+    The launcher would inherit that the search has blocked the signals of STOPPING.
+    """
     _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
@@ -383,45 +409,6 @@ def classify(
         matching = [line for line in lines if text in line]
         cause = matching[-1] if matching else cause
     return "crash", f"status {exit_status}: {cause[:MOST_CHARACTERS]}", rows
-
-
-# ---- The file of trials --------------------------------------------------------------------------
-
-
-class TrialStore:
-    """A file with a JSON line per trial; each trial is on the disk before the next trial starts."""
-
-    def __init__(self, path: Path):
-        """Read the trials of the file, if it exists; raise UserError if it is no file of trials."""
-        self.path = path
-        self.trials: list[Trial] = []
-        text = ""
-        try:
-            if path.exists():
-                text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the trials in {path}: {error}") from None
-        *lines, incomplete_line = text.split("\n")
-        for number, line in enumerate(lines, start=1):
-            try:
-                self.trials.append(Trial(**json.loads(line)))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}, is no trial: {error}") from None
-        if incomplete_line:  # a search was killed while it wrote; lines are appended to this file
-            path.write_text("".join(line + "\n" for line in lines))
-
-    def add(self, trial: Trial) -> None:
-        """Append a trial to the file and wait until it is on the disk."""
-        self.trials.append(trial)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a") as file:
-            file.write(json.dumps(asdict(trial)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def of(self, key: str) -> list[Trial]:
-        """Return the trials of the candidate with that key, oldest first."""
-        return [trial for trial in self.trials if trial.key == key]
 
 
 # ---- How much repeated trials of one layout vary -------------------------------------------------
