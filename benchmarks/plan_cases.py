@@ -119,7 +119,7 @@ def drawn(chance: random.Random, small: bool) -> list[str]:
 def question_of(words: list[str]) -> Question:
     """The question as plan.py reads it; raises UserError."""
     options, rest = plan.parser().parse_known_args(["layouts", *words])
-    return plan.question_of(options, rest)[0]
+    return plan.question_of(options, rest)
 
 
 def failures(words: list[str], small: bool, chance: random.Random) -> list[str]:

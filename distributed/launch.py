@@ -14,15 +14,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-from config.messages import UserError, exit_with
-from distributed.early_end import SECONDS_TO_FLUSH, StartWatch
+from config.messages import UserError
+from distributed.early_end import StartWatch
 from distributed.placement import allowed_cores, threads_asked_for
 
 SECONDS_FOR_SIGNALS = 0.02  # in this time the thread of Signals handles a signal that came before
@@ -131,24 +129,6 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks of the Slurm step or job; 1 without Slurm."""
     names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
     return _number(env, names[0]) if names else 1
-
-
-def end_job(launch: Launch, mistake: UserError) -> NoReturn:
-    """Print an error that only this rank has found, and end all ranks with status 2.
-
-    MPICH's mpirun does not end ranks that wait in MPI_Init for a rank that has exited. So this rank
-    first joins the others in MPI_Init, and then calls MPI_Abort.
-    """
-    print(f"error: {mistake}", file=sys.stderr, flush=True)
-    launch.watch.close()
-    if launch.mpi and launch.size > 1:
-        _local_by_mpi(launch)
-        from mpi4py import MPI
-
-        time.sleep(SECONDS_TO_FLUSH)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPI_Abort's message
-        MPI.COMM_WORLD.Abort(2)
-    exit_with(mistake, prints=False, delay=0.0)
 
 
 # ---- On its node ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from config.messages import UserError
 from config.schema import Config
 from planner import cost, layouts, model_sizes, picture, risk
 from planner.job import Job
-from planner.questions import BILLION, Answer, Question, Questions, flags
+from planner.questions import BILLION, Answer, Question, flags
 from planner.step_time import Prediction, predict
 
 STEPS = 1000  # --steps in the printed command, if the user gives no length of the run
@@ -40,10 +40,10 @@ NETWORK = (
 def ranked_layouts(question: Question) -> Answer:
     """Return the text and the data of the answer: ranked layouts, and rejected ones with reasons.
 
-    All layouts are ranked only for --json, --rehearse and --picture, else --top layouts.
+    All layouts are ranked only for --json and --picture, else --top layouts.
     """
     options = question.options
-    needs_all = options.json or options.rehearse or options.picture
+    needs_all = options.json or options.picture
     most = math.inf if needs_all else options.top
     answer = question.rank(most, plain=True)
     safe = [line for line in answer.ranked if line.prediction.risk <= options.risk]
@@ -368,8 +368,3 @@ def notes(ranked: list[layouts.Ranked]) -> list[str]:
     if any(line.prediction.at_networks for line in ranked):
         lines.append(NETWORK)
     return lines
-
-
-QUESTIONS: Questions = {
-    "layouts": (ranked_layouts, "all layouts by seconds per step, and why others cannot run"),
-}

@@ -12,7 +12,6 @@ else 0. The end token counts if the assistant spoke last.
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ with messages.installed():
     import numpy as np
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from config.messages import Parser, UserError, check_folder
+    from config.messages import Parser, UserError
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
-    from scripts.corpus import run, write_checksums
-    from scripts.encoders import TokenizersEncoder, load_encoder
+    from scripts.corpus import check_out, run, write_checksums
+    from scripts.encoders import load_encoder
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -114,9 +113,7 @@ def write(options: argparse.Namespace) -> str:
     """Write both pairs; a line that says what was written. UserError with FILE:LINE."""
     source = Path(options.tokenizer)
     path = source / "tokenizer.json" if source.is_dir() else source
-    encoder = load_encoder(str(path), options.end_token, None)
-    if not isinstance(encoder, TokenizersEncoder):
-        raise UserError(f"--tokenizer {path} is not of the `tokenizers` library")
+    encoder = load_encoder(str(path), options.end_token)
     tokenizer, end, vocab_size, learned = encoder.tokenizer, encoder.end, encoder.vocab_size, 0
     tokenizer.encode_special_tokens = False  # special tokens in the template's text are encoded
     template = load_template(options, path.parent)
@@ -181,11 +178,9 @@ def main(arguments: list[str]) -> None:
     add("--end-token", default="<|endoftext|>", help="ends every conversation (<|endoftext|>)")
     add("--shuffle-seed", type=int, default=1234, help="seed of the conversations' order (1234)")
     options = parser.parse_args(arguments)
-    if not os.path.basename(options.out):
-        raise UserError(f"--out {options.out} is a folder: name a prefix in it, as data/chats")
     if not 0 <= options.shuffle_seed < 2**32:
         raise UserError(f"--shuffle-seed({options.shuffle_seed}) must be in 0..{2**32 - 1}")
-    check_folder("the folder of --out,", os.path.dirname(options.out) or ".")
+    check_out(options.out, "data/chats")
     print(write(options))
 
 

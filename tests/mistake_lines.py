@@ -155,8 +155,6 @@ layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
 layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
 layouts --model 176b --nodes two | --nodes: invalid int value: 'two'
-layouts --model 176b --rehearse -1 | --rehearse must be above 0, not -1
-layouts --model 176b --rehearse 0 | --rehearse must be above 0, not 0
 layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
@@ -187,8 +185,7 @@ timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or d
 timeline --schedule auto --pp 8 --layers 32 --trace nowhere/t.json | cannot write nowhere/t.json
 rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write dir: Is a directory
 calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
-gap nowhere --json nowhere/gap.json | cannot write nowhere/gap.json: No such file or directory
-gap nowhere --picture dir | cannot write dir: Is a directory
+gap nowhere --json | cannot read nowhere: No such file or directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were
 smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)

@@ -27,17 +27,6 @@ class Work:
         self.waits += 1
 
 
-def test_operations_are_numbered_per_group_and_per_peer():
-    recorder = FlightRecorder()
-    tp, forward = recorder.group_log("tp", (0, 1)), recorder.group_log("forward", (0, 2, 4))
-    assert recorder.group_log("tp", (0, 1)) is tp
-    numbers = [tp.enter("all_reduce", 8).number, forward.enter_send(8, 1).number]
-    numbers += [forward.enter_receive(8, 1).number, forward.enter_send(8, 1).number]
-    numbers += [forward.enter_send(8, 2).number, tp.enter("all_gather", 8).number]
-    assert numbers == [1, 1, 1, 2, 1, 2]
-    assert recorder.snapshot(9)["counts"] == [(2, {}, {}), (0, {1: 2, 2: 1}, {1: 1})]
-
-
 def test_a_wait_is_recorded_while_it_lasts_and_its_time_is_kept(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: Work.now)
     monkeypatch.setattr(flight_recorder, "time", clock)
@@ -240,8 +229,10 @@ def test_a_cycle_and_different_operations_are_reported():
     ranks.recorders[0].group_log("tp", (0, 1)).entered = 3
     ranks.recorders[0].waiting.number = 3
     ranks.recorders[1].waiting.number = 3
-    line = hang_report.mismatches(WaitGraph(ranks.to_dict()))[0]
-    assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
+    report = hang_report.format_report(hang(), ranks.to_dict(), "out")
+    waits = report.partition("who waits for whom:")[2].partition("where the ranks")[0]
+    assert "  0 in all_reduce 3 of tp (ranks 0-1)" in waits
+    assert "  1 in all_gather 3 of tp (ranks 0-1)" in waits
 
 
 # ---- Files of several reports --------------------------------------------------------------------

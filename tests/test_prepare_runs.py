@@ -1,6 +1,6 @@
 """prepare_data: if this failed, a kill or more processes would change the corpus."""
 
-import base64
+import contextlib
 import gzip
 import json
 import shutil
@@ -22,8 +22,8 @@ from tokenizers.pre_tokenizers import Split
 
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
-from scripts import documents, encode_documents, encoders, partial_pair, prepare_data, word_cache
-from scripts.journal import Journal
+from scripts import documents, encode_documents, encoders, prepare_data, progress, word_cache
+from scripts.partial_job import PartialJob
 
 NAMES = (".bin", ".idx", ".tokenizer.json", ".sha256")
 
@@ -53,13 +53,11 @@ def write_texts(folder: Path, lines: int = 300) -> Path:
 def small(monkeypatch):
     """Parts and chunks of some hundred bytes."""
     for module, name, value in (
-        (documents, "LONG", 4000),
         (documents, "BLOCK", 700),
-        (encode_documents, "CHUNK", 4000),
-        (encode_documents, "PART", 300),
-        (encode_documents, "BATCH", 900),
+        (documents, "PART", 300),
+        (documents, "SECONDS_BETWEEN_SAVES", 0.0),
+        (encode_documents, "CHUNK", 900),
         (encoders, "CHECKED", 40),
-        (partial_pair, "SECONDS_BETWEEN_ENTRIES", 0.0),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -106,34 +104,38 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, monkeypatch, capsys, ch
     with pytest.raises(SystemExit) as stopped:
         prepare(tmp_path / "c", *words)
     assert stopped.value.code == 75
-    lines = Path(f"{tmp_path}/c.partial.journal").read_text().splitlines()
-    done = [tuple(json.loads(line)["next"]) for line in lines if '"next"' in line]
-    assert len(done) == chunks
-    begun, encoded = [], encode_documents.Work.run
-    monkeypatch.setattr(
-        encode_documents.Work, "run", lambda work, c: begun.append(c.next) or encoded(work, c)
-    )
+    state = json.loads(Path(f"{tmp_path}/c.partial.json").read_text())
+    done = tuple(state["encoded"]["next"])
+    begun = []
+    encoded = encode_documents.encode_chunk
+
+    def encode(source, chunk):
+        begun.append(chunk.pieces[0].following)
+        return encoded(source, chunk)
+
+    monkeypatch.setattr(encode_documents, "encode_chunk", encode)
     prepare(tmp_path / "c", *words)
     assert contents(tmp_path / "c") == contents(tmp_path / "whole")
-    assert f"going on from {tmp_path}/c.partial.journal" in capsys.readouterr().out
+    assert f"going on from {tmp_path}/c.partial.json" in capsys.readouterr().out
     assert not list(tmp_path.glob("c.partial*"))
-    assert min(begun) > done[-1]
+    assert min(begun) > done
 
 
 def killed(prefix: Path, words: list, turn: int) -> int:
-    """Kill a preparation after another entry in its journal; its status.
+    """Kill a preparation after its state has changed; its status.
 
     Every second one has three processes, the last of five gets SIGTERM.
     """
-    journal = Path(f"{prefix}.partial.journal")
-    before = journal.stat().st_size if journal.exists() else 0
+    state = Path(f"{prefix}.partial.json")
+    before = state.stat().st_mtime_ns if state.exists() else 0
     command = [sys.executable, "scripts/prepare_data.py", "--out", prefix, *words]
     command += ["--processes", 1 + 2 * (turn % 2)]
     program = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while program.poll() is None and time.monotonic() < deadline:
-        if journal.exists() and journal.stat().st_size > before:
-            break
+        with contextlib.suppress(FileNotFoundError):
+            if state.stat().st_mtime_ns > before:
+                break
         time.sleep(0.002)
     time.sleep(0.05 * turn)
     program.send_signal(signal.SIGTERM if turn == 4 else signal.SIGKILL)
@@ -166,15 +168,14 @@ def test_another_job_of_that_name_begins_anew_and_two_do_not_meet(
     prepare(tmp_path / "c", *words)
     assert "going on" not in capsys.readouterr().out
     assert "other" in read(tmp_path / "c")[0]
-    journal = Journal(f"{tmp_path}/d", {})
+    job = PartialJob(f"{tmp_path}/d", {})
     with pytest.raises(UserError, match=r"another process writes .*/d now"):
         prepare(tmp_path / "d", *words)
-    journal.remove()
+    job.remove()
 
 
 def test_progress_is_lines_in_a_log(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_data.Progress.__init__.__globals__["sys"].stdout, "isatty", bool)
-    monkeypatch.setitem(prepare_data.Progress.__init__.__globals__, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     (tmp_path / "a.txt").write_text("some text " * 1000)
     prepare(tmp_path / "c", tmp_path / "a.txt")
     assert "encoding: 100 % of 0 MB, " in capsys.readouterr().out
@@ -248,7 +249,7 @@ ALPHABET = "ab Zé9'.,:s\n\r\t  ()\u00a0\u0301\u200b\u3000世👍🏽\x1c"
 
 
 @pytest.fixture(scope="module")
-def byte_levels() -> list[encoders.TokenizersEncoder]:
+def byte_levels() -> list[encoders.Encoder]:
     """Tokenizers that split as GPT-2, Llama 3 and Qwen 2, and one that adds a space in front."""
     level = pre_tokenizers.ByteLevel
     whole = [level(add_prefix_space=False), level(add_prefix_space=True)]
@@ -267,7 +268,7 @@ def byte_levels() -> list[encoders.TokenizersEncoder]:
         )
         texts = ["a word's end. ab Zéa 99 (a b) ... \n\n  b's:\n" * 3, ALPHABET * 3]
         tokenizer.train_from_iterator(texts, trainer)
-        made.append(encoders.TokenizersEncoder(tokenizer, "<|endoftext|>"))
+        made.append(encoders.Encoder(tokenizer, "<|endoftext|>"))
     made[-1].tokenizer.normalizer = normalizers.NFC()
     return made
 
@@ -298,11 +299,11 @@ def test_a_cache_of_words_is_bounded_and_texts_of_new_words_pass_by(byte_levels,
 
 
 def test_other_tokenizers_are_given_whole_texts(byte_levels):
-    def changed(**values) -> encoders.TokenizersEncoder:
+    def changed(**values) -> encoders.Encoder:
         tokenizer = Tokenizer.from_str(byte_levels[0].tokenizer.to_str())
         for name, value in values.items():
             setattr(tokenizer, name, value)
-        return encoders.TokenizersEncoder(tokenizer, "<|endoftext|>")
+        return encoders.Encoder(tokenizer, "<|endoftext|>")
 
     level, split = pre_tokenizers.ByteLevel, word_cache.splits_at_spaces
     assert split(changed())
@@ -316,8 +317,6 @@ def test_other_tokenizers_are_given_whole_texts(byte_levels):
     added = changed()
     added.tokenizer.add_tokens(["a b"])
     assert not split(added)
-    assert not split(encoders.BytesEncoder())
-    assert not split(None)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -348,53 +347,5 @@ def test_bytes_and_a_folder_of_hugging_face(tmp_path, small):
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON that describes"):
         prepare(tmp_path / "c", "--tokenizer", tmp_path / "hf", tmp_path / "a.txt")
     (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json; transformers writes one"):
         prepare(tmp_path / "c", "--tokenizer", tmp_path / "none", tmp_path / "a.txt")
-
-
-def test_tiktoken(tmp_path, small):
-    tiktoken = pytest.importorskip("tiktoken")
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    ranks |= {b"wo": 256, b"rd": 257, b"word": 258, b" word": 259, b" i": 260}
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
-    (tmp_path / "own.tiktoken").write_text("".join(lines))
-    (tmp_path / "a.txt").write_text(TEXT)
-    words = "--tokenizer", tmp_path / "own.tiktoken", tmp_path / "a.txt"
-    prepare(tmp_path / "c", "--tiktoken-pattern", "gpt2", *words)
-    oracle = tiktoken.Encoding(
-        "own", pat_str=encoders.PATTERNS["gpt2"], mergeable_ranks=ranks, special_tokens={}
-    )
-    assert tokens_of(tmp_path / "c") == [*oracle.encode(TEXT), 261]
-    assert (tmp_path / "c.tokenizer.tiktoken").read_text() == "".join(lines)
-    with pytest.raises(UserError, match="needs --tiktoken-pattern, gpt2, cl100k or a pattern"):
-        prepare(tmp_path / "d", *words)
-
-
-def test_sentencepiece(tmp_path, small):
-    """It puts a space before a text: a part begins after the space at which it was cut."""
-    package = pytest.importorskip("sentencepiece")
-    (tmp_path / "a.txt").write_text(TEXT)
-    package.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.split(". ")),
-        model_prefix=str(tmp_path / "own"),
-        vocab_size=80,
-        model_type="bpe",  # unigram sums 32-bit scores over a text, so equal ones depend on it
-        minloglevel=2,
-    )
-    model = package.SentencePieceProcessor(model_file=str(tmp_path / "own.model"))
-    prepare(tmp_path / "c", "--tokenizer", tmp_path / "own.model", tmp_path / "a.txt")
-    assert tokens_of(tmp_path / "c") == [*model.encode(TEXT), model.eos_id()]
-    assert (tmp_path / "c.tokenizer.model").read_bytes() == (tmp_path / "own.model").read_bytes()
-    (tmp_path / "bad.model").write_bytes(b"noise")
-    with pytest.raises(UserError, match=r"bad\.model is not of sentencepiece"):
-        prepare(tmp_path / "d", "--tokenizer", tmp_path / "bad.model", tmp_path / "a.txt")
-
-
-@pytest.mark.parametrize(
-    ("name", "package"), [("a.model", "sentencepiece"), ("a.tiktoken", "tiktoken")]
-)
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
-    (tmp_path / "a.txt").write_text("a text")
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"{name} needs the package {package}: pip install"):
-        prepare(tmp_path / "c", "--tokenizer", name, tmp_path / "a.txt")

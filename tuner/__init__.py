@@ -1,9 +1,9 @@
 """Measured search for the fastest layout: starts train.py as a process, a few steps at a time.
 
-session        one use of the tuner: reads the command line, stores trials, writes the report
+session        one use of the tuner: reads the command line, measures layouts, writes the report
 search_space   the layouts that can run, as configurations of train.py
 search         chooses the layout to measure next, and when to stop
-trials         rehearses and runs a trial; estimates how much repeated trials vary
+trials         runs and stores a trial; estimates how much repeated trials vary
 result_tables  table.md, results.csv and layouts.svg
 
 tune.py uses `session`; benchmarks replay measured rows with `search`.
