@@ -48,13 +48,12 @@ class Launch:
         return 10.0 if self.size > 1 else 0.0
 
 
-def discover(environment: Mapping[str, str] | None = None) -> Launch:
+def discover(env: Mapping[str, str] = os.environ) -> Launch:
     """Return the launcher that started this process, its rank and the number of ranks.
 
-    environment: os.environ by default. Raise UserError if the launcher's variables are incomplete
-    or no whole numbers.
+    env: the environment variables. Raise UserError if the launcher's variables are incomplete or no
+    whole numbers.
     """
-    env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
         return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
     if "OMPI_COMM_WORLD_SIZE" in env:
@@ -90,12 +89,11 @@ def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, i
     return _number(env, rank, below=size), _number(env, size)
 
 
-def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -> str | None:
+def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | None:
     """Return a warning about how this process was started, or None.
 
     Raise UserError if the job cannot work when started this way. Called before torch is imported.
     """
-    env = os.environ if environment is None else environment
     tasks = _slurm_tasks(env)
     for read in (threads_asked_for, job_nodes, cores_asked_for):
         read()  # raises its UserError now, before the slow imports

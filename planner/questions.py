@@ -77,7 +77,7 @@ class Question:
             """With an interval for a network whose rate was not measured on this cluster."""
             name = row.layout.schedule.replace("auto", "1f1b")
             job = Job(run.model, replace(row.layout, schedule=name), run.training, self.machine)
-            return replace(row, prediction=with_networks(row.prediction, job))
+            return row._replace(prediction=with_networks(row.prediction, job))
 
         asked = Asked(run.model, run.training, self.machine, self.gpus, fixed)
         found = layouts.rank(asked, refusal, self.options.risk, most, plain)

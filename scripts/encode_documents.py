@@ -34,7 +34,7 @@ MOST_IN_DOCUMENT = 2**31 - 1  # tokens: lengths are 32 bits in this format
 
 
 class Source(NamedTuple):
-    """What each process loads its tokenizer from, see `load_encoder`."""
+    """The arguments of `load_encoder`, by which each process loads its tokenizer."""
 
     name: str
     end_token: str | None

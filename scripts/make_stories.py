@@ -41,7 +41,7 @@ LAST = (
     "They lived happily ever after.",
     "It was the best day of {name}'s life.",
 )
-# What happens between the first sentence and the last one.
+# The sentences between the first one and the last one.
 PLOTS = (
     (  # a toy is lost, looked for and found
         "{name} had a {color} {toy} and played with it every day.",

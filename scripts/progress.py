@@ -26,9 +26,9 @@ class Progress:
         now = time.monotonic()
         if now - self._printed >= SECONDS_BETWEEN_LINES:
             self._printed = now
-            speed = (self.done - self._first) / (now - self._began)
-            left = (self.total - self.done) / speed
-            share = 100 * self.done // self.total
+            speed = max(1, self.done - self._first) / (now - self._began)
+            left = max(0, self.total - self.done) / speed
+            share = 100 * self.done // max(1, self.total)  # nobody knows how long stdin is
             size_text = f"{self.total / 1e6:,.0f} MB"
             rate = f"{speed / 1e6:.1f} MB/s, {left:,.0f} s left"
             print(f"{self.name}: {share} % of {size_text}, {rate}", flush=True)

@@ -25,7 +25,7 @@ from config.messages import UserError
 from distributed.run_lock import in_use
 from supervisor import evidence
 from supervisor.command import Command, answering_nodes, silent_nodes
-from supervisor.decisions import Action, Choice, Decision, Journal, decide, say
+from supervisor.decisions import Action, Decision, Journal, decide, say
 
 if TYPE_CHECKING:
     from supervisor.fewer import Fewer
@@ -239,7 +239,7 @@ class Session:
         end = evidence.read_evidence(command.out, status, before, silent, stopped)
         end = replace(end, back=self.back)
         spare = len(self._usable()) - len(nodes) if nodes else None
-        decision = decide(end, journal.earlier(), Choice(spare, self.limit))
+        decision = decide(end, journal.earlier(), spare, self.limit)
         if decision.action == Action.QUEUE and self.fewer:
             decision = self._on_fewer(decision, self.fewer)
         journal.add(end, decision)

@@ -76,7 +76,8 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     parts.append(f"{row['peak_memory_bytes'] / 1e9:.1f} GB")
     parts.append(f"{duration(seconds_left)} left")
     if "expert_loads" in row:
-        parts.append(f"busiest expert {max(row['expert_loads']):.2f} of the mean")
+        load = f"busiest expert {max(row['expert_loads']):.2f} of the mean"
+        parts.append(f"{load}, {row['largest_expert_share']:.0%} of a block's rows")
     epochs = list(row.get("corpus_epochs", {}).values())
     if len(epochs) == 1:
         parts.append(f"epoch {epochs[0]:.3f}")

@@ -148,6 +148,16 @@ def do_steps(times, recorder, last: int) -> None:
         times.after(step)
 
 
+def test_every_kind_of_pass_is_measured():
+    """W of a split backward pass was left out, and so were the passes of --vocab-pp."""
+    spans = [(kind, "0", number, number + 1) for number, kind in enumerate("FBWESTG")]
+    row = step_times.rank_row([*spans, ("optimizer", "", 7, 8)], float)
+    assert [passed[:2] for passed in row["passes"]] == [
+        [n * 10**6, (n + 1) * 10**6] for n in range(7)
+    ]
+    assert list(row["around"]) == ["optimizer"]
+
+
 def test_one_rank_on_a_gpu_measures_its_steps(tmp_path, monkeypatch):
     """It has no backend. Over gloo ranks may share a GPU, and the host's times would be wrong."""
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)

@@ -99,14 +99,14 @@ def test_waits_of_a_stream_are_seen_by_events(monkeypatch, no_events):
     recorder = FlightRecorder(Event)
     operations = wait_for_some(recorder, 3)
     Event.passed = 1
-    assert recorder.device_waits_for() is operations[1]
+    assert recorder.stream.not_passed() is operations[1]
     with recorder.waiting_for("device"):
         assert recorder.snapshot(0)["wait"]["number"] == 2
     assert recorder.snapshot(0)["wait"]["number"] == 2  # also when the host does not wait
     with recorder.waiting_for("writer"):
         assert recorder.snapshot(0)["wait"]["kind"] == "writer"
     Event.passed = 3
-    assert recorder.device_waits_for() is recorder.snapshot(0)["wait"] is None
+    assert recorder.stream.not_passed() is recorder.snapshot(0)["wait"] is None
 
 
 def test_waits_of_a_stream_are_timed_in_measured_steps_alone(monkeypatch, no_events):
@@ -126,7 +126,7 @@ def test_waits_of_a_stream_are_timed_in_measured_steps_alone(monkeypatch, no_eve
     assert recorder.take_waited() == 3 * 2.0  # this clock counts events
     assert recorder.take_waited() == 0.0
     Event.passed = Event.clock - 3  # not the last wait's
-    assert recorder.device_waits_for().number == 25, "also where events are used again"
+    assert recorder.stream.not_passed().number == 25, "also where events are used again"
 
 
 def test_a_device_with_an_error_leaves_the_heartbeats(monkeypatch, no_events):
