@@ -137,4 +137,33 @@ tune_replay.py --gain -1 | --gain must be at least 0 and below 1000, not -1.0
 precision.py | the following arguments are required: folder
 precision.py a-file | FOLDER a-file: cannot write in
 """,
+    "supervise.py": """
+@/supervise.py
+| no program after --
+-- mpirun -n 2 hostname | no program after --
+-- python train.py | a restart continues by --resume auto: give it to train.py
+-- python train.py --resume x | give it to train.py, not x
+-- torchrun train.py --resume auto | torchrun does not pass on the status
+--max-slowdown 2 -- x.py --resume auto | need --gpu NAME
+--gpu cpu -- srun x.py --resume auto | --gpu cpu is for other numbers of nodes, which needs a Slurm
+--gpu cpu --max-slowdown 0.9 -- srun x.py --resume auto | --max-slowdown must be at least 1 and
+--spare-nodes 1 -- python t.py --resume auto | --spare-nodes(1) needs a Slurm job
+--spare-nodes -1 -- x.py | --spare-nodes must be at least 0, not -1
+--spare-nodes -- x.py | --spare-nodes: expected one argument
+-- mpirun -n 2 python train.py --resume auto --out | argument --out: expected one argument
+-- mpirun -n 2 python train.py --resume auto --out --tp 2 | argument --out: expected one argument
+-- mpirun -n 2 python train.py --out new --resume | argument --resume: expected one argument
+-- mpirun -n 2 python train.py --out new --config | argument --config: expected one argument
+""",
+    "rehearse.py": """
+@/rehearse.py --layers 4 --hidden 64 --heads 4 --global-batch-size 8
+--gpus 6 --tp 4 | tp(4) * pp(1) * dp(?) does not divide 6 ranks
+--gpus 8 --nodes 3 | nodes(3) does not divide gpus(8)
+--gpus 2305843009213693951 | from 1 to 1000000, not 2305843009213693951
+--gpus 0 | --gpus must be from 1 to 1000000, not 0
+--gpu h10 --json nowhere/x.json | cannot write nowhere/x.json: No such file
+--gpu h10 --json . | cannot write .: Is a directory
+--gpu h10 | no machine is called 'h10'
+--optimizer adamw8bit | --optimizer adamw8bit is not rehearsed: bitsandbytes' kernels
+""",
 }

@@ -37,12 +37,6 @@ def test_ranks_share_whole_cores(cores, ranks, expected):
     assert shares == expected
 
 
-def test_cores_are_those_of_this_machine():
-    allowed = placement.allowed_cores()
-    cores = placement.physical_cores(allowed)
-    assert sorted(cpu for core in cores for cpu in core) == sorted(allowed)
-
-
 @pytest.mark.parametrize(
     ("local_rank", "local_size", "visible", "sharing", "gpu"),
     [(3, 4, 4, False, 3), (1, 2, 8, False, 1), (3, 4, 1, False, 0), (3, 4, 2, True, 1)],
@@ -76,13 +70,6 @@ def test_the_switch_of_the_nccl_tests(monkeypatch):
     assert not any(name in os.environ for name in names)
     assert gpus.share_gpu_for_tests(shared, 3)
     assert [os.environ[name] for name in names] == ["rank3", "lo", "1"]
-
-
-def test_ranks_that_share_a_gpu_are_told_so():
-    sentences = placement.placement_warnings(places("aabb", gpus="xxyz"), Layout(dp=4))
-    assert len(sentences) == 1
-    assert sentences[0].startswith("ranks 0-1 share one GPU (x)")
-    assert placement.SHARE_FOR_TESTS in sentences[0]
 
 
 @pytest.mark.parametrize(

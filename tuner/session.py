@@ -28,14 +28,13 @@ from tuner import result_tables, search_space, trials
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, features
 from tuner.search_space import Candidate
-from tuner.trials import Runner, Trial, TrialStore
+from tuner.trials import STOPPING, Runner, Trial, TrialStore
 
 TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # numbers on the command line must be below
 PREDICTED = 200  # a search chooses from these many layouts, which are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 DEFAULT_GAIN = 1.0  # per cent of a step's seconds
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
 
 
 class StoppedBySignal(BaseException):

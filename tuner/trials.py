@@ -39,6 +39,8 @@ MOST_CHARACTERS = 300  # of a line of output in a trial's reason
 OUTPUT_BYTES = 65536  # at the end of a trial's output, in which its reason is looked for
 _PRCTL = ctypes.CDLL(None).prctl  # looked up now, since loading after a fork is not safe
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
+CHECK_SECONDS = 0.05  # between two looks at whether a trial has ended
 RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # columns of metrics.jsonl
 
 # Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
@@ -203,30 +205,44 @@ def execute(
     """Run a command to its end or for `time_limit` seconds, then end all processes it started.
 
     Return its exit status (None: over the limit) and the end of its output, OUTPUT_BYTES. log: the
-    file of the output. number: that of the trial. Raise UserError if it cannot be started.
+    file of the output. number: that of the trial. Raise UserError if it cannot be started, and what
+    the handler of a signal of STOPPING raises. The handler is called here, because Python would
+    call it between any two operations: its exception could leave a lock of Popen taken, for which
+    Popen.wait then waits for ever, or be dropped in Popen.__del__.
     """
     trial_id = f"{os.getpid()}-{number}"
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
     options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     # In a session of its own: Ctrl-C reaches the search, which then ends the trial.
     options |= {"start_new_session": True, "preexec_fn": _end_with_search}
+    handlers: Any = {number: signal.getsignal(number) for number in STOPPING}
+    handled = [number for number in STOPPING if callable(handlers[number])]
+    until = time.monotonic() + time_limit
     process = None
     with open(log, "wb") as output:
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
             process = subprocess.Popen(command, env=environment, stdout=output, **options)
-            status = process.wait(time_limit)
+            while process.poll() is None and time.monotonic() < until:
+                if sent := signal.sigtimedwait(handled, CHECK_SECONDS):
+                    handlers[sent.si_signo](sent.si_signo, None)
+            status = process.poll()
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
-        except subprocess.TimeoutExpired:
-            status = None
         finally:
             _terminate(process, trial_id)
+            process = None  # its __del__ runs now
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     return status, printable(log.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace"))
 
 
 def _end_with_search() -> None:
-    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed."""
+    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed.
+
+    The launcher would inherit that the search has blocked the signals of STOPPING.
+    """
     _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
