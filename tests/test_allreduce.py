@@ -4,7 +4,6 @@ wrong.
 
 import csv
 import math
-import re
 
 import allreduce
 import bandwidth
@@ -101,20 +100,20 @@ def test_line_rates(tmp_path):
     assert allreduce.line_rate(tmp_path)[0] == 200e9
     (tmp_path / "net/eth0/speed").write_text("-1\n")
     row = measured(seconds=1.0, size=10**9, n=2, crosses=True)
-    assert bandwidth.percent(row, 16e9) == "  50.0%"
-    assert bandwidth.percent(measured(), 16e9).strip() == "-"
+    assert bandwidth.columns(row, 16e9)["percent_of_line"] == "50.0"
+    assert bandwidth.columns(measured(), 16e9)["percent_of_line"] == "-"
 
 
 def test_mistakes_are_sentences():
     with pytest.raises(UserError, match="--operations are of"):
         allreduce.parse(["--operations", "broadcast"])
     with pytest.raises(UserError, match=r"tp\(3\) \* pp\(1\) \* dp\(\?\) does not divide 4"):
-        allreduce.placed({"tp": 3, "pp": 1}, 4)
+        allreduce.placed(3, 1, 4)
 
 
 @pytest.mark.slow
 def test_on_real_ranks(tmp_path):
-    """Every group and operation has its rows, a plain loop is timed beside it, files are written.
+    """Every group and operation has its rows, and files are written.
 
     Measured speeds are not tested: benchmarks/results has the comparison.
     """
@@ -136,9 +135,7 @@ def test_on_real_ranks(tmp_path):
         assert float(row["busbw_Gbps"]) == pytest.approx(8 * float(row["busbw_GBps"]), rel=1e-4)
         assert float(row["p10_s"]) <= float(row["median_s"]) <= float(row["p90_s"])
     assert "6 pairs" in done.out
-    assert re.search(r"ms in a plain loop of .*; busbw differs by [+-][\d.]+ %", done.out)
     machine = hardware.load("cpu", str(tmp_path / "calibration.toml"))
     assert machine.node == 4
     assert 0 < machine.nvlink.speed < math.inf
     assert 0 < machine.gemm_fraction < math.inf
-    assert (tmp_path / "allreduce.png").stat().st_size > 1000

@@ -44,8 +44,8 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
     word = f"planted-{tmp_path.name}"
     look = f"print(open({str(tmp_path / 'gpu-day.json')!r}).read())"
     parts = [
-        Part("bad", "Fails", 60, ("-c", "raise ValueError('planted')", None)),
-        Part("slow", "Too slow", 6, ("-c", SLOW, word, None)),
+        Part("bad", "Fails", 60, ("-c", "raise ValueError('planted')"), True),
+        Part("slow", "Too slow", 6, ("-c", SLOW, word), True),
         Part("looks", "Looks", 60, ("-c", look)),
     ]
     gpu_day.run_all(parts, tmp_path, 200, "planted parts")
@@ -67,8 +67,8 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
 
 def test_red_parts_run_again_beside_the_results_of_the_others(tmp_path, capsys):
     """The last lines say why a part failed, and give the command that runs it again."""
-    good = Part("good", "Good", 60, ("-c", SLOW.replace("600", "0"), "x", None))
-    broken = ("-c", "print('x' * 50_000)\nraise ValueError('planted')", None)
+    good = Part("good", "Good", 60, ("-c", SLOW.replace("600", "0"), "x"), True)
+    broken = ("-c", "print('x' * 50_000)\nraise ValueError('planted')")
     parts = [good, Part("bad-one", "Fails", 60, broken), Part("late", "Later", 60, ("-c", ""))]
     outcomes = gpu_day.run_all(parts, tmp_path, 200, "first", ["good", "bad-one"])
     gpu_day.tell(outcomes, tmp_path)
@@ -99,23 +99,15 @@ def test_a_part_that_is_asked_for_alone_may_take_all_the_time(tmp_path):
 
 
 def test_the_day_measures_a_model_before_it_tests(tmp_path):
-    """The limits of a call fit into its time, so that no part costs the next one its turn."""
-    parts = gpu_day.all_parts(tmp_path, rehearse=False)
-    calls = {call: [p.name for p in parts if p.call == call] for call in (1, 2, 4)}
-    assert calls == {
-        1: ["facts", "train", "train-compile", "models", "profile"],
-        2: ["cuda", "nccl"],
-        4: ["ceilings", "calibration", "runs", "asked", "nccl4"],
-    }
-    assert [part.call for part in parts] == sorted(part.call for part in parts)
-    for call in calls:
-        assert sum(part.limit for part in parts if part.call == call) <= gpu_day.SECONDS
+    parts = [part.name for part in gpu_day.all_parts(tmp_path, rehearse=False)]
+    assert parts == [
+        *("facts", "train", "train-compile", "models", "profile"),
+        *("cuda", "nccl"),
+        *("ceilings", "calibration", "runs", "asked", "nccl4"),
+    ]
     with_tests = {p.name: p.command for p in gpu_day.all_parts(tmp_path, False, "cp or zb-v")}
     assert "(cp or zb-v) and four-ranks" in with_tests["nccl4"]
     assert "(cp or zb-v) and not four-ranks" in with_tests["nccl"]
-    wrong = start([sys.executable, "benchmarks/gpu_day.py", "--out", str(tmp_path), "--call", "3"])
-    assert wrong.status == 2
-    assert "--call 3: there are 1, 2 and 4; for 3 give --parts" in wrong.err
 
 
 def test_an_allocator_that_fails_is_tried_first_and_avoided(monkeypatch):
@@ -245,7 +237,7 @@ def test_the_runs_determine_what_the_first_model_depends_on(seed):
 
 
 def test_what_the_time_does_not_reach_is_said(tmp_path):
-    parts = [Part("late", "Late", 60, ("-c", "", None))]
+    parts = [Part("late", "Late", 60, ("-c", ""), True)]
     gpu_day.run_all(parts, tmp_path, 1.0, "no time")
     _, found = read(tmp_path)
     assert found["late"]["status"].startswith("not reached: ")

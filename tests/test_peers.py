@@ -123,7 +123,7 @@ def test_a_rank_that_ends_is_named_with_what_it_printed(side):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--rows", "tp3"], "--rows: there is no tp3; the rows are one, tp2, pp2-auto, "),
+        (["--rows", "tp3"], "--rows: invalid choice: 'tp3' (choose from "),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )
