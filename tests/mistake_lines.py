@@ -90,9 +90,9 @@ OF_RUNS = {
 --data only --split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'
 --data only --split 0,0,0 | --split takes up to three shares such as 95,5,0, not '0,0,0'
 --data only --split 1,2,3,4 | --split takes up to three shares such as 95,5,0, not '1,2,3,4'
---split 90,10,0 | --split 90,10,0 needs the files of --data; now tokens are random
---order stable | --order stable needs the files of --data; now tokens are random
---cache none | --cache none needs the files of --data or --eval-data
+--split 90,10,0 | --split 90,10,0 needs --data: now tokens are random
+--order stable | --order stable needs --data: now tokens are random
+--cache none | --cache none needs --data or --eval-data
 --skip-samples 10-20 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 20:10 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
@@ -117,7 +117,7 @@ OF_RUNS = {
 --resume '' | no value, after '--resume': is a variable not set?
 --resume nowhere | --resume nowhere: there is no such folder
 --resume a-file | --resume a-file: there is no such folder
---load-weights-only | --load-weights-only needs --resume, to say which weights
+--load-weights-only | --load-weights-only needs --resume: it says which weights
 --save-switch dir | --save-switch dir is a folder, not a file that may appear
 --save-switch nowhere/x/stop | --save-switch nowhere/x/stop can never appear: there is no folder
 --kill-switch nowhere/x/stop | --kill-switch nowhere/x/stop can never appear: there is no folder
@@ -131,12 +131,12 @@ OF_RUNS = {
 --save-every-minutes nan | --save-every-minutes must be a finite number, not nan
 --exit-after-minutes inf | --exit-after-minutes must be a finite number, not inf
 --begin-at-samples 8 | --begin-at-samples 8 needs --resume: a new run begins with 0
---expert-interval 2 | --expert-interval 2 needs --experts N, with N above 1
---pin-routing f | --pin-routing f needs --experts N, with N above 1
+--expert-interval 2 | --expert-interval 2 needs --experts above 1
+--pin-routing f | --pin-routing f needs --experts above 1
 --experts 2 --no-router-normalised --no-bias --record-routing f --pin-routing g | --record-routing
 --stop-at-samples -1 | --stop-at-samples must be at least 0, not -1
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
---hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
+--hang-timeout 60 --no-watchdog | --hang-timeout 60 needs --watchdog: now it is off
 --torch-profile -1 | --torch-profile must be at least 1, not -1
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
 --trace-numerics 0 | --trace-numerics 0 is never reached: the run has 2 steps
@@ -287,8 +287,6 @@ layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
 layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
 layouts --model 176b --nodes two | --nodes: invalid int value: 'two'
-layouts --model 176b --rehearse -1 | --rehearse must be above 0, not -1
-layouts --model 176b --rehearse 0 | --rehearse must be above 0, not 0
 layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
@@ -319,8 +317,7 @@ timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or d
 timeline --schedule auto --pp 8 --layers 32 --trace nowhere/t.json | cannot write nowhere/t.json
 rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write dir: Is a directory
 calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
-gap nowhere --json nowhere/gap.json | cannot write nowhere/gap.json: No such file or directory
-gap nowhere --picture dir | cannot write dir: Is a directory
+gap nowhere --json | cannot read nowhere: No such file or directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were
 smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)

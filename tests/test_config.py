@@ -13,7 +13,7 @@ from ranks import ROOT
 from config import messages, spelling
 from config.command_line import FIRST, parse, parse_request
 from config.messages import VERSION, UserError, whole_number
-from config.needs import NEEDS
+from config.needs import is_met
 from config.schema import GROUPS, Config, ModelShape
 from config.spelling import LACKS, PRESETS, preset
 from config.validation import check
@@ -87,7 +87,11 @@ def test_an_option_that_changes_nothing_is_refused_and_says_what_it_needs(line):
 
 
 def test_every_option_that_needs_another_is_tried_and_says_nothing_at_its_default():
-    named = [name for names, _, _ in NEEDS for name in names]
+    options = [field for group in GROUPS.values() for field in fields(group)]
+    named = [field.name for field in options if field.metadata["needs"]]
+    for field in options:
+        for need in field.metadata["needs"]:
+            is_met(configure(BASE), need)  # an error if it names no option
     tried = {words.split()[0].removeprefix("--no-").lstrip("-") for words in USELESS}
     assert {name.replace("_", "-") for name in named} == tried
     same = "--sgd-momentum 0.9 --max-positions 32 --positions alibi --async-save --loss-scale 0"

@@ -23,7 +23,6 @@ from supervisor.decisions import (
     HOUR,
     SAME_STEP,
     Action,
-    Choice,
     Decision,
     Earlier,
     Journal,
@@ -46,7 +45,7 @@ def after(*found: Evidence, action: Action = RESTART, ago: float = 60.0) -> list
 
 
 def decided(found: Evidence, earlier=(), spare: int | None = 1, limit: int = 6) -> Decision:
-    return decide(found, earlier, Choice(spare, limit))
+    return decide(found, earlier, spare, limit)
 
 
 @pytest.mark.parametrize(

@@ -112,14 +112,14 @@ def test_waits_of_a_stream_are_seen_by_events(monkeypatch, no_events):
     recorder = FlightRecorder(Event)
     operations = wait_for_some(recorder, 3)
     Event.passed = 1
-    assert recorder.device_waits_for() is operations[1]
+    assert recorder.stream.not_passed() is operations[1]
     with recorder.waiting_for("device"):
         assert recorder.snapshot(0)["wait"]["number"] == 2
     assert recorder.snapshot(0)["wait"]["number"] == 2  # also when the host does not wait
     with recorder.waiting_for("writer"):
         assert recorder.snapshot(0)["wait"]["kind"] == "writer"
     Event.passed = 3
-    assert recorder.device_waits_for() is recorder.snapshot(0)["wait"] is None
+    assert recorder.stream.not_passed() is recorder.snapshot(0)["wait"] is None
 
 
 def test_waits_of_a_stream_are_timed_in_measured_steps_alone(monkeypatch, no_events):
@@ -139,7 +139,7 @@ def test_waits_of_a_stream_are_timed_in_measured_steps_alone(monkeypatch, no_eve
     assert recorder.take_waited() == 3 * 2.0  # this clock counts events
     assert recorder.take_waited() == 0.0
     Event.passed = Event.clock - 3  # not the last wait's
-    assert recorder.device_waits_for().number == 25, "also where events are used again"
+    assert recorder.stream.not_passed().number == 25, "also where events are used again"
 
 
 def test_a_device_with_an_error_leaves_the_heartbeats(monkeypatch, no_events):
@@ -274,8 +274,10 @@ def test_a_cycle_and_different_operations_are_reported():
     ranks.recorders[0].group_log("tp", (0, 1)).entered = 3
     ranks.recorders[0].waiting.number = 3
     ranks.recorders[1].waiting.number = 3
-    line = hang_report.mismatches(WaitGraph(ranks.to_dict()))[0]
-    assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
+    report = hang_report.format_report(case, ranks.to_dict(), "out")
+    waits = report.partition("who waits for whom:")[2].partition("where the ranks")[0]
+    assert "  0 in all_reduce 3 of tp (ranks 0-1)" in waits
+    assert "  1 in all_gather 3 of tp (ranks 0-1)" in waits
 
 
 # ---- Files of several reports --------------------------------------------------------------------

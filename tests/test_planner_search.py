@@ -1,4 +1,4 @@
-"""The planner's search: if this failed, its command would not start, or its bound hide a layout."""
+"""The planner's search: if this failed, its command would not start, or a fast layout be missed."""
 
 import random
 import shlex
@@ -173,15 +173,14 @@ def test_no_more_blocks_are_recomputed_than_memory_asks():
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3))
-def test_no_schedule_is_faster_than_its_bound(seed, batches):
+def test_no_schedule_is_much_faster_than_its_closed_form(seed, batches):
     chance = random.Random(seed)
     layout = None
     while layout is None:
         layout = accepted(drawn(chance))
     training = replace(TRAINING, global_batch_size=64 * batches)
     job = Job(MODEL, layout, training, A100)
-    found = predict(*job).seconds * (1 + 1e-9)
-    assert least_of(job) <= found
+    assert least_of(job) <= 1.02 * predict(*job).seconds
 
 
 @pytest.mark.parametrize("name", ["zb-v", "zb-h1"])

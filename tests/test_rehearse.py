@@ -62,7 +62,6 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
     for record in run.records:
         assert {"build", "forward", "backward", "optimizer", "check"} <= set(record.peaks)
         assert record.peak >= record.step_peak > 0
-    assert sum(r.saved for r in run.records) > 0, "what is saved is counted"
 
 
 @pytest.mark.slow
@@ -248,7 +247,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
         assert question in done.stdout
     assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.stdout
     answers = json.loads(out.read_text())
-    assert answers["good"] is True
+    assert answers["finding"] == ""
     assert answers["ranks_run"] == [0, 1, 2, 3]
     stage = answers["stages"][0]
     assert stage["step_peak"] == sum(stage["held"].values())
@@ -382,15 +381,3 @@ def test_a_batch_job_ends_before_srun_if_it_is_rejected(gpu, words, status, sent
     assert (tmp_path / "called").exists() == (status == 0)
     assert ("rehears" in outcome.out) == (gpu != "none")
     assert ("GPU=none sbatch ... skips it" in outcome.err) == (status == 2)
-
-
-@pytest.mark.slow
-def test_the_planner_has_its_first_layouts_rehearsed():
-    words = "plan.py layouts --model gpt2-124m --layers 4 --gpus 2 --global-batch-size 8 --pp 2"
-    command = [sys.executable, *words.split(), "--rehearse", "1", "--top", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    line = done.stdout.partition("rehearsed:\n")[2]
-    assert line.count("\n") == 1
-    assert "pp 2" in line
-    assert "every operation of the ranks that were run meets, fits with" in line

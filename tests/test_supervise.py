@@ -255,8 +255,8 @@ def test_a_job_that_would_be_too_slow_on_fewer_nodes_is_queued(tmp_path):
     job["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     words = [*WORDS, "--steps", "9", "--global-batch-size", "12", "--resume", "auto"]
     words += ["--hidden", "1024", "--layers", "8", "--seq-length", "512"]  # half again as long
-    command = [sys.executable, "supervise.py", "--gpu", "cpu", "--max-slowdown", "1", "--keep-tp"]
-    command += ["--keep-pp", "--keep-micro-batch-size", "--", "srun", "python", "train.py", *words]
+    command = [sys.executable, "supervise.py", "--gpu", "cpu", "--max-slowdown", "1"]
+    command += ["--", "srun", "python", "train.py", *words]
     outcome = start([*command, "--out", str(tmp_path / "run")], **job)
     assert outcome.status == 75, outcome.err
     (row,) = decisions(tmp_path)
@@ -273,7 +273,7 @@ def test_a_job_that_would_be_too_slow_on_fewer_nodes_is_queued(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--keep-tp", "--", "x.py", "--resume", "auto"], "and --keep-... need --gpu NAME"),
+        (["--max-slowdown", "2", "--", "x.py", "--resume", "auto"], "--max-slowdown need --gpu"),
         (
             ["--gpu", "cpu", "--", "srun", "x.py", "--resume", "auto"],
             "--gpu cpu is for other numbers of nodes, which needs a Slurm job",

@@ -77,7 +77,7 @@ def test_what_cannot_be_watched_or_drawn_is_refused():
     with pytest.raises(UserError, match="--torch-profile 5 is never reached: the run has 4 steps"):
         validation.check(parse(words), 1)
     words = [*words[:-1], "--no-watchdog", "--hang-timeout=9"]
-    with pytest.raises(UserError, match="--hang-timeout 9 needs the watchdog; now it is off"):
+    with pytest.raises(UserError, match="--hang-timeout 9 needs --watchdog: now it is off"):
         validation.check(parse(words), 1)
 
 
@@ -175,7 +175,7 @@ def calls_to_find_a_hang(size: int) -> int:
     ranks.collective("world", tuple(range(size)), [n for n in range(size) if n != size // 3])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         job = {"size": size, "node": "n", "out": "out", "limit": 3.0, "key": ""}
-        watched = monitor.Monitor(listener, job)
+        watched = monitor.Monitor(listener, monitor.Job(**job))
     for number, recorder in enumerate(ranks.recorders):
         recorder.steps_done = 100
         rank = watched.ranks[number] = monitor.Rank(number, heard=1000.0, moved=900.0)
