@@ -14,7 +14,7 @@ that is not at work waits for a line on its standard input.
     memory   peak resident MiB of each rank in the timed steps
     load     the machine's load average at the end of the row
 
-Sides: peer_trine.py; peer_torch.py, peer_by_hand.py, peer_experts.py, peer_transformers.py. Their
+Sides: peer_trine.py; peer_torch.py, peer_by_hand.py, peer_experts.py. Their
 processes: peer_sides.py.
 """
 
