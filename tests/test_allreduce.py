@@ -4,7 +4,6 @@ wrong.
 
 import csv
 import math
-import re
 
 import allreduce
 import bandwidth
@@ -90,13 +89,13 @@ def test_line_rates(tmp_path):
     assert allreduce.line_rate(tmp_path)[0] == 200e9
     (tmp_path / "net/eth0/speed").write_text("-1\n")
     row = measured(seconds=1.0, size=10**9, n=2, crosses=True)
-    assert bandwidth.percent(row, 16e9) == "  50.0%"
-    assert bandwidth.percent(measured(), 16e9).strip() == "-"
+    assert bandwidth.columns(row, 16e9)["percent_of_line"] == "50.0"
+    assert bandwidth.columns(measured(), 16e9)["percent_of_line"] == "-"
 
 
 @pytest.mark.slow
 def test_on_real_ranks(tmp_path):
-    """Every group and operation has its rows, a plain loop is timed beside it, files are written.
+    """Every group and operation has its rows, and files are written.
 
     Measured speeds are not tested: benchmarks/results has the comparison.
     """
@@ -115,9 +114,7 @@ def test_on_real_ranks(tmp_path):
         rate = factor * float(row["algbw_GBps"])
         assert float(row["busbw_GBps"]) == pytest.approx(rate, rel=1e-4)
     assert "6 pairs" in done.out
-    assert re.search(r"ms in a plain loop of .*; busbw differs by [+-][\d.]+ %", done.out)
     machine = hardware.load("cpu", str(tmp_path / "calibration.toml"))
     assert machine.node == 4
     assert 0 < machine.nvlink.speed < math.inf
     assert 0 < machine.gemm_fraction < math.inf
-    assert (tmp_path / "allreduce.png").stat().st_size > 1000

@@ -32,8 +32,8 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path, capsys):
     word = f"planted-{tmp_path.name}"
     look = f"print(open({str(tmp_path / 'gpu-day.json')!r}).read())"
     parts = [
-        Part("bad", "Fails", 60, ("-c", "raise ValueError('planted')", None)),
-        Part("slow", "Too slow", 6, ("-c", SLOW, word, None)),
+        Part("bad", "Fails", 60, ("-c", "raise ValueError('planted')"), True),
+        Part("slow", "Too slow", 6, ("-c", SLOW, word), True),
         Part("looks", "Looks", 60, ("-c", look)),
     ]
     outcomes = gpu_day.run_all(parts, tmp_path, 200, "planted parts")
@@ -73,23 +73,15 @@ def test_a_part_that_is_asked_for_alone_may_take_all_the_time(tmp_path):
 
 
 def test_the_day_measures_a_model_before_it_tests(tmp_path):
-    """The limits of a call fit into its time, so that no part costs the next one its turn."""
-    parts = gpu_day.all_parts(tmp_path, rehearse=False)
-    calls = {call: [p.name for p in parts if p.call == call] for call in (1, 2, 4)}
-    assert calls == {
-        1: ["facts", "train", "train-compile", "models", "profile"],
-        2: ["cuda", "nccl"],
-        4: ["ceilings", "calibration", "runs", "asked", "nccl4"],
-    }
-    assert [part.call for part in parts] == sorted(part.call for part in parts)
-    for call in calls:
-        assert sum(part.limit for part in parts if part.call == call) <= gpu_day.SECONDS
+    parts = [part.name for part in gpu_day.all_parts(tmp_path, rehearse=False)]
+    assert parts == [
+        *("facts", "train", "train-compile", "models", "profile"),
+        *("cuda", "nccl"),
+        *("ceilings", "calibration", "runs", "asked", "nccl4"),
+    ]
     with_tests = {p.name: p.command for p in gpu_day.all_parts(tmp_path, False, "cp or zb-v")}
     assert "(cp or zb-v) and four-ranks" in with_tests["nccl4"]
     assert "(cp or zb-v) and not four-ranks" in with_tests["nccl"]
-    wrong = start([sys.executable, "benchmarks/gpu_day.py", "--out", str(tmp_path), "--call", "3"])
-    assert wrong.status == 2
-    assert "--call 3: there are 1, 2 and 4; for 3 give --parts" in wrong.err
 
 
 def test_an_allocator_that_fails_is_tried_first_and_avoided(monkeypatch):
@@ -163,7 +155,7 @@ def test_a_side_that_fails_costs_no_other_its_figure(tmp_path, monkeypatch, fail
 
 
 def test_what_the_time_does_not_reach_is_said(tmp_path):
-    parts = [Part("late", "Late", 60, ("-c", "", None))]
+    parts = [Part("late", "Late", 60, ("-c", ""), True)]
     gpu_day.run_all(parts, tmp_path, 1.0, "no time")
     _, found = read(tmp_path)
     assert found["late"]["status"].startswith("not reached: ")

@@ -125,7 +125,7 @@ def test_what_is_not_finite_or_not_equal_or_ends_is_an_error(tmp_path, answers, 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--rows", "tp3"], "--rows: there is no tp3; the rows are one, tp2, pp2-auto, "),
+        (["--rows", "tp3"], "--rows: invalid choice: 'tp3' (choose from "),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )
