@@ -68,8 +68,8 @@ class Ranks(NamedTuple):
         number_of = {kind: number for number, kind in enumerate(ranks_of_kind)}
         kind_of_way = np.array([number_of[kind] for kind in kinds])
         columns = np.array(padded)[kind_of_way[table.way]]  # (rows, ranks, fields)
-        *numbers, embedding, head, tied = np.moveaxis(columns, 2, 0)
-        return cls(*numbers, embedding > 0, head > 0, tied > 0)
+        numbers = [columns[:, :, field] for field in range(len(cls._fields))]
+        return cls(*numbers[:5], *(flag > 0 for flag in numbers[5:]))  # the others are flags
 
     @property
     def parts(self) -> Parts:

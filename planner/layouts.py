@@ -127,9 +127,9 @@ def _in_order(lines: list[Ranked]) -> list[Ranked]:
 
 
 class _Row(NamedTuple):
-    """A row of the table that may fit: its index, its place, and its seconds by closed form."""
+    """A row of the table that may fit: its number, its place, and its seconds by closed form."""
 
-    index: int
+    number: int
     place: int
     likely: float
     least: float
@@ -239,9 +239,9 @@ class _Search:
         It is None if the row does not fit, if it is refused, or if a risky row is asked for and
         this row has no risk.
         """
-        if (row.index, risky) not in self.lines:
-            self.lines[row.index, risky] = self._priced(row, risky)
-        return self.lines[row.index, risky]
+        if (row.number, risky) not in self.lines:
+            self.lines[row.number, risky] = self._priced(row, risky)
+        return self.lines[row.number, risky]
 
     def _priced(self, row: _Row, risky: bool) -> Ranked | None:
         """Return the result of `_line`, which keeps it.
@@ -249,10 +249,10 @@ class _Search:
         Blocks are recomputed only if the row does not fit without, and no more than it needs.
         """
         asked = self.table.asked
-        layout = self.table.layout(row.index)
+        layout = self.table.layout(row.number)
         tried = [layout]
         if layout.recompute != "none" and asked.counts_blocks:
-            fewest = int(self.recomputed[risky][row.index, 0])
+            fewest = int(self.recomputed[risky][row.number, 0])
             numbers = range(fewest, max(blocks_per_stage(asked.model, layout)))
             tried = [replace(layout, recompute_layers=number) for number in numbers] + tried
         for layout in tried:
