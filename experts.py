@@ -101,8 +101,9 @@ class Router(nn.Module):
 
     def forward(
         self, x: Tensor, places: Tensor, samples: int, chosen_experts: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the experts (T, k), ascending, and their weights (T, k) for tokens x (T, h).
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the experts (T, k), ascending, and their weights (T, k) for tokens x (T, h), and
+        the number of rows of each expert, (E,).
 
         places: (T,), the position of each token among the tokens of the tensor group, which are in
         the order (s, b). samples: b. chosen_experts: an empty list, to which this method adds its
@@ -118,17 +119,17 @@ class Router(nn.Module):
                 choice_here = self.routing.settle(choice_here, places, samples)
             chosen_experts.append(choice_here)
         experts = chosen_experts[0]
+        counts = occurrences(experts.flatten(), self.model.experts)
         weights = scores.gather(-1, experts)
         if self.model.router_normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * self.model.router_scale
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
-                self.counts += occurrences(experts.flatten(), self.model.experts)
-            sample_numbers = places % samples
-            choice = Choice(logits, scores, experts, sample_numbers, samples)
+                self.counts += counts
+            choice = Choice(logits, scores, experts, places % samples, samples)
             weights = self.balance.add_penalty(self, weights, choice)
-        return experts, weights
+        return experts, weights, counts
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the numbers of each token's k experts, ascending: (T, k).
@@ -185,7 +186,10 @@ class HeldExperts(nn.Module):
         """The arguments are those of ExpertMLP."""
         super().__init__()
         self.experts_here = model.experts // factory.mesh.experts.size
-        self.activation = factory.compile_for_training(activation)
+        self.activation = activation
+        if model.activation == "swiglu":
+            # Each pass has another number of rows: a graph for each would exceed torch's limit.
+            self.activation = factory.compile_for_training(activation, dynamic=True)
         self.deferred = factory.deferred
         matrices = (2,) if model.up_matrices == 2 else ()  # 2: gate and up
         f = model.expert_ffn_hidden
@@ -236,14 +240,14 @@ class ExpertMLP(nn.Module):
         super().__init__()
         self.factory = factory
         self.router = Router(factory, f"{name}.router", model)
-        self.experts = model.experts
         self.experts_per_token = model.experts_per_token
         self.held_experts = HeldExperts(factory, name, model, std, activation)
         self.shared = shared
         self.gate: nn.Parameter | None = None
         if model.shared_gate:
-            gate = f"{name}.shared_gate.weight"
-            self.gate = factory.parameter(gate, (1, model.hidden), std=factory.std, decay=True)
+            self.gate = factory.parameter(
+                f"{name}.shared_gate.weight", (1, model.hidden), std=factory.std, decay=True
+            )
 
     def forward(self, x: Tensor, chosen_experts: list[Tensor]) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token, in the shape of x.
@@ -280,11 +284,9 @@ class ExpertMLP(nn.Module):
         order (s, b). samples: b. chosen_experts: see `forward`.
         """
         places = torch.arange(start, start + len(x), device=x.device)
-        experts, weights = self.router(x, places, samples, chosen_experts)
-        expert_of_row = experts.flatten()  # a token has k rows
-        order = expert_of_row.argsort(stable=True)
+        experts, weights, counts = self.router(x, places, samples, chosen_experts)
+        order = experts.flatten().argsort(stable=True)  # a token has k rows
         back = inverse(order)
-        counts = occurrences(expert_of_row, self.experts)
         rows = Repeat.apply(x, order, back, self.experts_per_token)
         group = self.factory.mesh.experts
         if group.size == 1:
@@ -308,8 +310,8 @@ class ExpertMLP(nn.Module):
         by_expert = order_by_expert(counts_by_rank, rows.device)
         by_rank = inverse(by_expert)
         rows = Permute.apply(rows, by_expert, by_rank)
-        counts_here = [sum(counts_of_expert) for counts_of_expert in zip(*counts_by_rank)]
-        rows = self.held_experts(rows, counts_here)
+        counts_here = map(sum, zip(*counts_by_rank))
+        rows = self.held_experts(rows, list(counts_here))
         rows = Permute.apply(rows, by_rank, by_expert)
         return Exchange.apply(rows, group, sent, received)
 
@@ -342,8 +344,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx = _grouped_product(grad, weight, ctx.counts)
         dw = None
         if ctx.deferred is not None:
-            add = ctx.add
-            ctx.deferred.add(lambda: add(x, grad))
+            ctx.deferred.add(functools.partial(ctx.add, x, grad))
         elif ctx.add is not None:
             ctx.add(x, grad)
         else:

@@ -66,9 +66,9 @@ CPU = torch.device("cpu")
 
 
 @functools.cache
-def compile_kernel(function: Callable) -> Callable:
-    """Return `function` compiled by torch.compile, as one graph for each shape of its inputs."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def compile_kernel(function: Callable, dynamic: bool = False) -> Callable:
+    """Return `function`, compiled as a graph for each shape of its inputs, or one if `dynamic`."""
+    return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
 # Number of elements. With fewer elements, a compiled kernel saves the GPU less time than its start
@@ -102,17 +102,17 @@ class ParamFactory:
     shard: Callable[[nn.Module], None] | None = None
     compile: bool = False
 
-    def compile_for_training(self, function: Callable) -> Callable:
+    def compile_for_training(self, function: Callable, dynamic: bool = False) -> Callable:
         """Return `function`, or with --compile a version that is compiled while gradients are on.
 
         `function` must have no collectives. Evaluation and decoding run it uncompiled, because each
-        of their shapes would need a compilation.
+        of their shapes would need a compilation. dynamic: the argument of `compile_kernel`.
         """
         if not self.compile:
             return function
 
         def run(*args):
-            kernel = compile_kernel(function) if torch.is_grad_enabled() else function
+            kernel = compile_kernel(function, dynamic) if torch.is_grad_enabled() else function
             return kernel(*args)
 
         return run

@@ -7,9 +7,10 @@
     python runs.py diff RUN                      does a restart repeat the steps before the stop?
     python runs.py diff RUN --spikes             in what do spikes differ from the step before?
     python runs.py diff CHECKPOINT RUN           which tensors of two checkpoints differ?
+    python runs.py diff RUN --with-transformers FOLDER     is the imported model transformers'?
 
-numerics/ has the answers; no command needs torch or a GPU. train.py --trace-numerics writes what
-`diff` compares tensor by tensor.
+numerics/ has the answers; only the last command needs torch, and none needs a GPU. train.py
+--trace-numerics writes what `diff` compares tensor by tensor.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 from pathlib import Path
 
 from config import messages  # imported first: it prints an error if Python is too old
-from config.messages import Parser
+from config.messages import Parser, UserError
 
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
 
@@ -42,6 +43,9 @@ def _diff(given: argparse.Namespace) -> int:
 
         result = spikes.compare(given.run_a)
         text = spikes.text(result)
+    elif given.with_transformers:
+        result = diff.compare_with_transformers(given.run_a, given.with_transformers)
+        text = diff.text(result)
     elif given.run_b is None:
         result = diff.compare_restart(given.run_a)
         text = diff.text(result)
@@ -53,6 +57,13 @@ def _diff(given: argparse.Namespace) -> int:
     else:
         result = diff.compare(given.run_a, given.run_b)
         text = diff.text(result)
+    if given.picture:
+        from numerics import layers
+
+        if given.run_b is None:
+            raise UserError("--picture needs two runs with traces")
+        page = layers.page(layers.by_layer(given.run_a, given.run_b), text)
+        messages.write_file(given.picture, page)
     if given.json:
         text = json.dumps(result, indent=1)
     print(text)
@@ -123,6 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "another one; left out: RUN_A before and after its last stop"
     command.add_argument("run_b", metavar="RUN_B", type=Path, nargs="?", help=text)
+    text = "compare the first traced step of RUN_A with transformers' model in FOLDER, by layer"
+    command.add_argument("--with-transformers", metavar="FOLDER", type=Path, help=text)
+    text = "HTML page to write, with a picture of the differences by layer and step"
+    command.add_argument("--picture", metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="print all that was found as JSON")
     return parser
 

@@ -12,7 +12,6 @@ With too few nodes left the job goes back to the queue; with --gpu the run first
                             layout for what is left, and the rehearsal checks it
     --calibration FILE      what was measured of it, as for plan.py
     --max-slowdown X        how many times as long a step may take, default 1.5
-    --keep-tp ...           and -pp, -micro-batch-size, -recompute, -zero: these stay as given
 
 Every decision is a line of the log and of OUT/supervisor.jsonl, with the evidence. Exit status: 0
 finished; 75 queue the job again; that of the ranks otherwise, such as 2, a user's mistake.
@@ -21,6 +20,7 @@ finished; 75 queue the job again; that of the ranks otherwise, such as 2, a user
 import math
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from config import messages  # imported first, because it refuses a Python that is too old
 
@@ -28,8 +28,10 @@ with messages.installed():
     from config.command_line import parse
     from config.messages import Parser, UserError
     from supervisor.command import Command, read_command
-    from supervisor.fewer import KEPT, Fewer, Options
     from supervisor.session import Session
+
+if TYPE_CHECKING:
+    from supervisor.fewer import Fewer
 
 
 def main(arguments: list[str]) -> int:
@@ -44,9 +46,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpu", metavar="NAME", help="go on with fewer nodes: the planner's name")
     parser.add_argument("--calibration", metavar="FILE", help="what was measured of --gpu")
     parser.add_argument("--max-slowdown", type=float, metavar="X", help="of a step (default 1.5)")
-    for name in KEPT:
-        flag = f"--keep-{name.replace('_', '-')}"
-        parser.add_argument(flag, action="store_true", help="as given, with fewer nodes too")
     options = parser.parse_args(arguments[:end_of_options])
     for name in ("spare_nodes", "restarts_per_hour"):
         number = getattr(options, name)
@@ -58,15 +57,14 @@ def main(arguments: list[str]) -> int:
     return Session(command, options.restarts_per_hour, fewer_nodes).run()
 
 
-def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> Fewer | None:
+def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> "Fewer | None":
     """Return the object that finds layouts for fewer nodes; None without --gpu.
 
     command: the ranks' command. Raise UserError if the options do not go together.
     """
-    kept_options = frozenset(name for name in KEPT if getattr(options, f"keep_{name}"))
     if options.gpu is None:
-        if options.calibration or options.max_slowdown is not None or kept_options:
-            raise UserError("--calibration, --max-slowdown and --keep-... need --gpu NAME")
+        if options.calibration or options.max_slowdown is not None:
+            raise UserError("--calibration and --max-slowdown need --gpu NAME")
         return None
     slowdown = 1.5 if options.max_slowdown is None else options.max_slowdown
     if not 1 <= slowdown < math.inf:
@@ -80,8 +78,9 @@ def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> Fewer | No
         config = parse(command.options)
     except UserError:
         return None  # the ranks' own check prints this error, and ends them
-    wanted = Options(options.gpu, options.calibration, slowdown, kept_options)
-    return Fewer(command, config, wanted)
+    from supervisor.fewer import Fewer, Options  # here, because it loads the planner
+
+    return Fewer(command, config, Options(options.gpu, options.calibration, slowdown))
 
 
 if __name__ == "__main__":

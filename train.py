@@ -33,7 +33,7 @@ with ending_all_ranks(watch), messages.installed():
     from config.schema import Config
     from config.validation import check
     from distributed.context import prepare, share_heap
-    from distributed.launch import Launch, check_launch, discover, end_job
+    from distributed.launch import Launch, check_launch, discover
     from distributed.stop_conditions import Signals
 
 # A run with fewer elements, its optimizer's state and copies included, fits on every node.
@@ -62,7 +62,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     if launch.rank == 0:
-        check_machine(config, launch)
+        check_machine(config)
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
     prepare(config.run, config.layout.pp)
@@ -71,7 +71,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     trainer.main(config, launch, signals)
 
 
-def check_machine(config: Config, launch: Launch) -> None:
+def check_machine(config: Config) -> None:
     """End the job with an error if a path, the data, a tracker or this node's memory is not usable.
 
     Called by rank 0 only, before torch is imported.
@@ -86,7 +86,7 @@ def check_machine(config: Config, launch: Launch) -> None:
 
                 trackers.check(config)
     except UserError as mistake:
-        end_job(launch, mistake)
+        exit_with(mistake)
 
 
 def check_memory(config: Config) -> None:

@@ -7,9 +7,8 @@
 
 Flags that describe model, layout and training are those of train.py; a layout option that a flag
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
-at any moment, run the same command again, and the search continues. On GPUs each layout is
-rehearsed before its first trial (rehearse.py), and not queued if that rejects it. At the end --out
-has table.md, results.csv and layouts.svg.
+at any moment, run the same command again, and the search continues. At the end --out has table.md,
+results.csv and layouts.svg.
 """
 
 import argparse
@@ -74,8 +73,6 @@ def parser() -> argparse.ArgumentParser:
     add("--risk", type=float, metavar="P",
         default=risk.DEFAULT,
         help="largest risk of running out of memory that is run (default 0.05)")  # fmt: skip
-    add("--no-rehearse", action="store_true",
-        help="run layouts of GPUs without rehearsing them first (rehearse.py)")  # fmt: skip
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
     return found
 

@@ -6,7 +6,7 @@
 
 Groups are measured alone (the first of each kind) and all at once, as in training. There is no
 barrier between trials; a trial's time is the mean over the ranks of the slowest group. Writes
-allreduce.csv, allreduce.png, pairs.csv and calibration.toml (for plan.py and tune.py) into --out.
+allreduce.csv, pairs.csv and calibration.toml (for plan.py and tune.py) into --out.
 Definitions: bandwidth.py.
 """
 
@@ -22,25 +22,24 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bandwidth import (
-    HEAD,
     OPERATIONS,
     Measured,
     by_series,
     calibration,
     calibration_text,
+    columns,
     fit,
     line,
-    plot,
     size_text,
     slow_links,
     write_csv,
 )
-from timed_collectives import Plan, beside_plain_loop, check_sum, measure, pair_scan, rates
-from worlds import TorchWorld, group_rows, placed
+from timed_collectives import Plan, World, check_sum, measure, pair_scan, rates
 
 from config.messages import Parser, UserError, check_folder, exit_with
 from config.run_options import Run
 from config.schema import Layout
+from distributed.context import start
 from distributed.launch import Launch, discover
 from planner import hardware
 
@@ -131,32 +130,38 @@ def series_to_run(given, layout: Layout) -> list[tuple[str, bool, str]]:
     return found
 
 
-def run(given, world: TorchWorld) -> list[Measured]:
+def placed(tp: int, pp: int, size: int) -> Layout:
+    """The layout with dp filled in; UserError if it does not divide the ranks."""
+    if size % (tp * pp):
+        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {size} ranks")
+    return Layout(tp=tp, pp=pp, dp=size // (tp * pp))
+
+
+def run(given, world: World, layout: Layout) -> list[Measured]:
     """All rows, each printed when it is measured."""
-    layout = placed({"tp": given.tp, "pp": given.pp}, world.size)
-    rows, measured = group_rows(layout), []
-    largest = min(row[0] for row in world.gather([world.free_bytes()]))
-    sizes, size = [], given.min_bytes
-    while size <= min(given.max_bytes, largest):
-        sizes.append(size)
-        size *= given.factor
+    largest = min(given.max_bytes, world.free_bytes())
     plan = Plan(given.trials, given.warm_ups, given.seconds)
     check_sum(world)
-    if world.rank == 0:
-        print(HEAD, flush=True)
+    measured: list[Measured] = []
     for group, together, name in series_to_run(given, layout):
-        for size in sizes:
-            row = measure(world, rows, group, together, name, size, plan)
+        size = given.min_bytes
+        while size <= largest:
+            row = measure(world, group, together, name, size, plan)
+            size *= given.factor
             if row is None:
                 continue
+            if world.context.rank == 0:
+                cells = columns(row, given.line_rate)
+                if not measured or measured[-1].group != group:
+                    print(line({name: name for name in cells}))
+                name_of_group = f"{group} x {row.groups}" if together else group
+                print(line(cells | {"group": name_of_group}), flush=True)
             measured.append(row)
-            if world.rank == 0:
-                print(line(row, given.line_rate), flush=True)
     return measured
 
 
-def conclude(given, world, measured: list[Measured], extra: dict[str, float]) -> None:
-    """Print the fits and write files and plot; on rank 0."""
+def conclude(given, world: World, measured: list[Measured], extra: dict[str, float]) -> None:
+    """Print the fits and write the files; on rank 0."""
     out = Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
     print("\nalpha: seconds a message; beta: bytes/s of one rank, one way, in long messages")
@@ -167,21 +172,20 @@ def conclude(given, world, measured: list[Measured], extra: dict[str, float]) ->
             f"  {group:6} {how:12} {name:15} {own[0].ranks:4} ranks   "
             f"alpha {1e6 * alpha:10.1f} us   beta {beta / 1e9:8.3f} GB/s"
         )
-    write_csv(measured, given.line_rate, out / "allreduce.csv")
-    plot(measured, given.line_rate, out / "allreduce.png")
-    nodes = len(set(world.nodes))
-    entries = extra | calibration(measured, world.size // nodes, nodes)
-    device = world.what["device"]
+    write_csv([columns(row, given.line_rate) for row in measured], out / "allreduce.csv")
+    nodes = len(set(world.context.nodes))
+    entries = extra | calibration(measured, world.context.size // nodes, nodes)
+    device = world.context.describe()["device"]
     (out / "calibration.toml").write_text(calibration_text(device, entries))
-    written = ", ".join(f"{out}/{n}" for n in ("allreduce.csv", "allreduce.png"))
-    print(f"written: {written}; for plan.py and tune.py: --calibration {out}/calibration.toml")
+    use = f"for plan.py and tune.py: --calibration {out}/calibration.toml"
+    print(f"written: {out}/allreduce.csv; {use}")
 
 
-def scan(given, world) -> None:
+def scan(given, world: World) -> None:
     """The pair scan, printed and written; collective."""
     size = min(PAIR_BYTES, given.max_bytes)
     pairs = pair_scan(world, size)
-    if world.rank:
+    if world.context.rank:
         return
     out = Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -207,37 +211,28 @@ def main() -> None:
         if launch.size < 2:
             raise UserError("one rank has nothing to exchange: start this with mpirun or srun")
         machine = hardware.load(given.gpu) if given.gpu else None
-        layout = {"tp": given.tp, "pp": given.pp}
-        placed(layout, launch.size)
+        layout = placed(given.tp, given.pp, launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None
-    world = TorchWorld(launch, Run(device=given.device), layout)
-    prints = world.rank == 0
-    if prints and machine and machine.note:
-        print(f"note: {machine.note}", file=sys.stderr)
-    if prints:
-        what = ", ".join(f"{k}: {v}" for k, v in world.what.items())
-        print(what)
+    context = start(launch, Run(device=given.device))
+    world = World(context, layout)
+    if context.rank == 0:
+        if machine and machine.note:
+            print(f"note: {machine.note}", file=sys.stderr)
+        facts = context.describe()
+        facts.pop("places")  # a line for every rank is too long
+        print(", ".join(f"{name}: {value}" for name, value in facts.items()))
         known = f"{rate[0] / 1e9:g} Gbit/s ({rate[1]})" if rate else "not known; give --line-rate"
         print(f"line rate of a node: {known}; a dash: the group is within one node\n")
     extra = rates(world, machine) if given.rates else {}
-    measured = run(given, world)
-    if measured and "all-reduce" in given.operations:
-        size = max(row.size for row in measured if row.group == "world")
-        ours, plain = beside_plain_loop(world, min(size, 16 * MIB))
-        if prints:
-            print(
-                f"\nall-reduce of {size_text(min(size, 16 * MIB))} on the world, first quartile: "
-                f"{1e3 * ours:.2f} ms here, {1e3 * plain:.2f} ms in a plain loop of "
-                f"torch.distributed.all_reduce; busbw differs by {100 * (plain / ours - 1):+.1f} %"
-            )
+    measured = run(given, world, layout)
     if given.pairs:
         scan(given, world)
-    if prints and measured:
+    if context.rank == 0 and measured:
         conclude(given, world, measured, extra)
-    world.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ GB and Gbit are powers of ten. Pure arithmetic; `benchmarks/allreduce.py` measur
 """
 
 import csv
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "p2p")
-MOST_LINES = 8  # the plot has at most this number of lines
 SLOW = 0.8  # a link below this share of the median link is named
 
 
@@ -129,40 +127,40 @@ def _number(value: float) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Tables and plot
+# Tables
 # ------------------------------------------------------------------------------------------------
 
-HEAD = (
-    "group          ranks operation            size   trials    median ms  (10 to 90 %)      "
-    "algbw GB/s  Gbit/s    busbw GB/s  Gbit/s  of line"
-)
+
+def columns(row: Measured, line_rate: float | None) -> dict[str, object]:
+    """The columns of a row; `line_rate` in bit/s of a node, None if not known. Only groups that
+    cross nodes are compared with it.
+    """
+    low, high = np.quantile(row.seconds, (0.1, 0.9))
+    found: dict[str, object] = {
+        "group": row.group,
+        "together": row.together,
+        "ranks": row.ranks,
+        "groups": row.groups,
+        "operation": row.operation,
+        "bytes": row.size,
+        "trials": len(row.seconds),
+        "median_s": f"{row.median:.6g}",
+        "p10_s": f"{low:.6g}",
+        "p90_s": f"{high:.6g}",
+    }
+    for name, rate in (("algbw", row.algbw), ("busbw", row.busbw)):
+        found[f"{name}_GBps"] = f"{rate / 1e9:.6g}"
+        found[f"{name}_Gbps"] = f"{8 * rate / 1e9:.6g}"
+    found["percent_of_line"] = "-"
+    if line_rate and row.crosses:
+        found["percent_of_line"] = f"{100 * 8 * row.busbw / line_rate:.1f}"
+    return found
 
 
-def line(row: Measured, line_rate: float | None) -> str:
-    """One row as text; `line_rate` in bit/s of a node, None if not known."""
-    low, high = quantiles(row.seconds)
-    name = row.group + (f" x {row.groups}" if row.together and row.groups > 1 else "")
-    share = percent(row, line_rate)
-    return (
-        f"{name:14} {row.ranks:5} {row.operation:15} {size_text(row.size):>9} {len(row.seconds):8}"
-        f" {1e3 * row.median:12.3f}  ({1e3 * low:.3f} to {1e3 * high:.3f})".ljust(92)
-        + f"{row.algbw / 1e9:9.3f}{8 * row.algbw / 1e9:8.2f}    {row.busbw / 1e9:9.3f}"
-        f"{8 * row.busbw / 1e9:8.2f}  {share}"
-    )
-
-
-def percent(row: Measured, line_rate: float | None) -> str:
-    """busbw over the line rate of a node, for groups that cross nodes; else a dash."""
-    if line_rate is None or not row.crosses:
-        return "      -"
-    return f"{100 * 8 * row.busbw / line_rate:6.1f}%"
-
-
-def quantiles(seconds: list[float]) -> tuple[float, float]:
-    """The 10th and 90th percentile, by the nearest rank."""
-    order = sorted(seconds)
-    last = len(order) - 1
-    return order[math.floor(0.1 * last)], order[math.ceil(0.9 * last)]
+def line(row: dict[str, object]) -> str:
+    """The columns of a row, or their names, as a line of the printed table."""
+    shown = {name: value for name, value in row.items() if name not in ("together", "groups")}
+    return " ".join(f"{value!s:>{max(11, len(name))}}" for name, value in shown.items())
 
 
 def size_text(size: int) -> str:
@@ -186,54 +184,9 @@ def slow_links(pairs: dict[tuple[str, str], float]) -> list[str]:
     ]
 
 
-def write_csv(rows: list[Measured], line_rate: float | None, path: Path) -> None:
-    """One line a row; rates in GB/s and Gbit/s."""
-    names = ("group", "together", "ranks", "groups", "operation", "bytes", "trials", "median_s")
-    names += ("p10_s", "p90_s", "algbw_GBps", "algbw_Gbps", "busbw_GBps", "busbw_Gbps")
-    names += ("line_rate_Gbps", "percent_of_line")
+def write_csv(rows: list[dict[str, object]], path: Path) -> None:
+    """Write the columns of all rows."""
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        for r in rows:
-            low, high = quantiles(r.seconds)
-            first = (r.group, r.together, r.ranks, r.groups, r.operation, r.size, len(r.seconds))
-            rates = [f"{v / 1e9:.6g}" for v in (r.algbw, 8 * r.algbw, r.busbw, 8 * r.busbw)]
-            line_gbps = "" if line_rate is None else f"{line_rate / 1e9:g}"
-            share = percent(r, line_rate).strip(" %-")
-            times = [f"{v:.6g}" for v in (r.median, low, high)]
-            writer.writerow([*first, *times, *rates, line_gbps, share])
-
-
-def plot(rows: list[Measured], line_rate: float | None, path: Path) -> None:
-    """busbw over size, a line for each operation and group; of more than MOST_LINES the first
-    operations, and a sentence on how many are in the table alone.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
-    styles = dict(zip(OPERATIONS, (("-", "o"), ("--", "s"), (":", "^"), ("-.", "x"))))
-    names = list(dict.fromkeys((row.group, row.together) for row in rows))
-    series = sorted(by_series(rows).items(), key=lambda each: OPERATIONS.index(each[0][2]))
-    has_line = line_rate is not None and any(row.crosses for row in rows)
-    shown = series[: MOST_LINES - has_line]
-    for (group, together, operation), own in shown:
-        color = f"C{names.index((group, together)) % 10}"
-        label = f"{group}{', all at once' if together else ''}: {operation}"
-        sizes, rates = [row.size for row in own], [row.busbw / 1e9 for row in own]
-        line, marker = styles[operation]
-        axes.plot(sizes, rates, line, marker=marker, markersize=4, color=color, label=label)
-    if has_line and line_rate:
-        axes.axhline(line_rate / 8e9, color="gray", linewidth=0.8, label="line rate of a node")
-    if len(series) > len(shown):
-        axes.set_title(f"{len(series) - len(shown)} more lines are in the table", fontsize=9)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("busbw, GB/s")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)

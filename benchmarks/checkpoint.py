@@ -9,13 +9,13 @@ cache; ours also reads every file to compare checksums. The pause of an asynchro
 long the call takes that begins it.
 """
 
-import functools
 import os
 import shutil
 import statistics
 import sys
 import time
 import warnings
+from collections import defaultdict
 from pathlib import Path
 
 # Not this folder, whose modules have the names of modules at the root.
@@ -38,6 +38,7 @@ from distributed.context import start
 from distributed.launch import discover
 
 ROUNDS = 7
+OPERATIONS = ("save", "load", "load under pp 2", "async: pause")
 MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size": 16384}
 
 
@@ -87,26 +88,18 @@ def pause_of(begin) -> float:
 
     `begin` returns a function that says whether the save is complete.
     """
-    dist.barrier()
-    began = time.perf_counter()
-    done = begin()
-    pause = time.perf_counter() - began
-    while not done():
+    done = []
+    pause = timed(lambda: done.append(begin()))
+    while not done[0]():
         time.sleep(0.01)
-    return slowest(pause)
-
-
-def ours_in_background(checkpoints: Checkpointer):
-    """Begin our save; a function that says whether it is complete."""
-    checkpoints.save(Progress(1, 8))
-    return lambda: not checkpoints._thread.is_alive()
+    return pause
 
 
 def fresh(folder: str) -> None:
     """Remove what an earlier round wrote, and wait for pending writes."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        os.makedirs(folder)
+        os.makedirs(os.path.join(folder, "checkpoints"))
         os.sync()
     dist.barrier()
 
@@ -145,30 +138,40 @@ def measure(context, folder: str):
             shard.write(kind, shard.start, torch.rand(shard.stop - shard.start))
     mesh = init_device_mesh("cpu", (2,))
     state, moved = as_dcp(training, mesh), as_dcp(other, mesh)
-    results: dict[tuple[str, str], list[float]] = {}
-    quiet = functools.partial(dcp.load, no_dist=False)
+
+    def save() -> None:
+        checkpoints.save(Progress(1, 8))
+        dist.barrier()
+
+    def begin_to_save():
+        background.save(Progress(1, 8))
+        return lambda: not background._thread.is_alive()
+
+    def begin_dcp():
+        return dcp.async_save(state, checkpoint_id=theirs).done
+
+    systems = {
+        "DCP": (
+            theirs,
+            lambda: dcp.save(state, checkpoint_id=theirs),
+            lambda: dcp.load(state, checkpoint_id=theirs, no_dist=False),
+            lambda: dcp.load(moved, checkpoint_id=theirs, no_dist=False),
+            begin_dcp,
+        ),
+        "ours": (ours, save, same.resume, from_ours.resume, begin_to_save),
+    }
+    results: dict[tuple[str, str], list[float]] = defaultdict(list)
     for number in range(ROUNDS + 1):
-        seconds = {}
-        fresh(theirs)
-        seconds["save", "DCP"] = timed(lambda: dcp.save(state, checkpoint_id=theirs))
-        seconds["load", "DCP"] = timed(lambda: quiet(state, checkpoint_id=theirs))
-        seconds["load under pp 2", "DCP"] = timed(lambda: quiet(moved, checkpoint_id=theirs))
-        fresh(ours)
-        os.makedirs(os.path.join(ours, "checkpoints"), exist_ok=True)
-        seconds["save", "ours"] = timed(lambda: (checkpoints.save(Progress(1, 8)), dist.barrier()))
-        checkpoints.close()
-        seconds["load", "ours"] = timed(same.resume)
-        seconds["load under pp 2", "ours"] = timed(from_ours.resume)
-        fresh(theirs)
-        begin = functools.partial(dcp.async_save, state, checkpoint_id=theirs)
-        seconds["async: pause", "DCP"] = pause_of(lambda: begin().done)  # noqa: B023
-        fresh(ours)
-        os.makedirs(os.path.join(ours, "checkpoints"), exist_ok=True)
-        seconds["async: pause", "ours"] = pause_of(lambda: ours_in_background(background))
-        background.close()
-        if number:  # the first round is warm-up
-            for key, value in seconds.items():
-                results.setdefault(key, []).append(value)
+        for system, (place, *operations, begin) in systems.items():
+            fresh(place)
+            seconds = [timed(operation) for operation in operations]
+            checkpoints.close()
+            fresh(place)
+            seconds.append(pause_of(begin))
+            background.close()
+            if number:  # the first round is warm-up
+                for name, value in zip(OPERATIONS, seconds):
+                    results[name, system].append(value)
     return results, model_stats.parameters(training.config.model)
 
 
@@ -177,7 +180,7 @@ def report(results, parameters: int) -> None:
     state = 12 * parameters
     print(f"{parameters:,} parameters, {state / 1e6:.0f} MB of state; {ROUNDS} rounds\n")
     print("| operation | ours, s | DCP, s | DCP / ours |\n|---|---|---|---|")
-    for operation in dict.fromkeys(operation for operation, _ in results):
+    for operation in OPERATIONS:
         sides = [results[operation, system] for system in ("ours", "DCP")]
         ours, theirs = map(statistics.median, sides)
         spread = [f"{statistics.median(x):.3f} ({min(x):.3f}-{max(x):.3f})" for x in sides]

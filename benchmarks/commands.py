@@ -19,9 +19,12 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from pathlib import Path
+
+from limited import run_limited
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "benchmarks" / "data" / "commands.toml"
@@ -42,29 +45,19 @@ def pages() -> list[Path]:
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a page: in its code blocks, and between backticks."""
-    return _of_blocks(text) + _of_lines(text)
+    """The commands of a page: in its code blocks, and between backticks.
 
-
-def _of_blocks(text: str) -> list[str]:
-    found, open_command = [], ""
-    for line in text.splitlines():
-        code = line[4:].strip() if line.startswith("    ") else ""
-        if open_command or (code and START.match(code + " ")):
-            open_command += code
-            if open_command.endswith("\\"):
-                open_command = open_command[:-1]
-                continue
-            found.append(_plain(re.sub(r"\s+#.*$", "", open_command)))
-            open_command = ""
-    return found
-
-
-def _of_lines(text: str) -> list[str]:
-    """Return the commands between backticks. A name without options is a program, no command."""
+    Between backticks a name without options is a program, and no command.
+    """
+    found = []
+    blocks = re.sub(r"\\\n\s*", "", text)  # a command goes on after a backslash
+    for line in blocks.splitlines():
+        code = line.strip()
+        if line.startswith("    ") and START.match(code + " "):
+            found.append(_plain(re.sub(r"\s+#.*$", "", code)))
     lines = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
     quoted = map(_plain, re.findall(r"`([^`]+)`", lines))
-    return [each for each in quoted if START.match(each) and re.search(r"[ /.]-|/| \.", each)]
+    return found + [q for q in quoted if START.match(q) and re.search(r"[ /.]-|/| \.", q)]
 
 
 def _plain(command: str) -> str:
@@ -100,26 +93,29 @@ def run(entry: dict, clone: Path) -> dict:
     """Run a command; return its status, its seconds and the last line that it printed."""
     command = entry.get("run", entry["written"])
     command = re.sub(r"^(" + "|".join(PROGRAMS) + r")\.py", r"python \1.py", command)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
-    }
-    path = environment["PATH"].split(":")
-    path = [str(clone / ".venv" / "bin"), *(each for each in path if ".venv" not in each)]
-    environment["PATH"] = ":".join(path)
     script = "\n".join(["set -euo pipefail", entry["before"], command])
+    environment = dict(os.environ)
+    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        environment.pop(name, None)
+    path = [each for each in environment["PATH"].split(":") if ".venv" not in each]
+    environment["PATH"] = ":".join([str(clone / ".venv" / "bin"), *path])
     began = time.monotonic()
-    done = subprocess.run(
-        ["timeout", "-k", "20", str(LIMIT), "bash", "-c", script],
-        cwd=clone, env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace",
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if re.search(r"\w", line)]
-    (clone / "commands.log").open("a").write(f"$ {command}\n{done.stdout}\n")
-    last = lines[-1].strip()[:100] if lines else ""
-    return {"status": done.returncode, "seconds": time.monotonic() - began, "last": last}
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        words = ["bash", "-c", script]
+        status = run_limited(words, LIMIT, cwd=clone, env=environment, **streams)
+        output.seek(0)
+        text = output.read()
+    with (clone / "commands.log").open("a") as log:
+        log.write(f"$ {command}\n{text}\n")
+    lines = [line.strip()[:100] for line in text.splitlines() if re.search(r"\w", line)]
+    last = lines[-1] if lines else ""
+    return {"status": status, "seconds": time.monotonic() - began, "last": last}
+
+
+def failed(entry: dict, outcome: dict) -> bool:
+    """Whether a command ended otherwise than its entry says."""
+    return outcome["status"] != entry.get("status", 0)
 
 
 def row(entry: dict, outcome: dict | None) -> str:
@@ -130,8 +126,7 @@ def row(entry: dict, outcome: dict | None) -> str:
     how = entry.get("how", "as written")
     if outcome is None:
         return f"| `{cell}` | {how} | not run yet |"
-    wanted = entry.get("status", 0)
-    said = "" if outcome["status"] == wanted else "**FAILED** "
+    said = "**FAILED** " if failed(entry, outcome) else ""
     last = outcome["last"].replace("|", "\\|").replace("`", "'")
     result = f"{said}status {outcome['status']}, {outcome['seconds']:.0f} s; `{last}`"
     return f"| `{cell}` | {how} | {result} |"
@@ -144,12 +139,7 @@ def report(outcomes: dict[str, dict]) -> list[str]:
     ran = [each for each in listed if each["written"] in outcomes]
     as_written = sum("run" not in each for each in ran)
     skipped = sum("skip" in each for each in listed)
-    bad = [
-        each["written"]
-        for each in listed
-        if each["written"] in outcomes
-        and outcomes[each["written"]]["status"] != each.get("status", 0)
-    ]
+    bad = [each for each in ran if failed(each, outcomes[each["written"]])]
     return [
         "# The commands of the documentation",
         "",
@@ -183,20 +173,19 @@ def main() -> int:
         return 1 if absent else 0
     kept = o.clone / "commands.json"
     outcomes = json.loads(kept.read_text()) if kept.exists() else {}
-    failed = 0
+    bad = 0
     for entry in entries():
-        done = outcomes.get(entry["written"], {}).get("status") == entry.get("status", 0)
+        earlier = outcomes.get(entry["written"])
+        done = earlier is not None and not failed(entry, earlier)
         if "skip" in entry or o.only not in entry["written"] or (done and not o.only):
             continue
         outcome = outcomes[entry["written"]] = run(entry, o.clone)
-        bad = outcome["status"] != entry.get("status", 0)
-        failed += bad
-        print(
-            "FAILED" if bad else "ok", f"{outcome['seconds']:.0f} s", entry["written"], flush=True
-        )
+        bad += failed(entry, outcome)
+        word = "FAILED" if failed(entry, outcome) else "ok"
+        print(word, f"{outcome['seconds']:.0f} s", entry["written"], flush=True)
         kept.write_text(json.dumps(outcomes, indent=1))
         RESULTS.write_text("\n".join(report(outcomes)) + "\n")
-    return 1 if failed or absent else 0
+    return 1 if bad or absent else 0
 
 
 if __name__ == "__main__":

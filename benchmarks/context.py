@@ -89,11 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--cp", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--shape", default="--layers 1 --hidden 32 --heads 2", help="of train.py")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options, words = parser.parse_known_args()
     if options.answer:
@@ -101,26 +98,28 @@ def main() -> None:
         if found:
             Path(options.answer).write_text(json.dumps(found))
         return
-    names = ("layers", "hidden", "heads", "kv_heads")
-    shape = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    shape += [f"--seq-length={options.tokens}", *SHAPE.split()]
+    shape = f"{options.shape} --seq-length {options.tokens} {SHAPE}".split()
+    sides = {"one rank": [run(1, shape)]}
     shared = [*shape, f"--cp={options.cp}"]
-    found: dict[str, list[dict]] = {"one rank": [run(1, shape)]}
-    found[f"cp {options.cp}"] = [run(options.cp, shared) for _ in range(options.rounds)]
+    sides[f"cp {options.cp}"] = [run(options.cp, shared) for _ in range(options.rounds)]
     print(f"{options.tokens:,} tokens, {' '.join(shape)}")
     print("| | loss | gradient norm | saved, MB a rank | resident, MB a rank | s |")
     print("|---|---|---|---|---|---|")
-    for name, rows in found.items():
-        row, seconds = rows[0], [row["seconds"] for row in rows]
-        row["seconds"] = statistics.median(seconds)
-        megabytes = f"{row['saved'] / 1e6:.1f} | {row['resident'] / 1e6:.0f}"
-        print(f"| {name} | {row['loss']:.8f} | {row['norm']:.8f} | {megabytes} | ", end="")
-        print(f"{row['seconds']:.1f} ({min(seconds):.1f} to {max(seconds):.1f}) |")
-    one, many = found["one rank"][0], found[f"cp {options.cp}"][0]
-    ratios = [many[key] / one[key] for key in ("saved", "resident", "seconds")]
-    off = [abs(many[key] / one[key] - 1) for key in ("loss", "norm")]
-    print(f"| ratio | off by {off[0]:.1e} | off by {off[1]:.1e} | ", end="")
-    print(" | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
+    rows = []
+    for name, measured in sides.items():
+        seconds = [row["seconds"] for row in measured]
+        row = measured[0] | {"seconds": statistics.median(seconds)}
+        rows.append(row)
+        print(
+            f"| {name} | {row['loss']:.8f} | {row['norm']:.8f} | {row['saved'] / 1e6:.1f} | "
+            f"{row['resident'] / 1e6:.0f} | {row['seconds']:.1f} ({min(seconds):.1f} to "
+            f"{max(seconds):.1f}) |"
+        )
+    ratios = {key: rows[1][key] / value for key, value in rows[0].items()}
+    print(
+        f"| ratio | off by {abs(ratios['loss'] - 1):.1e} | off by {abs(ratios['norm'] - 1):.1e} | "
+        f"{ratios['saved']:.3f} | {ratios['resident']:.3f} | {ratios['seconds']:.3f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """How far random layouts of a model with experts are from one rank.
 
-    python benchmarks/expert_layouts.py --keep RESULTS.jsonl [--minutes 5]
+    python benchmarks/expert_layouts.py --keep RESULTS.jsonl [--minutes 5] [--ranks 16 --first 5]
 
 Draws LAYOUTS layouts, each with its own model, router and balance,
 and runs ten steps of each twice. In fp64 the layout records the experts of every token, as one rank
 does: the two files must be equal. In fp32 it takes those that one rank chose. The largest relative
 difference of losses, gradient norms and weights is listed in benchmarks/results/experts.md.
 
-Results are kept in RESULTS.jsonl, a row for each start of ranks, so that the list can be made in
-parts: rows that are there are not made again, and with --minutes none is begun after that.
+Models with `--block post-norm` amplify rounding. Their rows say also how far the run on one rank
+moves if each of its initial weights moves by one unit in its last place: the response.
+
+Results are kept in RESULTS.jsonl, a row for each layout, so that the list can be made in parts:
+rows that are there are not made again, and with --minutes none is begun after that. --ranks and
+--first: only layouts on these numbers of ranks, from this number on.
 """
 
 import argparse
@@ -26,15 +30,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import golden_worker
 from test_experts import SHAPE, routed_comparison
+from test_golden import effect_of_rounding
 
 from config import validation
 from config.messages import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "experts.md"
 LAYOUTS = {2: 120, 4: 140, 8: 100, 16: 40}  # by the number of ranks
-AT_ONCE = 10  # layouts of one start of ranks
 FIRST_SEED = 10_000  # the suite's own layouts have seeds below 1,000
 STEPS = 10
+SECONDS = 3600  # after which the ranks of a layout are ended
+LIMITS = {"fp64": 1e-13, "fp32": 1e-6}
 
 
 CHOICES = {
@@ -94,31 +100,25 @@ def drawn_case(ranks: int, seed: int) -> dict:
         return case
 
 
-def starts() -> Iterator[str]:
-    """The names of all starts: `16/3` runs layouts 30 to 39 of those on 16 ranks."""
-    for ranks, layouts in LAYOUTS.items():
-        for part in range(layouts // AT_ONCE):
-            yield f"{ranks}/{part}"
+def names(worlds: list[int], first: int) -> Iterator[str]:
+    """The names of the layouts on these numbers of ranks: `16/3` is number 3 on 16 ranks."""
+    for ranks in worlds:
+        for number in range(first, LAYOUTS[ranks]):
+            yield f"{ranks}/{number}"
 
 
 def run(name: str) -> list[dict]:
-    """Run the layouts of a start; a row for each, with its differences."""
-    ranks, part = map(int, name.split("/"))
-    first = FIRST_SEED + AT_ONCE * part
+    """Run a layout; a row with its differences and, of a post-norm model, its responses."""
+    ranks, number = map(int, name.split("/"))
+    case = drawn_case(ranks, FIRST_SEED + number) | {"steps": STEPS}
     with tempfile.TemporaryDirectory() as folder:
-        seeds = range(first, first + AT_ONCE)
-        every = [drawn_case(ranks, seed) | {"steps": STEPS} for seed in seeds]
-        rows = routed_comparison(ranks, every, Path(folder))
-    for seed, row in zip(seeds, rows, strict=True):
-        case = row.pop("case")
-        row |= {
-            "seed": seed,
-            "start": name,
-            "ranks": ranks,
-            "block": case["block"],
-            "layout": layout_of(case),
-        }
-    return rows
+        [row] = routed_comparison(ranks, [case], Path(folder), SECONDS)
+        if case["block"] == "post-norm":
+            row["fp64_response"] = effect_of_rounding(case)
+            pinned = {"precision": "fp32", "pin_routing": f"{folder}/0_fp32.npy"}
+            row["fp32_response"] = effect_of_rounding(case | pinned)
+    del row["case"]
+    return [row | {"name": name, "block": case["block"], "layout": layout_of(case)}]
 
 
 def layout_of(case: dict) -> str:
@@ -128,6 +128,9 @@ def layout_of(case: dict) -> str:
 
 def report(rows: list[dict]) -> str:
     """The text of the results file."""
+    post_norm = [row for row in rows if row["block"] == "post-norm"]
+    others = [row for row in rows if row["block"] != "post-norm"]
+    excesses = [f"{largest_excess(rows, name):.2f} in {name}" for name in LIMITS]
     lines = [
         "# Experts in random layouts, against one rank",
         "",
@@ -139,37 +142,54 @@ def report(rows: list[dict]) -> str:
         f"step. In fp32 the choices of one rank are taken. {len(rows)} of {sum(LAYOUTS.values())}",
         "layouts were run.",
         "",
-    ]
-    lines += table_of([row for row in rows if row["block"] != "post-norm"])
-    lines += [
+        *table_of(others),
         "",
-        "Models with `--block post-norm` amplify rounding here. If each initial weight of",
-        "one rank is moved by one unit in its last place, in fp64, the run on one rank moves by as",
-        "much as these layouts do: by 1.8e-12, 1.3e-12 and 3.3e-13 for the three farthest, and by",
-        "less than 1e-15 for the same layouts with `--block pre-norm`.",
+        "Models with `--block post-norm` amplify rounding here. So their differences are also",
+        "divided by the response: how far the run on one rank moves if each of its initial weights",
+        "is moved by one unit in its last place.",
         "",
+        *table_of(post_norm),
+        "",
+        "Over response: the largest quotient of a layout. Of all layouts the largest difference,",
+        "over the response or the limit (1e-13 in fp64, 1e-6 in fp32), whichever is larger, is",
+        f"{excesses[0]} and {excesses[1]}.",
     ]
-    return "\n".join(lines + table_of([row for row in rows if row["block"] == "post-norm"])) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def largest_excess(rows: list[dict], precision: str) -> float:
+    """The largest difference of a layout, over its response or the limit if that is larger."""
+    return max(
+        row[precision] / max(LIMITS[precision], row.get(f"{precision}_response", 0.0))
+        for row in rows
+    )
 
 
 def table_of(rows: list[dict]) -> list[str]:
     """The lines of a table of layouts, by the number of ranks."""
     lines = [
-        "| ranks | layouts | fp64 | fp32, pinned | elsewhere, of tokens | farthest in fp64 |",
-        "| --: | --: | --: | --: | --: | --- |",
+        "| ranks | layouts | fp64 | over response | fp32, pinned | over response "
+        "| elsewhere, of tokens | farthest in fp64 |",
+        "| --: | --: | --: | --: | --: | --: | --: | --- |",
     ]
     for ranks in LAYOUTS:
-        layouts = [row for row in rows if row["ranks"] == ranks]
+        layouts = [row for row in rows if row["name"].startswith(f"{ranks}/")]
         if not layouts:
             continue
         worst = max(layouts, key=lambda row: row["fp64"])
-        fp32 = max(row["fp32"] for row in layouts)
+        cells = [str(ranks), str(len(layouts))]
+        for precision in LIMITS:
+            cells.append(f"{max(row[precision] for row in layouts):.1e}")
+            quotients = [
+                row[precision] / row[f"{precision}_response"]
+                for row in layouts
+                if f"{precision}_response" in row
+            ]
+            cells.append(f"{max(quotients):.2f}" if quotients else "")
         elsewhere = sum(row["elsewhere"] for row in layouts)
         tokens = sum(row["tokens"] for row in layouts)
-        lines.append(
-            f"| {ranks} | {len(layouts)} | {worst['fp64']:.1e} | {fp32:.1e} "
-            f"| {elsewhere} of {tokens:,} | {worst['layout']} |"
-        )
+        cells += [f"{elsewhere} of {tokens:,}", worst["layout"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -178,10 +198,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--ranks", type=int, choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
+    parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
     kept = Kept(given.keep, given.minutes)
-    done = {row["start"] for row in kept.rows()}
-    kept.run(run, [name for name in starts() if name not in done])
+    done = {row["name"] for row in kept.rows()}
+    kept.run(run, [name for name in names(given.ranks, given.first) if name not in done])
     RESULTS.write_text(report(kept.rows()))
 
 

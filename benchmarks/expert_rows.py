@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 import engines
 import row_engines
-import source_accuracy
 from expert_engines import ExpertEngine
-from robust_fit import moved, slopes, solve
+from robust_fit import refit
+from source_accuracy import errors
 from stated_rows import StatedRow
 
 from config.command_line import read_toml
@@ -148,12 +149,6 @@ def _seconds(cells: dict[str, str], model: dict[str, Any]) -> float:
 # ---- Fitting -------------------------------------------------------------------------------------
 
 
-def errors(rows: list[ExpertRow], values: dict[str, float]) -> list[float]:
-    """Logarithms of predicted over measured seconds, row by row."""
-    found = source_accuracy.predict(rows, values, seconds_only=True)
-    return [math.log(found[row.id].seconds / row.seconds) for row in rows]
-
-
 def recipes(rows: list[ExpertRow]) -> list[ExpertRow]:
     """One row of each recipe, which versions of a program repeat: that of the median time."""
     groups: dict[tuple, list[ExpertRow]] = {}
@@ -161,13 +156,8 @@ def recipes(rows: list[ExpertRow]) -> list[ExpertRow]:
         facts = row.facts["fp8"], row.facts["graphs"], row.facts["again"]
         key = row.source, row.section, row.machine, row.layout, row.training, facts
         groups.setdefault(key, []).append(row)
-    ordered = [sorted(group, key=_seconds_of) for group in groups.values()]
+    ordered = [sorted(group, key=attrgetter("seconds")) for group in groups.values()]
     return [group[len(group) // 2] for group in ordered]
-
-
-def _seconds_of(row: ExpertRow) -> float:
-    assert row.seconds is not None
-    return row.seconds
 
 
 def fit(rows: list[ExpertRow]) -> dict[str, float]:
@@ -176,12 +166,11 @@ def fit(rows: list[ExpertRow]) -> dict[str, float]:
     values = {constant.name: constant.value for constant in engines.constants()} | PRIORS
 
     def with_priors(at: dict[str, float]) -> list[float]:
-        return errors(own, at) + [PULL * math.log(at[name] / PRIORS[name]) for name in names]
+        return errors(own, "seconds", at) + [
+            PULL * math.log(at[name] / PRIORS[name]) for name in names
+        ]
 
-    for _ in range(ROUNDS):
-        step = solve(*slopes(with_priors, names, values))
-        values = moved(values, names, [max(-MOST_STEP, min(MOST_STEP, part)) for part in step])
-    return values
+    return refit(with_priors, names, values, ROUNDS, MOST_STEP)
 
 
 def held_out(rows: list[ExpertRow]) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
@@ -190,7 +179,7 @@ def held_out(rows: list[ExpertRow]) -> dict[str, tuple[dict[str, float], dict[st
     for model in dict.fromkeys(row.source for row in rows):
         mine = [row for row in rows if row.source == model]
         values = fit([row for row in rows if row.source != model])
-        off = [math.exp(error) - 1 for error in errors(mine, values)]
+        off = [math.exp(error) - 1 for error in errors(mine, "seconds", values)]
         found[model] = values, {row.id: each for row, each in zip(mine, off, strict=True)}
     return found
 

@@ -16,20 +16,18 @@ are counted apart. So are jobs that did not begin.
 
 import itertools
 import json
-import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
 import fault_worker
-from kept import Kept
+import kept
 
 from config.messages import Parser, UserError, exit_with
 
@@ -63,7 +61,7 @@ def draw(rounds: int) -> list[dict]:
     return jobs
 
 
-def results_of(jobs: list[dict], keep: Kept) -> list[dict]:
+def results_of(jobs: list[dict], keep: kept.Kept) -> list[dict]:
     """The kept results of those jobs; a job that is drawn in another way has none."""
     drawn = {job["number"]: job for job in jobs}
     return [each for each in keep.rows() if drawn.get(each["number"], {}).items() <= each.items()]
@@ -86,63 +84,59 @@ def run_some(jobs: list[dict]) -> list[dict]:
     return results
 
 
-def table(results: list[dict]) -> str:
-    """A row per fault and axis: rounds, how often rank 0 was the culprit, named, seconds.
-
-    Named: cases with the culprit alone. Innocent: cases that name another rank, with it or without.
-    """
-    cells = defaultdict(list)
-    for result in results:
-        cells[result["fault"], result["axis"]].append(result)
-    lines = [
-        "| fault | axis | rounds | of rank 0 | named | innocent | ended after, s: median, most |",
-        "| --- | --- | --: | --: | --: | --: | --- |",
-    ]
-    order = [(fault, axis) for fault in FAULTS + LESS_OFTEN for axis in LAYOUTS]
-    for (fault, axis), group in sorted(cells.items(), key=lambda cell: order.index(cell[0])):
-        seconds = sorted(result["seconds"] for result in group)
-        named = sum(result["named"] == [result["culprit"]] for result in group)
-        first = sum(result["culprit"] == 0 for result in group)
-        others = sum(names_an_innocent(result) for result in group)
-        lines.append(
-            f"| {fault} | {axis} | {len(group)} | {first} | {named} of {len(group)} | {others} | "
-            f"{seconds[len(seconds) // 2]}, {seconds[-1]} |"
-        )
-    return "\n".join(lines)
-
-
 def names_an_innocent(result: dict) -> bool:
     """Whether the case names a rank that is not the culprit."""
     return bool(set(result["named"] or ()) - {result["culprit"]})
 
 
-def check(result: dict) -> None:
-    """RuntimeError if the job did not end as it must, or not in time."""
-    fault_worker.check(result)
+def table(results: list[dict]) -> list[str]:
+    """A row per fault and axis: rounds, how often rank 0 was the culprit, named, seconds.
+
+    Named: cases with the culprit alone. Innocent: cases that name another rank, with it or without.
+    """
+    lines = [
+        "| fault | axis | rounds | of rank 0 | named | innocent | ended after, s: median, most |",
+        "| --- | --- | --: | --: | --: | --: | --- |",
+    ]
+    for fault, axis in itertools.product(FAULTS + LESS_OFTEN, LAYOUTS):
+        group = [r for r in results if (r["fault"], r["axis"]) == (fault, axis)]
+        if not group:
+            continue
+        seconds = sorted(result["seconds"] for result in group)
+        named = sum(result["named"] == [result["culprit"]] for result in group)
+        first = sum(result["culprit"] == 0 for result in group)
+        lines.append(
+            f"| {fault} | {axis} | {len(group)} | {first} | {named} of {len(group)} | "
+            f"{sum(map(names_an_innocent, group))} | {seconds[len(seconds) // 2]}, {seconds[-1]} |"
+        )
+    return lines
+
+
+def problem(result: dict) -> str:
+    """Return the mistake of a job that came to its fault; empty if it ended as it must, in time."""
+    try:
+        fault_worker.check(result)
+    except RuntimeError as error:
+        return str(error)
     limit = SECONDS_OF_A_HANG if result["kind"] == "hang" else SECONDS_WITHOUT_HANG
     if result["seconds"] > limit:
-        raise RuntimeError(f"not in {limit:g} s: {json.dumps(result, indent=1)}")
+        return f"not in {limit:g} s: {json.dumps(result, indent=1)}"
+    return ""
 
 
 def summary(results: list[dict], drawn: int) -> tuple[str, list[str]]:
     """The table with its totals, and what is wrong with each job that is not as expected."""
     counted = [result for result in results if result["hit"]]
     failed = [result for result in results if "error" in result]
-    missed = []
-    for result in counted:
-        try:
-            check(result)
-        except RuntimeError as error:
-            missed.append(str(error))
-    missed += [f"did not begin: {json.dumps(result)}" for result in failed]
-    innocent = sum(names_an_innocent(result) for result in counted)
-    text = (
-        f"{table(counted)}\n{len(counted) - len(missed) + len(failed)} of {len(counted)} as "
-        f"expected; {innocent} named a rank that was not the culprit. Not counted: "
-        f"{len(results) - len(counted) - len(failed)} whose culprit never came to its fault, "
-        f"{len(failed)} that did not begin, {drawn - len(results)} not run yet"
+    missed = list(filter(None, map(problem, counted)))
+    totals = (
+        f"{len(counted) - len(missed)} of {len(counted)} as expected; "
+        f"{sum(map(names_an_innocent, counted))} named a rank that was not the culprit. Not "
+        f"counted: {len(results) - len(counted) - len(failed)} whose culprit never came to its "
+        f"fault, {len(failed)} that did not begin, {drawn - len(results)} not run yet"
     )
-    return text, missed
+    missed += [f"did not begin: {json.dumps(result)}" for result in failed]
+    return "\n".join([*table(counted), totals]), missed
 
 
 def main() -> None:
@@ -150,8 +144,7 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", type=int, nargs="?", default=21)
     parser.add_argument("workers", type=int, nargs="?", default=3)
-    parser.add_argument("--keep", type=Path, required=True, help="the file of the results")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of starting programs")
+    kept.add_options(parser)
     parser.add_argument("--table", action="store_true", help="run nothing")
     try:
         given = parser.parse_args()
@@ -159,7 +152,8 @@ def main() -> None:
             raise UserError(f"ROUNDS({given.rounds}) and WORKERS({given.workers}) are at least 1")
     except UserError as mistake:
         exit_with(mistake)
-    jobs, keep = draw(given.rounds), Kept(given.keep, given.minutes)
+    jobs = draw(given.rounds)
+    keep = kept.from_options(given)
     if not given.table:
         there = {result["number"] for result in results_of(jobs, keep)}
         missing = [job for job in jobs if job["number"] not in there]

@@ -13,13 +13,9 @@ import importlib.util
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
 import bandwidth
-import timed_collectives
+from device_rates import EDGE, copy_rate, gemm_rate, seconds_of
 
 from config.command_line import parse as parse_options
 from planner import hardware
@@ -41,9 +37,6 @@ MODELS = {
     "cpu": [("--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512", 2)],
 }
 EXPANDABLE = "expandable_segments:True"  # distributed/context.py sets the same
-REPEATS = {"cuda": 20, "cpu": 3}
-SQUARE = {"cuda": 8192, "cpu": 512}  # edge of the GEMM that is called the ceiling
-COPIED = {"cuda": 2**30, "cpu": 2**24}  # bytes
 PACKAGES = ("mpi4py", "h5py", "numpy", "psutil", "rich", "matplotlib", "tokenizers", "tensorboard")
 PACKAGES += ("isal", "safetensors", "transformers", "bitsandbytes", "apex", "triton", "pytest")
 
@@ -62,25 +55,6 @@ class Section:
         draft = self.path.with_suffix(".draft")
         draft.write_text(json.dumps({"lines": self.lines, "data": self.data}))
         draft.replace(self.path)
-
-
-def synchronise(device: str) -> None:
-    """Wait for the GPU, if it is one."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds_of(once: Callable[[], Any], device: str) -> float:
-    """Median seconds of a call, after three that warm up."""
-    seconds = []
-    for number in range(3 + REPEATS[device]):
-        synchronise(device)
-        began = time.perf_counter()
-        once()
-        synchronise(device)
-        if number >= 3:
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
 
 
 def device_name(device: str) -> str:
@@ -149,9 +123,9 @@ def allocator_problem(device: str) -> str:
 
 def ceilings(device: str, section: Section) -> None:
     """The rates that no model can exceed here, in bf16: of a GEMM, of a copy, of attention."""
-    square = gemm_rate(SQUARE[device], device)
-    copied = copy_rate(device)
-    section.add(f"* GEMM of {SQUARE[device]}^3: {square / 1e12:.4g} TFLOP/s", gemm=square)
+    square = gemm_rate(torch.device(device))
+    copied = copy_rate(torch.device(device))
+    section.add(f"* GEMM of {EDGE[device]}^3: {square / 1e12:.4g} TFLOP/s", gemm=square)
     section.add(f"* copy: {copied / 1e12:.3g} TB/s, bytes read and written", copy=copied)
     for words, micro_batch in MODELS[device]:
         size = attention_size(words, micro_batch)
@@ -160,24 +134,6 @@ def ceilings(device: str, section: Section) -> None:
             section.add(
                 f"* {words}, attention, {kernel}: {1e3 * seconds:.3f} ms, {rate:.4g} TFLOP/s"
             )
-
-
-def random(*shape: int, device: str) -> torch.Tensor:
-    """Normal bf16 values: zeros would let the GPU clock higher."""
-    return torch.randn(*shape, device=device).bfloat16()
-
-
-def gemm_rate(edge: int, device: str) -> float:
-    """FLOP/s of a product of two squares, the second one transposed, as F.linear has it."""
-    a, b = random(edge, edge, device=device), random(edge, edge, device=device)
-    return 2.0 * edge**3 / seconds_of(lambda: a @ b.t(), device)
-
-
-def copy_rate(device: str) -> float:
-    """Bytes per second of a copy on the device, read and written."""
-    source = torch.zeros(COPIED[device] // 4, device=device)
-    target = torch.empty_like(source)
-    return 2.0 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
 
 
 def attention_size(words: str, micro_batch: int) -> tuple[int, int, int, int]:
@@ -194,17 +150,19 @@ def attention_flops(size: tuple[int, int, int, int]) -> float:
 
 def attention_seconds(size: tuple[int, int, int, int], device: str) -> dict[str, float]:
     """Seconds of forward and backward by kernel; those that refuse the shape are left out."""
-    q, k, v = (random(*size, device=device).requires_grad_() for _ in range(3))
-    grad, found = random(*size, device=device), {}
+    # Zeros would let the GPU clock higher.
+    tensors = [torch.randn(*size, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v = (tensor.requires_grad_() for tensor in tensors[:3])
+    found = {}
 
     def both() -> tuple:
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return torch.autograd.grad(result, (q, k, v), grad)
+        return torch.autograd.grad(result, (q, k, v), tensors[3])
 
     for kind in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
         try:
             with sdpa_kernel(getattr(SDPBackend, kind)):
-                found[kind.lower()] = seconds_of(both, device)
+                found[kind.lower()] = seconds_of(both, torch.device(device))
         except RuntimeError as error:  # torch raises it if a kernel does not take the shape
             print(f"{kind} does not run: {str(error).splitlines()[0]}", flush=True)
     return found
@@ -219,7 +177,10 @@ def calibration(device: str, section: Section, path: str) -> None:
     if machine is None:
         section.add(f"hardware/ has no machine for {name!r}: no fraction of its peak can be said.")
     taken = context_bytes() if device == "cuda" else None
-    entries = timed_collectives.rates(alone(device), machine)
+    entries = {"bandwidth": copy_rate(torch.device(device))}
+    if machine:
+        peak = machine.peak if device == "cuda" else machine.vector_peak
+        entries["gemm_fraction"] = gemm_rate(torch.device(device)) / peak
     if machine and device == "cuda":
         size = attention_size(*MODELS[device][0])
         best = min(attention_seconds(size, device).values())
@@ -246,18 +207,6 @@ def context_bytes() -> float:
     torch.zeros(1, device="cuda") @ torch.zeros(1, device="cuda")  # loads cuBLAS
     free, total = torch.cuda.mem_get_info()
     return float(total - free - torch.cuda.memory_reserved())
-
-
-def alone(device: str) -> SimpleNamespace:
-    """This process as a world of one, as `timed_collectives.rates` takes it."""
-    return SimpleNamespace(
-        torch=torch,
-        device=torch.device(device),
-        size=1,
-        gather=lambda numbers: [numbers],
-        synchronize=lambda: synchronise(device),
-        context=SimpleNamespace(local=SimpleNamespace(size=1)),
-    )
 
 
 def main() -> None:

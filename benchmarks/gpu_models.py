@@ -12,13 +12,14 @@ kernels in place of all that. Parts of scripts/gpu_day.sh.
 """
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ if __name__ == "__main__":  # before torch is imported, as train.py does
     prepare(Run(compile=True))
 
 import torch
-from gpu import MODELS, Section, synchronise, this_machine
-from plain_gpt import WHAT, PlainRun
+from device_rates import synchronise
+from gpu import MODELS, Section, this_machine
+from plain_gpt import WHAT, plain_loop
+from ratios import in_turns
 from torch.profiler import ProfilerActivity, profile
 
 import data
@@ -71,9 +74,9 @@ def training(words: str, micro_batch: int) -> str:
     return f"{words} --precision bf16 {size}"
 
 
-def configuration(words: str, micro_batch: int, device: str, name: str = AS_IT_IS) -> Config:
-    """Return the configuration of a side that is Trine."""
-    more = f"--device {device} --no-watchdog --steps 1000" + " --compile" * (name == COMPILED)
+def configuration(words: str, micro_batch: int, device: str) -> Config:
+    """Return the configuration of Trine as it is."""
+    more = f"--device {device} --no-watchdog --steps 1000"
     return validation.check(
         parse_options([*training(words, micro_batch).split(), *more.split()]), 1
     )
@@ -108,12 +111,16 @@ def plain(config: Config, device: str) -> Side:
     before, model = allocated(device), config.model
     size = (MICRO_BATCHES, config.layout.micro_batch_size, model.seq_length + 1)
     tokens = torch.randint(model.vocab_size, size, device=device)
-    x, y = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+    batches = list(zip(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()))
     backend = "inductor" if device == "cuda" else "aot_eager"
-    run = PlainRun(model, model.padded_vocab(config.layout), device, backend)
+    loop = plain_loop(model, model.padded_vocab(config.layout), device, backend)
+
+    def step() -> float:
+        return loop.step(batches)[0].item()
+
     for _ in range(WARM_UP):
-        run.step(x, y)
-    return Side(PLAIN, lambda: run.step(x, y), allocated(device) - before)
+        step()
+    return Side(PLAIN, step, allocated(device) - before)
 
 
 def peak_bytes(side: Side, device: str) -> int | None:
@@ -123,21 +130,17 @@ def peak_bytes(side: Side, device: str) -> int | None:
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated() - side.resident
     side.step()
-    synchronise(device)
+    synchronise(torch.device(device))
     return torch.cuda.max_memory_allocated() - others
 
 
-def seconds_a_step(sides: list[Side], device: str) -> dict[str, list[float]]:
-    """Seconds of a step in each turn, by side; the order turns round after every round."""
-    found: dict[str, list[float]] = {side.name: [] for side in sides}
-    for number in range(ROUNDS[device]):
-        for side in sides[:: 1 if number % 2 else -1]:
-            synchronise(device)
-            began = time.perf_counter()
-            side.step()
-            synchronise(device)
-            found[side.name].append(time.perf_counter() - began)
-    return found
+def seconds_of_step(side: Side, device: str) -> float:
+    """Seconds of the next step of a side."""
+    synchronise(torch.device(device))
+    began = time.perf_counter()
+    side.step()
+    synchronise(torch.device(device))
+    return time.perf_counter() - began
 
 
 def compare(words: str, micro_batch: int, device: str, section: Section) -> dict[str, Any]:
@@ -153,62 +156,63 @@ def compare(words: str, micro_batch: int, device: str, section: Section) -> dict
         "| --- | --: | --: | --: | --: |",
     )
     notes = []
-    for names in ((AS_IT_IS,), (PLAIN, COMPILED)):  # PlainRun forgets what is compiled
-        notes += measured(names, words, micro_batch, device, found, section)
+    waiting = [(AS_IT_IS,), (PLAIN, COMPILED)]  # plain_loop forgets what is compiled
+    while waiting:
+        names = waiting.pop(0)
+        try:
+            notes += turns(names, configuration(words, micro_batch, device), found, section)
+        except Exception as error:  # whatever it is, it must not cost the other sides their figures
+            traceback.print_exc()
+            kind = type(error).__name__
+            text = str(error).partition("\n")[0][:300]
+            notes.append(f"* {' and '.join(names)} failed: {kind}: {text}")
+            if len(names) > 1:
+                waiting += [(name,) for name in names]
+            else:
+                found["failed"][names[0]] = kind
+        gc.collect()  # the sides are gone, and torch.compile's cycles with them
+        if device == "cuda":
+            torch.cuda.empty_cache()
         section.add(**{words: found})  # an end before the last side loses no more than that
-        if found["failed"].get(AS_IT_IS) == "OutOfMemoryError" and micro_batch > 1:
+        if does_not_fit(found) and micro_batch > 1:
             break  # the others will not fit either
     if {PLAIN, COMPILED} <= set(found["seconds"]):
-        middles = [statistics.median(found["seconds"][name]) for name in (PLAIN, COMPILED)]
-        found["ratio"] = middles[0] / middles[1]
+        plain, ours = (statistics.median(found["seconds"][name]) for name in (PLAIN, COMPILED))
+        found["ratio"] = plain / ours
         notes.append(f"Trine's tokens/s with --compile: {found['ratio']:.1%} of the plain loop's.")
     section.add("", *notes, "", **{words: found})
     return found
 
 
-def measured(
-    names: tuple, words: str, micro_batch: int, device: str, found: dict, section: Section
-) -> list[str]:
-    """Measure the sides of these names turn by turn, or if that fails each alone; notes on each."""
-    try:
-        return turns(names, words, micro_batch, device, found, section)
-    except Exception as error:  # whatever it is, it must not cost the other sides their figures
-        traceback.print_exc()
-        kind, text = type(error).__name__, str(error).partition("\n")[0][:300]
-    finally:
-        gc.collect()  # the sides are gone, and torch.compile's cycles with them
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    notes = [f"* {' and '.join(names)} failed: {kind}: {text}"]
-    if len(names) == 1:
-        found["failed"][names[0]] = kind
-        return notes
-    for name in names:
-        notes += measured((name,), words, micro_batch, device, found, section)
-    return notes
+def does_not_fit(found: dict) -> bool:
+    """Whether Trine as it is had not enough memory."""
+    return found["failed"].get(AS_IT_IS) == "OutOfMemoryError"
 
 
-def turns(
-    names: tuple, words: str, micro_batch: int, device: str, found: dict, section: Section
-) -> list[str]:
+def turns(names: tuple, config: Config, found: dict, section: Section) -> list[str]:
     """Measure the sides of these names turn by turn; add their rows, and return a note on each."""
-    config, sides, notes = configuration(words, micro_batch, device), [], []
+    device = config.run.device
+    sides = []
+    notes = []
     for name in names:
         kernels = WHAT
         if name == PLAIN:
             sides.append(plain(config, device))
         else:
-            own = configuration(words, micro_batch, device, name)
-            side, kernels = ours(own, device, name)
+            run = replace(config.run, compile=name == COMPILED)
+            side, kernels = ours(replace(config, run=run), device, name)
             sides.append(side)
         notes.append(f"* {name}: {kernels}; loss {sides[-1].step():.3f}")
     machine = this_machine(device)
-    found["peaks"] |= {side.name: peak_bytes(side, device) for side in sides}
+    steps = [functools.partial(seconds_of_step, side, device) for side in sides]
+    peaks = [peak_bytes(side, device) for side in sides]
     # train.py does the same. Else the turn in which Python collects garbage pays for both sides.
     with collecting_between_steps():
-        found["seconds"] |= seconds_a_step(sides, device)
-    for name in names:
-        section.add(row(name, found["seconds"][name], found["peaks"][name], config, machine))
+        seconds = in_turns(steps, ROUNDS[device])
+    for name, peak, own in zip(names, peaks, seconds):
+        found["peaks"][name] = peak
+        found["seconds"][name] = own
+        section.add(row(name, own, peak, config, machine))
     return notes
 
 
@@ -227,16 +231,14 @@ def row(name: str, seconds: list[float], peak: int | None, config: Config, machi
 
 def profile_step(words: str, micro_batch: int, device: str, section: Section) -> None:
     """Add torch's table of the kernels, or on a CPU the operations, that took most of one step."""
-    name = COMPILED if device == "cuda" else AS_IT_IS
-    side, _ = ours(configuration(words, micro_batch, device, name), device, name)
+    config = configuration(words, micro_batch, device)
     kinds = [ProfilerActivity.CPU]
     if device == "cuda":
+        config = replace(config, run=replace(config.run, compile=True))
         kinds.append(ProfilerActivity.CUDA)
+    side, _ = ours(config, device, AS_IT_IS)
     with profile(activities=kinds) as found:
-        began = time.perf_counter()
-        side.step()
-        synchronise(device)
-        seconds = time.perf_counter() - began
+        seconds = seconds_of_step(side, device)
     table = found.key_averages().table(
         sort_by=f"self_{device}_time_total", row_limit=MOST_KERNELS, max_name_column_width=60
     )
@@ -258,7 +260,7 @@ def main() -> None:
     failed = False
     for words, micro_batch in MODELS[o.device]:
         found = compare(words, micro_batch, o.device, section)
-        while found["failed"].get(AS_IT_IS) == "OutOfMemoryError" and micro_batch > 1:
+        while does_not_fit(found) and micro_batch > 1:
             micro_batch //= 2
             found = compare(words, micro_batch, o.device, section)
         failed = failed or bool(found["failed"])

@@ -5,10 +5,12 @@ keep.run(rows_of, cases, at_a_time=2)       rows_of(case): a list of rows
 keep.rows()
 """
 
+import argparse
 import json
 import math
 import os
 import platform
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Kept:
@@ -51,9 +55,39 @@ class Kept:
             list(pool.map(run_one, cases))
 
 
+def add_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add --keep and --minutes, which `from_options` reads."""
+    add = parser.add_argument
+    add("--keep", type=Path, metavar="FILE.jsonl", required=required, help="file of the results")
+    add("--minutes", type=float, default=math.inf, help="begin no case after that")
+
+
+def from_options(options: argparse.Namespace) -> Kept:
+    """The file of results that the command line names."""
+    return Kept(options.keep, options.minutes)
+
+
+# ---- What a results file begins with -------------------------------------------------------------
+
+
 def machine() -> str:
-    """The machine and the versions, for a results file."""
+    """The machine, the versions and the date."""
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, torch {version('torch')}, {time.strftime('%Y-%m-%d')}"
+        f"{platform.python_version()}, torch {version('torch')}, {time.strftime('%Y-%m-%d %H:%M')}"
     )
+
+
+def commit() -> str:
+    """The commit that is measured; `unknown` of a copy without .git."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def head(title: str, command: str, facts: str = "") -> list[str]:
+    """The first lines of a results file: its title, the command, machine, versions, commit."""
+    return [f"# {title}", "", f"    {command}", "", f"{machine()}, commit {commit()}. {facts}", ""]

@@ -9,6 +9,7 @@ after the first. Settings take their turns in one start of the ranks, ROUNDS tim
 """
 
 import ctypes
+import functools
 import gc
 import itertools
 import statistics
@@ -16,9 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the project's own modules
 
 import psutil
+from peer_worker import peak_bytes, reset_peak
+from ratios import in_turns
 
 import data
 import trainer
@@ -37,15 +41,11 @@ BASE["global_batch_size"] = 16  # two micro-batches on each of 4 replicas
 
 def settings() -> list[dict]:
     """Return the settings to compare, each as a difference from BASE."""
+    plain = {"optimizer": "adamw", "recompute": "none"}
+    found = [plain | {"zero": 1, "grad_dtype": "bf16"}, plain | {"zero": 2, "grad_dtype": "bf16"}]
     product = itertools.product((0, 1, 2), ("adamw", "adamw8bit"), ("none", "full"))
-    found = [{"zero": z, "optimizer": o, "recompute": r} for z, o, r in product]
-    for extra in (
-        {"zero": 1, "grad_dtype": "bf16"},
-        {"zero": 2, "grad_dtype": "bf16"},
-        {"zero": 3},
-    ):
-        found.append({"optimizer": "adamw", "recompute": "none"} | extra)
-    return found
+    stages = [{"zero": z, "optimizer": o, "recompute": r} for z, o, r in product]
+    return [*stages, *found, plain | {"zero": 3}]
 
 
 def measure(setting: dict, context: Context, samples: data.Synthetic) -> tuple[int, int, float]:
@@ -55,30 +55,19 @@ def measure(setting: dict, context: Context, samples: data.Synthetic) -> tuple[i
     config = validation.check(build(BASE | setting), context.size)
     pieces = trainer.build(config, context)
     _give_back()  # memory for drawing the weights is no part of training
-    _reset_high_water_mark()
+    reset_peak()
     seconds = []
     for step in range(STEPS):
         began = time.perf_counter()
         trainer.step(pieces, samples, step * 16, 1e-4)
         seconds.append(time.perf_counter() - began)
-    return pieces.optimizer.state_bytes(), _high_water_mark() - before, min(seconds[1:])
+    return pieces.optimizer.state_bytes(), peak_bytes() - before, min(seconds[1:])
 
 
 def _give_back() -> None:
     """Free what is unreachable, back to the system."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _reset_high_water_mark() -> None:
-    with open("/proc/self/clear_refs", "w") as file:  # 5: the peak resident set, see proc(5)
-        file.write("5")
-
-
-def _high_water_mark() -> int:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def report(rows: list[tuple[dict, list[tuple[int, int, float]]]]) -> None:
@@ -105,15 +94,16 @@ def main() -> None:
     with context.failing_loudly():
         every = settings()
         exchange = StoreExchange(context.store, context.rank, context.size, "memory")
-        results: list[list[tuple[int, int, float]]] = [[] for _ in every]
         samples = data.Synthetic(MODEL["vocab_size"], MODEL["seq_length"], 1234)
-        for _ in range(ROUNDS):
-            for setting, found in zip(every, results):
-                own = measure(setting, context, samples)
-                largest = exchange.agree(own, lambda all: [max(values) for values in zip(*all)])
-                found.append(tuple(largest))
-                if context.rank == 0:
-                    print(setting, found[-1], file=sys.stderr, flush=True)
+
+        def turn(setting: dict) -> tuple[int, int, float]:
+            own = measure(setting, context, samples)
+            largest = exchange.agree(own, lambda all: [max(values) for values in zip(*all)])
+            if context.rank == 0:
+                print(setting, largest, file=sys.stderr, flush=True)
+            return tuple(largest)
+
+        results = in_turns([functools.partial(turn, setting) for setting in every], ROUNDS)
         if context.rank == 0:
             shape = build(BASE).model
             print(f"{model_stats.parameters(shape):,} parameters, dp {context.size}")

@@ -4,10 +4,12 @@ Megatron's f and g (arXiv 1909.08053), q, k and v in one product, a vocabulary-p
 and a vocabulary-parallel head with its loss, which never gathers the logits. Activations (b, s, h).
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peer_worker import CLIP, Batch, BlockForward, Shape, adamw, fill
+from peer_worker import Block, Loop, Shape, fill
 from torch import Tensor, nn
 
 
@@ -83,17 +85,6 @@ class Linear(nn.Linear):
         return SumOfRanks.apply(F.linear(x, self.weight)) + self.bias
 
 
-class Block(BlockForward):
-    """x + attention(norm(x)), then x + MLP(norm(x)), on the heads and the columns of one rank."""
-
-    def __init__(self, h: int, heads: int, ranks: int):
-        super().__init__()
-        self.d = h // heads
-        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.out = Linear(h, 3 * h, 0, ranks), Linear(h, h, 1, ranks)
-        self.up, self.down = Linear(h, 4 * h, 0, ranks), Linear(4 * h, h, 1, ranks)
-
-
 class GPT(nn.Module):
     """One tensor rank of the model; tokens and labels -> mean loss."""
 
@@ -102,7 +93,10 @@ class GPT(nn.Module):
         rows, h = shape.vocab // ranks, shape.hidden
         self.start = rank * rows
         self.tokens, self.positions = nn.Embedding(rows, h), nn.Embedding(shape.seq, h)
-        self.blocks = nn.ModuleList(Block(h, shape.heads, ranks) for _ in range(shape.layers))
+        column = functools.partial(Linear, cut=0, ranks=ranks)
+        row = functools.partial(Linear, cut=1, ranks=ranks)
+        blocks = (Block(h, shape.heads, column, row) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, rows, bias=False)
         self.tokens.weight.cut = self.head.weight.cut = 0
 
@@ -117,34 +111,22 @@ class GPT(nn.Module):
         return HeadLoss.apply(x, self.head.weight, labels.flatten(), self.start)
 
 
-class TensorParallelByHand:
+def tensor_parallel_loop(shape: Shape, weights: str) -> Loop:
     """The model with its optimizer on one rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with torch.device("meta"):
+        model = GPT(shape, rank, ranks)
+    cuts = [getattr(p, "cut", None) for p in model.parameters()]
+    model = model.to_empty(device="cpu")
+    for p, cut in zip(model.parameters(), cuts):
+        p.cut = cut
+    fill(model, weights, lambda t, p: t if p.cut is None else t.chunk(ranks, p.cut)[rank])
 
-    def __init__(self, shape: Shape, weights: str):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        with torch.device("meta"):
-            model = GPT(shape, rank, ranks)
-        cuts = {name: getattr(p, "cut", None) for name, p in model.named_parameters()}
-        self.model = model.to_empty(device="cpu")
-        self.cut, self.whole = [], []
-        for name, p in self.model.named_parameters():
-            p.cut = cuts[name]
-            (self.whole if p.cut is None else self.cut).append(p)
-        fill(self.model, weights, lambda t, p: t if p.cut is None else t.chunk(ranks, p.cut)[rank])
-        self.optimizer = torch.optim.AdamW(**adamw(self.model.parameters()))
-
-    def step(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """One optimizer step; the mean loss and the gradient norm."""
-        total = torch.zeros(())
-        for tokens, labels in batches:
-            loss = self.model(tokens, labels) / len(batches)
-            loss.backward()
-            total += loss.detach()
-        square = torch.nn.utils.get_total_norm([p.grad for p in self.cut]).square_()
+    def total_norm(parameters: list[nn.Parameter]) -> Tensor:
+        parts = [p.grad for p in parameters if p.cut is not None]
+        wholes = [p.grad for p in parameters if p.cut is None]
+        square = nn.utils.get_total_norm(parts).square_()
         dist.all_reduce(square)
-        square += torch.nn.utils.get_total_norm([p.grad for p in self.whole]).square_()
-        norm = square.sqrt_()
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), CLIP, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, norm
+        return (square + nn.utils.get_total_norm(wholes).square_()).sqrt_()
+
+    return Loop(model, model, total_norm)

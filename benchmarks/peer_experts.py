@@ -1,8 +1,9 @@
-"""Expert parallelism by hand, on plain tensors: what one writes who wants nothing else.
+"""Peers of Trine with experts: expert parallelism by hand, and transformers' Qwen3-MoE on one rank.
 
-A Qwen3-MoE on several ranks: each has its own samples, all weights but those of the experts, and a
-part of every block's experts. Tokens travel to their experts and back by `all_to_all_single`. The
-gradients of what all ranks have are summed in one tensor; experts need no sum.
+By hand, on plain tensors: each of several ranks has its own samples, all weights but those of the
+experts, and a part of every block's experts. Tokens travel to their experts and back by
+`all_to_all_single`. The gradients of what all ranks have are summed in one tensor; experts need no
+sum.
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peer_worker import CLIP, Batch, Shape, adamw
+from peer_worker import Loop, Shape, mean_loss
 from torch import Tensor, nn
 
 
@@ -128,38 +129,107 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, self.turned)
         logits = F.linear(F.rms_norm(x, x.shape[-1:], self.norm, 1e-5), self.head)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return mean_loss(logits, labels)
 
 
-class ExpertParallelByHand:
+def expert_parallel_loop(shape: Shape, weights: str) -> Loop:
     """The model with its optimizer on one rank."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    model = Model(shape, Path(weights), ranks, rank)
+    own = [p for name, p in model.named_parameters() if is_of_expert(name)]
+    common = [p for name, p in model.named_parameters() if not is_of_expert(name)]
 
-    def __init__(self, shape: Shape, weights: str):
-        rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        self.ranks = len(ranks)
-        self.model = Model(shape, Path(weights), ranks, rank)
-        self.own, self.common = [], []
-        for name, p in self.model.named_parameters():
-            of_expert = ".experts.up" in name or ".experts.down" in name
-            (self.own if of_expert else self.common).append(p)
-        self.optimizer = torch.optim.AdamW(**adamw(self.model.parameters()))
-
-    def step(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """One optimizer step; the mean loss of the rank's batches and the gradient norm."""
-        total = torch.zeros(())
-        for tokens, labels in batches:
-            loss = self.model(tokens, labels) / len(batches)
-            (loss / self.ranks).backward()
-            total += loss.detach()
-        summed = torch.cat([p.grad.flatten() for p in self.common])
+    def total_norm(parameters: list[nn.Parameter]) -> Tensor:
+        summed = torch.cat([p.grad.flatten() for p in common])
         dist.all_reduce(summed)
-        parts = summed.split([p.numel() for p in self.common])
-        for p, part in zip(self.common, parts):
+        parts = summed.split([p.numel() for p in common])
+        for p, part in zip(common, parts):
             p.grad = part.view_as(p)
-        square = torch.nn.utils.get_total_norm([p.grad for p in self.own]).square_()
+        square = nn.utils.get_total_norm([p.grad for p in own]).square_()
         dist.all_reduce(square)
-        norm = (square + summed.norm().square()).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), CLIP, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, norm
+        return (square + summed.norm().square()).sqrt()
+
+    return Loop(model, model, total_norm, weight=1 / len(ranks))
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter belongs to one expert, which one rank has."""
+    return ".experts.up" in name or ".experts.down" in name
+
+
+# ---- transformers' own ---------------------------------------------------------------------------
+
+
+class Qwen3Moe(nn.Module):
+    """Tokens (b, s) -> logits (b, s, V)."""
+
+    def __init__(self, shape: Shape, implementation: str):
+        """implementation: transformers' name of the kernels of the experts."""
+        super().__init__()
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        config = Qwen3MoeConfig(
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.heads,
+            head_dim=shape.hidden // shape.heads,
+            max_position_embeddings=shape.seq,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.chosen,
+            moe_intermediate_size=shape.ffn,
+            norm_topk_prob=True,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+        self.model = Qwen3MoeForCausalLM(config).train()
+        self.model.set_experts_implementation(implementation)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+
+def qwen3_moe(shape: Shape, weights: str, implementation: str) -> Qwen3Moe:
+    """The model with the initial weights of the folder `weights`, as peer_trine.py writes them."""
+    built = Qwen3Moe(shape, implementation)
+    built.model.load_state_dict(theirs(shape, Path(weights)))
+    return built
+
+
+def theirs(shape: Shape, folder: Path) -> dict[str, Tensor]:
+    """The weights by their names in transformers."""
+
+    def read(name: str) -> Tensor:
+        return torch.from_numpy(np.load(folder / f"{name}.npy"))
+
+    d = shape.hidden // shape.heads
+    state = {
+        "model.embed_tokens.weight": read("tokens.weight"),
+        "model.norm.weight": read("norm.weight"),
+        "lm_head.weight": read("head.weight"),
+    }
+    for i in range(shape.layers):
+        ours = f"blocks.{i}"
+        layer = f"model.layers.{i}"
+        qkv = read(f"{ours}.qkv.weight").view(shape.heads, 3, d, shape.hidden)
+        up = read(f"{ours}.mlp.experts.up.weight")
+        down = read(f"{ours}.mlp.experts.down.weight")
+        state |= {
+            f"{layer}.input_layernorm.weight": read(f"{ours}.norm1.weight"),
+            f"{layer}.post_attention_layernorm.weight": read(f"{ours}.norm2.weight"),
+            f"{layer}.self_attn.o_proj.weight": read(f"{ours}.out.weight"),
+            f"{layer}.mlp.gate.weight": read(f"{ours}.mlp.router.weight"),
+            f"{layer}.mlp.experts.gate_up_proj": up.view(shape.experts, -1, shape.hidden),
+            f"{layer}.mlp.experts.down_proj": down.view(shape.experts, shape.hidden, -1),
+        }
+        for number, kind in enumerate("qkv"):
+            rows = qkv[:, number].reshape(-1, shape.hidden)
+            state[f"{layer}.self_attn.{kind}_proj.weight"] = rows
+        for kind in "qk":
+            scale = read(f"{ours}.attention.{kind}_norm.weight")
+            state[f"{layer}.self_attn.{kind}_norm.weight"] = scale
+    return state

@@ -81,8 +81,18 @@ def batches(shape: Shape, step: int, dp: int = 1, replica: int = 0) -> list[Batc
     return found
 
 
-class BlockForward(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)): (b, s, h), of a block's layers and its d."""
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)): (b, s, h); q, k and v are rows by heads.
+
+    column and row make the layers whose matrices tensor parallelism cuts by rows and by columns.
+    """
+
+    def __init__(self, h: int, heads: int, column: Callable = nn.Linear, row: Callable = nn.Linear):
+        super().__init__()
+        self.d = h // heads
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.out = column(h, 3 * h), row(h, h)
+        self.up, self.down = column(h, 4 * h), row(4 * h, h)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.d))
@@ -92,16 +102,86 @@ class BlockForward(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-def adamw(parameters, **more) -> dict:
-    """Arguments of AdamW as Trine runs it: matrices decay; kinds that no one call takes apart."""
+class GPT(nn.Module):
+    """The blocks of a range, and the ends of the model that this part has; logits at its end."""
+
+    def __init__(self, shape: Shape, blocks: range, first: bool = True, last: bool = True):
+        super().__init__()
+        h = shape.hidden
+        self.tokens = nn.Embedding(shape.vocab, h) if first else None
+        self.positions = nn.Embedding(shape.seq, h) if first else None
+        self.blocks = nn.ModuleDict({str(i): Block(h, shape.heads) for i in blocks})
+        self.norm = nn.LayerNorm(h) if last else None
+        self.head = nn.Linear(h, shape.vocab, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tokens is not None:
+            x = self.tokens(x) + self.positions.weight
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean loss over all tokens: logits (b, s, V), labels (b, s)."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Loop:
+    """Micro-batch after micro-batch, then one clipped update of fused AdamW as Trine runs it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        total_norm: Callable[[list[nn.Parameter]], Tensor],
+        before: Callable[[bool], object] = bool,
+        weight: float = 1.0,
+        optimizer: Callable = torch.optim.AdamW,
+    ):
+        """loss: of a micro-batch's tokens and labels. total_norm: of the gradients of all ranks,
+        after the reductions that are still to be done. before: is told before each micro-batch
+        whether it is the last. weight: that gradients have beside the loss.
+        """
+        self.model, self.loss, self.total_norm = model, loss, total_norm
+        self.before, self.weight = before, weight
+        self.parameters = list(model.parameters())
+        groups = [
+            {"params": members, "weight_decay": DECAY if is_matrix else 0.0}
+            for (is_matrix, _), members in by_kind(self.parameters).items()
+        ]
+        self.optimizer = optimizer(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+    def step(self, batches: list[Batch]) -> tuple[Tensor | None, Tensor]:
+        """One optimizer step; the mean loss over this rank's batches, and the gradient norm."""
+        loss = self.passes(batches)
+        norm = self.total_norm(self.parameters)
+        for members in by_kind(self.parameters).values():
+            nn.utils.clip_grads_with_norm_(members, CLIP, norm, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    def passes(self, batches: list[Batch]) -> Tensor | None:
+        """Forward and backward of all micro-batches; the mean loss, if this rank knows it."""
+        losses = []
+        for i, (tokens, labels) in enumerate(batches):
+            self.before(i == len(batches) - 1)
+            loss = self.loss(tokens, labels) / len(batches)
+            (loss if self.weight == 1.0 else loss * self.weight).backward()
+            loss = loss.detach()
+            losses.append(loss.to_local() if hasattr(loss, "to_local") else loss)
+        return torch.stack(losses).sum()
+
+
+def by_kind(parameters: list[nn.Parameter]) -> dict[tuple, list[nn.Parameter]]:
+    """Parameters by whether they are matrices, and by the kind of tensor: torch takes no two kinds
+    in one call.
+    """
     groups: dict[tuple, list] = {}
     for p in parameters:
         groups.setdefault((p.dim() >= 2, type(p.data)), []).append(p)
-    rows = [
-        {"params": params, "weight_decay": DECAY if matrix else 0.0}
-        for (matrix, _), params in groups.items()
-    ]
-    return {"params": rows, "lr": LR, "betas": BETAS, "eps": EPS, "fused": True, **more}
+    return groups
 
 
 def weight(folder: str, name: str) -> Tensor:
@@ -140,7 +220,7 @@ def serve(
     for line in sys.stdin:
         count = int(line)
         if count == 0:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: forget VmHWM
+            reset_peak()
         inputs = [prepare(done + i) for i in range(count)]
         barrier()
         began = time.perf_counter()
@@ -158,12 +238,15 @@ def number(value) -> float | None:
     return None if whole is None else float(whole)
 
 
+def reset_peak() -> None:
+    """Begin anew with the most resident memory of this process, see proc(5)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_bytes() -> int:
     """The most resident memory of this process since its start, or since it was reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def fill(model: nn.Module, folder: str, place: Callable[[Tensor, nn.Parameter], Tensor]) -> None:

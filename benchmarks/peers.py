@@ -14,19 +14,18 @@ that is not at work waits for a line on its standard input.
     memory   peak resident MiB of each rank in the timed steps
     load     the machine's load average at the end of the row
 
-Sides: peer_trine.py; peer_torch.py, peer_by_hand.py, peer_experts.py, peer_transformers.py. Their
+Sides: peer_trine.py; peer_torch.py, peer_by_hand.py, peer_experts.py. Their
 processes: peer_sides.py.
 """
 
+import functools
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -35,10 +34,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-import torch
+from kept import head
 from peer_sides import Block, Side, SideError, check_equal
 from peer_worker import Shape
-from ratios import ratio
+from ratios import in_turns, ratio
 
 from config.messages import Parser, UserError, exit_with
 
@@ -159,19 +158,11 @@ def write_weights(row: Row, folder: Path) -> None:
 
 
 def measure(sides: list[Side], steps: int, rounds: int) -> list[list[Block]]:
-    """Blocks by side: the sides take turns, `steps` steps each, in an order that turns round."""
+    """Blocks by side: the sides take turns, `steps` steps each."""
     check_equal(sides)
     for side in sides:
         side.run(0)
-    blocks: list[list[Block]] = [[] for _ in sides]
-    for number in range(rounds):
-        shift = number // 2 % len(sides)
-        order = [*range(shift, len(sides)), *range(shift)]
-        if number % 2:
-            order.reverse()
-        for i in order:
-            blocks[i].append(sides[i].run(steps))
-    return blocks
+    return in_turns([functools.partial(side.run, steps) for side in sides], rounds)
 
 
 def compare(row: Row, rounds: int) -> list[str]:
@@ -202,33 +193,17 @@ def compare(row: Row, rounds: int) -> list[str]:
 
 def header(rounds: int, words: list[str]) -> str:
     """Return the results' head: the machine, versions and options on which figures depend."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    shapes = [
-        f"`{name}`: {s.layers} blocks, hidden {s.hidden}, {s.heads} heads, vocabulary {s.vocab:,}, "
-        f"sequence {s.seq}, micro-batch {s.micro_batch}, {s.micro_batches} micro-batches each"
-        + f"; {s.experts} experts of width {s.ffn}, {s.chosen} for a token"
-        * (s.experts > 1)
-        + "; "
-        f"{STEPS[name]} steps a block."
-        for name, s in SHAPES.items()
-        if "tiny" not in name
-    ]
-    lines = [
-        "# Trine beside torch's own parallel parts",
+    command = " ".join(["python benchmarks/peers.py", *words])
+    lines = head("Trine beside torch's own parallel parts", command, "gloo, fp32, 1 thread a rank.")
+    for name, shape in SHAPES.items():
+        if "tiny" not in name:
+            lines.append(f"* `{name}`: {shape}; {STEPS[name]} steps a block")
+    lines += [
         "",
-        "    " + " ".join(["python benchmarks/peers.py", *words]),
-        "",
-        f"Commit {commit}, {time.strftime('%Y-%m-%d %H:%M')}; {os.cpu_count()} cores "
-        f"({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}, "
-        "gloo, fp32, one thread per rank.",
-        "",
-        *shapes,
-        f"{rounds} rounds.",
-        "",
-        "Tokens/s: median of the rounds. Ratio: Trine's speed over the peer's, interquartile mean "
-        "of the rounds' ratios (middle 95 % over resampled rounds). Memory: peak resident MiB of "
-        "each rank in the timed steps. Load: average over a minute, at the end of the row.",
+        f"{rounds} rounds. Tokens/s: median of the rounds. Ratio: Trine's speed over the peer's, "
+        "interquartile mean of the rounds' ratios (middle 95 % over resampled rounds). Memory: "
+        "peak resident MiB of each rank in the timed steps. Load: average over a minute, at the "
+        "end of the row.",
         "",
         "| row | Trine | peer | Trine, tokens/s | peer, tokens/s | ratio | Trine, MiB | peer, MiB "
         "| load |",
@@ -237,33 +212,25 @@ def header(rounds: int, words: list[str]) -> str:
     return "\n".join(lines)
 
 
-def chosen(names: list[str], shape: str | None) -> list[Row]:
-    """The rows of these names, or all; on another shape if one is given. UserError if unknown."""
-    known = {row.name: row for row in ROWS}
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(
-            f"--rows: there is no {', '.join(unknown)}; the rows are {', '.join(known)}"
-        )
-    rows = [known[name] for name in names or known]
-    return [replace(row, shape=shape or row.shape) for row in rows]
-
-
 def main() -> None:
     """Measure the rows, and print the results file as far as it is, row after row."""
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="+", default=[], metavar="NAME", help="some rows only")
+    names = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, help="some rows only")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--shape", choices=SHAPES, help="in place of the rows' own, to try a row")
     try:
         given = parser.parse_args()
         if given.rounds < 1:
             raise UserError(f"--rounds must be at least 1, not {given.rounds}")
-        rows = chosen(given.rows, given.shape)
     except UserError as mistake:
         exit_with(mistake)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end too
     print(header(given.rounds, sys.argv[1:]), flush=True)
-    for row in rows:
+    for row in ROWS:
+        if row.name not in given.rows:
+            continue
+        row = replace(row, shape=given.shape or row.shape)
         try:
             print("\n".join(compare(row, given.rounds)), flush=True)
         except SideError as error:

@@ -12,9 +12,7 @@ predict it; rows of --rows that are not among the published ones are never fitte
 rows that are marked invalid in the file are left out; all others count.
 """
 
-import csv
 import json
-import math
 import platform
 import statistics
 import sys
@@ -30,10 +28,11 @@ import published_rows
 import source_accuracy
 import stated_rows
 from ratios import kendall_tau
-from robust_fit import moved, slopes, solve
+from robust_fit import moved, refit, slopes, solve
+from source_accuracy import errors, predictions
 
 from config.messages import Parser, UserError, sentences
-from planner import hardware, memory, step_time
+from planner import hardware, memory
 from planner.job import Job
 
 DATA = ROOT / "benchmarks" / "data"
@@ -69,30 +68,9 @@ FEWEST = 4  # rows that a refit needs beside its section
 PRIORS = {"001 TP<8": {"crossing_share": 0.5}}
 
 
-def errors(cases, kind: str, values: dict[str, float]) -> list[float]:
-    """Logarithms of predicted over measured, row by row."""
-    predicted = predictions(cases, kind, values)
-    return [math.log(predicted[c.id] / getattr(c, kind)) for c in cases]
-
-
-def predictions(cases, kind: str, values: dict[str, float]) -> dict[str, float]:
-    """Predicted seconds, or gigabytes of the ranks that the source observed, by row."""
-    machines = {name: hardware.load(name, **values) for name in {c.machine for c in cases}}
-    return {c.id: _value(c, kind, c.on(machines[c.machine], values)) for c in cases}
-
-
-def _value(case, kind: str, machine: hardware.Machine) -> float:
-    if kind == "seconds":
-        return step_time.predict(case.model, case.layout, case.training, machine).seconds
-    table = memory.stages(Job(case.model, case.layout, case.training, machine))
-    # Seed 002 observed one node of two: it prints 15 GB, and an OOM at twice the micro-batch.
-    observed = table[:1] if case.source == "002" else (table[0], table[-1])
-    return max(stage.total for stage in observed) / 1e9
-
-
 def usable(cases, kind: str) -> list:
     """Rows with a measurement of that kind that are neither repeated nor invalid."""
-    return [c for c in cases if getattr(c, kind) and not c.duplicate and not c.invalid]
+    return [c for c in cases if getattr(c, kind) and not c.aside]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -106,9 +84,8 @@ def fit_all(cases, start: dict, rounds: int = 5) -> dict[str, float]:
     for kind, groups in FITS.items():
         for names in groups:
             own = _own(usable(cases, kind), names)
-            for _ in range(rounds if len(own) >= FEWEST + len(names) else 0):
-                step = solve(*slopes(partial(errors, own, kind), names, values))
-                values = moved(values, names, step)
+            if len(own) >= FEWEST + len(names):
+                values = refit(partial(errors, own, kind), names, values, rounds)
     return values
 
 
@@ -146,17 +123,9 @@ def held_out(cases, kind: str, start: dict, known=None) -> dict[str, float]:
 
 def summary(cases, kind: str, predicted: dict[str, float]) -> str:
     """n, mean, median and largest error, and bias, in per cent."""
-    off = [100 * (predicted[c.id] / getattr(c, kind) - 1) for c in cases]
-    sizes = [abs(e) for e in off]
-    return (
-        f"{len(off):3} | {statistics.mean(sizes):5.2f} | {statistics.median(sizes):5.2f} | "
-        f"{max(sizes):5.1f} | {statistics.mean(off):+5.2f}"
-    )
-
-
-def mean_error(cases, kind: str, predicted: dict[str, float]) -> float:
-    """Mean absolute error as a share."""
-    return statistics.mean(abs(predicted[c.id] / getattr(c, kind) - 1) for c in cases)
+    found = source_accuracy.off_by([predicted[c.id] / getattr(c, kind) for c in cases])
+    mean, median, most, bias = (100 * found[n] for n in ("mean", "median", "largest", "bias"))
+    return f"{len(cases):3} | {mean:5.2f} | {median:5.2f} | {most:5.1f} | {bias:+5.2f}"
 
 
 def decide(tables: dict[str, list[str]], cases, predicted: dict[str, float]) -> list[tuple]:
@@ -181,7 +150,7 @@ def out_of_memory(cases, values: dict[str, float]) -> tuple[list, list, list]:
     """Rows that ran out of memory and were predicted to; that were not; and false alarms."""
     hits, missed, alarms = [], [], []
     for case in cases:
-        if case.invalid or case.duplicate or case.status not in ("ok", "OOM"):
+        if case.aside or case.status not in ("ok", "OOM"):
             continue
         machine = case.on(hardware.load(case.machine, **values), values)
         table = memory.stages(Job(case.model, case.layout, case.training, machine))
@@ -264,15 +233,6 @@ def _choices(name: str, found: list[tuple]) -> list[str]:
         f"Best layout picked in {hits} of {len(found)}; mean regret {100 * regret:.2f} %.",
     ]
     return lines
-
-
-def others() -> list[str]:
-    """The other predictors' figures on the same rows, as collected in benchmarks/data."""
-    with open(DATA / "other_predictors.csv", newline="") as file:
-        table = list(csv.reader(file))
-    lines = ["", "## Other predictors on the same rows (nothing fitted)", ""]
-    lines += [f"| {' | '.join(table[0])} |", "|" + "---|" * len(table[0])]
-    return lines + [f"| {' | '.join(row)} |" for row in table[1:]]
 
 
 def constants_table(values: dict[str, float]) -> list[str]:
@@ -377,7 +337,7 @@ def main(arguments: list[str]) -> None:
     lines += [f"    {' '.join(['python benchmarks/plan_accuracy.py', *arguments])}", ""]
     lines += [f"Python {platform.python_version()}, numpy for the refits; no GPU takes part."]
     lines += report(cases, tables, values, known)
-    print("\n".join(lines + constants_table(values) + others()))
+    print("\n".join(lines + constants_table(values)))
 
 
 if __name__ == "__main__":

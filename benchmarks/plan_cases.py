@@ -29,9 +29,9 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
 
 import plan
 from benchmarks.kept import Kept, machine
@@ -40,13 +40,15 @@ from config.messages import UserError
 from config.schema import Config, Layout
 from config.validation import check_any_length
 from planner import layouts, memory
-from planner.closed_form import Bounds, Ranks
+from planner.closed_form import ClosedForm
 from planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, Asked, Table, divisors
 from planner.job import Job
 from planner.questions import Question
 from planner.step_time import predict, with_networks
+from schedules.partition import blocks_per_stage
 
-NEAR = 1 + 1e-9
+NEAR = 1.001  # a layout is faster if it takes less than 1 / NEAR of the time
+DOUBT = 0.95  # no layout is faster than this share of its closed form
 MACHINES = ("a100-80", "a100-40", "h100", "h100-megatron", "v100-32", "v100-16", "b200", "cpu")
 PRESETS = ("gpt2-124m", "gpt2-1.5b", "llama-3-8b", "bloom-7b1", "opt-13b")
 SMALL = 8  # GPUs up to which all layouts are compared
@@ -119,7 +121,7 @@ def drawn(chance: random.Random, small: bool) -> list[str]:
 def question_of(words: list[str]) -> Question:
     """The question as plan.py reads it; raises UserError."""
     options, rest = plan.parser().parse_known_args(["layouts", *words])
-    return plan.question_of(options, rest)[0]
+    return plan.question_of(options, rest)
 
 
 def failures(words: list[str], small: bool, chance: random.Random) -> list[str]:
@@ -272,14 +274,14 @@ def _ways(question: Question, placed: Layout) -> Iterator[Layout]:
 
 
 def least_of(job: Job) -> float:
-    """Seconds of a step that no order of one layout's passes is faster than."""
+    """The seconds by closed form that a step of one layout takes at least."""
     model, layout, training, machine = job
-    asked = Asked(model, training, machine, int(job.gpus), asdict(layout))
-    columns = layout.micro_batch_size, bool(job.sequence_parallel), layout.recompute, layout.zero
+    asked = Asked(model, training, machine, int(job.gpus))
+    columns = layout.micro_batch_size, layout.zero, layout.recompute, bool(job.sequence_parallel)
     table = Table(asked, [layout], *(np.array([value]) for value in (0, *columns)))
-    most = model.layers if layout.recompute_layers is None else layout.recompute_layers
-    recomputed = 0 if layout.recompute == "none" or layout.recompute_blocks else most
-    least, _ = Bounds(table, Ranks.of(table)).with_recomputed(np.array([[recomputed]]))
+    blocks = enumerate(blocks_per_stage(model, layout))
+    recomputed = max(layout.recomputed_blocks(count, stage) for stage, count in blocks)
+    _, least = ClosedForm(table).seconds(np.array([[recomputed]]))
     return float(least[0])
 
 
@@ -295,7 +297,7 @@ def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
         except UserError:
             continue
         job = Job(run.model, layout, run.training, machine)
-        if least_of(job) * NEAR >= best:
+        if least_of(job) * DOUBT >= best:
             continue
         if memory.fullest(job).total > machine.memory:
             continue

@@ -30,7 +30,7 @@ from ranks import results_of
 
 from config.messages import Parser, UserError, exit_with
 from numerics import diff
-from numerics.traces import Trace
+from numerics.traces import read
 
 RESULTS = ROOT / "benchmarks" / "results" / "planted_faults.md"
 COUNT = 120
@@ -204,7 +204,7 @@ def make_faults(folder: Path, faults: tuple[dict, ...]) -> list[dict]:
             about = {"changed": changed, "hits": result["hits"], "text": text}
             about |= {"losses": found["losses"], "tensor": found["tensor"]}
             about["blocks"] = facts["blocks_per_stage"]
-            about["parameters"] = Trace(out / "numerics" / "step-000001.npz").about["parameters"]
+            about["parameters"] = read(out / "numerics" / "step-000001.npz").about["parameters"]
             row = fault | about
             row["expected"] = expected(row) if changed and result["hits"] else None
             rows.append(row)

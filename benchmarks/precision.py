@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-from config.messages import Parser, UserError, check_folder, exit_with
+from config.messages import Parser, check_folder, sentences
 
 MODEL = "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --positions rotary"
 TRAINING = "--global-batch-size 4 --steps 200 --lr 3e-3 --min-lr 3e-4 --lr-warmup-samples 80"
@@ -41,19 +41,17 @@ def main() -> None:
     """Prepare the corpus if it is not there, run everything, print the table."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="gets corpus and runs")
-    try:
-        folder = parser.parse_args().folder
+    folder = parser.parse_args().folder
+    with sentences():
         check_folder("FOLDER", str(folder))
-    except UserError as mistake:
-        exit_with(mistake)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "corpus.idx").exists():
         prepare = [sys.executable, "scripts/prepare_data.py", "--stdlib", "--vocab-size", "512"]
         subprocess.run([*prepare, "--out", str(folder / "corpus")], check=True, cwd=ROOT)
     print(
-        "| precision | ranks | layout | loss | off fp32 | validation | off fp32 | skipped |", end=""
+        "| precision | ranks | layout | loss | off fp32 | validation | off fp32 | skipped | scale |"
     )
-    print(" last scale |\n| --- | --: | --- | --: | --: | --: | --: | --: | --: |", flush=True)
+    print("| --- | --: | --- | --: | --: | --: | --: | --: | --: |", flush=True)
     base = None
     for precision in ("fp32", "bf16", "fp16"):
         for ranks, mesh in MESHES.items():

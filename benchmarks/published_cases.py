@@ -7,14 +7,14 @@ notes can be read in several ways. Rows that tune.py wrote need none of it.
 """
 
 import re
-from dataclasses import dataclass
+from typing import Any
 
-import engines
 import published_rows
 import row_engines
 from published_rows import WORDS, integer
+from stated_rows import StatedRow
 
-from config.schema import Layout, ModelShape, Training
+from config.schema import Layout, Training
 from planner import hardware
 
 # Virtual stages that the source states elsewhere: (layers, pp) of Megatron's tables in
@@ -35,46 +35,11 @@ EXPLAINED = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A row as a question for the planner, and the answer that was measured."""
-
-    id: str
-    section: str
-    model: ModelShape
-    layout: Layout
-    training: Training
-    machine: str
-    engine: str  # a table of engines.toml, or empty: Trine
-    blocking: bool  # CUDA_LAUNCH_BLOCKING=1
-    virtual_stages: int
-    seconds: float | None
-    gigabytes: float | None
-    status: str
-    duplicate: bool
-    invalid: bool  # marked so where the rows were collected
-
-    @property
-    def source(self) -> str:
-        """The seed, or the table, that the row comes from."""
-        return self.id.split("-")[0]
-
-    def on(
-        self, machine: hardware.Machine, values: dict[str, float] | None = None
-    ) -> hardware.Machine:
-        """The machine with this row's program, whose fitted constants have these values."""
-        facts = {"virtual_stages": self.virtual_stages}
-        if self.engine:
-            facts |= row_engines.read_engines()[self.engine]["software"]
-        if not self.blocking:
-            facts["host_per_block"] = 0.0
-        return engines.on(machine, facts, values)
-
-
-def cases(rows: list[dict[str, str]]) -> list[Case]:
-    """The rows with a whole model, layout and batch."""
+def cases(rows: list[dict[str, str]]) -> list[StatedRow]:
+    """The rows with a whole model, layout and batch. Repeated and invalid ones are set aside."""
+    programs = row_engines.read_engines()
     usable = [row for row in rows if published_rows.describes_run(row) and _batch(row)]
-    return [_case(_corrected(row, usable)) for row in usable]
+    return [_case(_corrected(row, usable), programs) for row in usable]
 
 
 def _corrected(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, str]:
@@ -85,7 +50,7 @@ def _corrected(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, str
     return row if row is twins[0] else row | {"mbs": "1"}
 
 
-def _case(row: dict[str, str]) -> Case:
+def _case(row: dict[str, str], programs: dict[str, dict[str, Any]]) -> StatedRow:
     date = _date(row)
     dp, micro = integer(row, "dp_clean", "dp"), integer(row, "mbs") or 1
     tp, pp, layers = integer(row, "tp"), integer(row, "pp"), integer(row, "layers")
@@ -101,23 +66,40 @@ def _case(row: dict[str, str]) -> Case:
         sequence_parallel=_sequence_parallel(row, tp),
         schedule=WORDS["schedule"][row.get("schedule", "")],
     )
-    name, engine = _machine(row, date)
-    megatron, seconds = "Megatron" in row["section"], row["sec_clean"] or row["sec_derived"]
-    return Case(
+    training = Training(
+        global_batch_size=_batch(row),
+        precision=WORDS["precision"][row["precision"]],
+        optimizer=WORDS["optimizer"][row["optimizer"]],
+    )
+    machine, engine = _machine(row, date)
+    facts = dict(programs[engine]["software"]) if engine else {}
+    if "Megatron" in row["section"]:
+        assumed = pp > 1 and "H100" in row["gpu"]
+        facts["virtual_stages"] = 4 if assumed else VIRTUAL_STAGES.get((layers, pp), 1)
+    # Without CUDA_LAUNCH_BLOCKING=1 the GPU does not wait for the host.
+    if not ("async=no" in note or ("async=yes" not in note and not "" < date < BLOCKING)):
+        facts["host_per_block"] = 0.0
+    seconds, source = row["sec_clean"] or row["sec_derived"], row["row_id"].split("-")[0]
+    marked = "invalid" in row["quality"] or "do not use" in row["quality"]
+    return StatedRow(
         id=row["row_id"],
+        source=source,
         section=row["section"],
+        kernel="",
         model=published_rows.shape(row),
         layout=layout,
-        training=_training(row),
-        machine=name,
-        engine=engine,
-        blocking="async=no" in note or ("async=yes" not in note and not "" < date < BLOCKING),
-        virtual_stages=_virtual_stages(layers, pp, row) if megatron else 1,
+        training=training,
+        machine=machine,
+        facts=facts,
         seconds=float(seconds) if seconds else None,
         gigabytes=float(row["mem_gb"]) if row["mem_gb"] else None,
+        memory_kind="",
+        # Seed 002 observed one node of two: it prints 15 GB, and an OOM at twice the micro-batch.
+        memory_of="first" if source == "002" else "ends",
+        memory_ahead=0.0,
         status=row["status"],
-        duplicate=bool(row["dup_of"]),
-        invalid="invalid" in row["quality"] or "do not use" in row["quality"],
+        assumed=False,
+        aside="repeated or invalid" if row["dup_of"] or marked else "",
     )
 
 
@@ -131,14 +113,6 @@ def _sequence_parallel(row: dict[str, str], tp: int) -> bool:
     if stated is not None:
         return stated
     return tp > 1 and ("H100" in row["gpu"] or row["recompute"] == "selective")
-
-
-def _training(row: dict[str, str]) -> Training:
-    return Training(
-        global_batch_size=_batch(row),
-        precision=WORDS["precision"][row["precision"]],
-        optimizer=WORDS["optimizer"][row["optimizer"]],
-    )
 
 
 def _machine(row: dict[str, str], date: str) -> tuple[str, str]:
@@ -160,10 +134,6 @@ def _machine(row: dict[str, str], date: str) -> tuple[str, str]:
     return "jean-zay-a100", "megatron-deepspeed-2022" + "-bf16" * (
         late and row["precision"] == "bf16"
     )
-
-
-def _virtual_stages(layers: int, pp: int, row: dict[str, str]) -> int:
-    return 4 if pp > 1 and "H100" in row["gpu"] else VIRTUAL_STAGES.get((layers, pp), 1)
 
 
 def _date(row: dict[str, str]) -> str:

@@ -5,7 +5,6 @@ its results in them too. `check` finds rows that contradict themselves or each o
 column `machine` state more, which stated_rows reads.
 """
 
-import csv
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -123,17 +122,14 @@ def read(path: str) -> list[Row]:
 
 def read_tables(path: str) -> dict[str, list[str]]:
     """Row names by decision table; UserError if the file cannot be read or lacks a column."""
+    header, rows = row_table.lines(path)
+    for name in ("table", "row_id"):
+        if name not in header:
+            raise UserError(f"{path} lacks the column {name}")
     found: dict[str, list[str]] = {}
-    try:
-        with open(path, newline="") as file:
-            for row in csv.DictReader(file):
-                found.setdefault(row["table"], []).append(row["row_id"])
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except KeyError as error:
-        raise UserError(f"{path} lacks the column {error.args[0]}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is not a CSV file: {error}") from None
+    for _, cells in rows:
+        row = dict(zip(header, cells))
+        found.setdefault(row["table"], []).append(row["row_id"])
     return found
 
 

@@ -1,12 +1,28 @@
-"""How two columns of numbers compare: their ratio, and whether they are in the same order."""
+"""Sides that take turns, and how their columns of numbers compare: ratio, and order."""
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 RESAMPLED = 4000
+
+
+def in_turns(sides: Sequence[Callable[[], Any]], rounds: int) -> list[list[Any]]:
+    """Call the sides in turns, and return the results of each, round by round.
+
+    The side that begins changes from round to round, and every second round is in the opposite
+    order, so that no side always follows the same one.
+    """
+    found: list[list[Any]] = [[] for _ in sides]
+    for number in range(rounds):
+        shift = number // 2 % len(sides)
+        order = [*range(shift, len(sides)), *range(shift)]
+        for side in reversed(order) if number % 2 else order:
+            found[side].append(sides[side]())
+    return found
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:

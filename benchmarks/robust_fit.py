@@ -34,6 +34,22 @@ def solve(here: list[float], by_constant: list[list[float]], rounds: int = 30) -
     return [float(part) for part in step]
 
 
-def moved(values: dict, names: tuple[str, ...], step: list[float]) -> dict[str, float]:
+def refit(
+    errors: Callable[[dict[str, float]], list[float]],
+    names: Sequence[str],
+    values: dict[str, float],
+    rounds: int,
+    most: float = math.inf,
+) -> dict[str, float]:
+    """`values` with the named constants fitted in so many steps, none of them of more than `most`
+    in a logarithm.
+    """
+    for _ in range(rounds):
+        step = solve(*slopes(errors, names, values))
+        values = moved(values, names, [max(-most, min(most, part)) for part in step])
+    return values
+
+
+def moved(values: dict, names: Sequence[str], step: list[float]) -> dict[str, float]:
     """`values` with the named ones multiplied by the exponentials of a step."""
     return values | {n: values[n] * math.exp(s) for n, s in zip(names, step, strict=True)}

@@ -86,7 +86,7 @@ def read(path: str, needed: Iterable[str], known: Iterable[str]) -> Table:
     given twice, and repeated rows. UserError if it cannot be read, has no rows, or has other
     columns than `known` or not all that are `needed`.
     """
-    header, rows = _lines(path)
+    header, rows = lines(path)
     if not rows:
         raise UserError(f"{path} has no rows")
     missing = [name for name in needed if name not in header]
@@ -103,8 +103,10 @@ def read(path: str, needed: Iterable[str], known: Iterable[str]) -> Table:
     return Table(path, tuple(header), found, mistakes + _names(found) + _repeated(found))
 
 
-def _lines(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The names of the columns, and of every row its first line and its cells."""
+def lines(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """The names of the columns, and of every row its first line and its cells; UserError if it
+    cannot be read.
+    """
     rows = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:

@@ -9,10 +9,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ratios import kendall_tau
-from robust_fit import moved, slopes, solve
+from robust_fit import refit
 from stated_rows import StatedRow
 
 from config.messages import UserError
@@ -33,14 +34,62 @@ class Guess(NamedTuple):
     interval: tuple[float, float] = (0.0, math.inf)
 
 
-def predict(
-    rows: Sequence[StatedRow], values: dict[str, float], seconds_only: bool = False
-) -> dict[str, Guess]:
+def predict(rows: Sequence[StatedRow], values: dict[str, float]) -> dict[str, Guess]:
     """Return the planner's prediction of every row, with these constants."""
+    found = {}
+    for row, machine in _on_machines(rows, values):
+        job = Job(row.model, row.layout, row.training, machine)
+        seconds = _seconds(row, machine)
+        most = max(stage.total for stage in memory.stages(job))
+        run_out = risk.out_of_memory(machine, most)
+        found[row.id] = Guess(
+            seconds, _gigabytes(row, machine), run_out, risk.interval(job, seconds)
+        )
+    return found
+
+
+def predictions(rows: Sequence[StatedRow], kind: str, values: dict[str, float]) -> dict[str, float]:
+    """Predicted `seconds`, or `gigabytes` of the ranks that the source observed, by row."""
+    figure = {"seconds": _seconds, "gigabytes": _gigabytes}[kind]
+    return {row.id: figure(row, machine) for row, machine in _on_machines(rows, values)}
+
+
+def errors(rows: Sequence[StatedRow], kind: str, values: dict[str, float]) -> list[float]:
+    """Logarithms of predicted over measured, row by row."""
+    predicted = predictions(rows, kind, values)
+    return [math.log(predicted[row.id] / getattr(row, kind)) for row in rows]
+
+
+def _on_machines(
+    rows: Sequence[StatedRow], values: dict[str, float]
+) -> list[tuple[StatedRow, hardware.Machine]]:
     machines = {name: hardware.load(name, **values) for name in {row.machine for row in rows}}
-    return {
-        row.id: _guess(row, row.on(machines[row.machine], values), seconds_only) for row in rows
-    }
+    return [(row, row.on(machines[row.machine], values)) for row in rows]
+
+
+def _seconds(row: StatedRow, machine: hardware.Machine) -> float:
+    """Seconds of a step."""
+    job = Job(row.model, row.layout, row.training, machine)
+    try:
+        seconds, _ = step_time.pipeline_time(job)
+        return (seconds + sum(step_time.step_parts(job).values())) * machine.slowdown
+    except UserError as error:
+        raise UserError(f"row {row.id}: {error}") from None
+
+
+def _gigabytes(row: StatedRow, machine: hardware.Machine) -> float:
+    """Gigabytes of what the row's figure counts, on the GPU that the source observed: torch's
+    allocator alone, or all of the GPU.
+    """
+    table = memory.stages(Job(row.model, row.layout, row.training, machine))
+    observed = {"first": table[:1], "ends": [table[0], table[-1]]}.get(row.memory_of, table)
+    most = max(stage.total for stage in observed)
+    outside = 0.0
+    if row.memory_kind in ("allocated", "reserved"):
+        outside = machine.context
+        most -= outside + machine.software.buffers
+    room = max(0.0, machine.memory - outside - most)
+    return most / 1e9 + min(row.memory_ahead, room / 1e9)
 
 
 def possible(rows: Sequence[StatedRow], values: dict[str, float]) -> list[StatedRow]:
@@ -56,35 +105,6 @@ def possible(rows: Sequence[StatedRow], values: dict[str, float]) -> list[Stated
                 break
         found |= {row.id: row for row in own}
     return list(found.values())
-
-
-def _guess(row: StatedRow, machine: hardware.Machine, seconds_only: bool) -> Guess:
-    job = Job(row.model, row.layout, row.training, machine)
-    try:
-        seconds = sum(_parts(job).values()) * machine.slowdown
-    except UserError as error:
-        raise UserError(f"row {row.id}: {error}") from None
-    if seconds_only:
-        return Guess(seconds, math.nan, math.nan)
-    table = memory.stages(job)
-    most = max(stage.total for stage in table)
-    of = table[0].total if row.memory_of == "first" else most
-    figure, run_out = _observed(row, of, machine), risk.out_of_memory(machine, most)
-    return Guess(seconds, figure, run_out, risk.interval(job, seconds))
-
-
-def _observed(row: StatedRow, most: float, machine: hardware.Machine) -> float:
-    """Gigabytes of what the row's figure counts: torch's allocator alone, or all of the GPU."""
-    outside = 0.0
-    if row.memory_kind in ("allocated", "reserved"):
-        outside = machine.context
-        most -= outside + machine.software.buffers
-    room = max(0.0, machine.memory - outside - most)
-    return most / 1e9 + min(row.memory_ahead, room / 1e9)
-
-
-def _parts(job: Job) -> dict[str, float]:
-    return {"pipeline": step_time.pipeline_time(job)[0]} | step_time.step_parts(job)
 
 
 # ---- Fitting -------------------------------------------------------------------------------------
@@ -106,14 +126,7 @@ def fit(rows: Sequence[StatedRow], start: dict[str, float], rounds: int = 2) -> 
     timed = [row for row in timed if row.layout.cp == 1 and not row.facts.get("fp8")]
     own = [row for row in _near_best(timed) if row.source not in LEFT_OUT]
 
-    def errors(at: dict[str, float]) -> list[float]:
-        found = predict(own, at, seconds_only=True)
-        return [math.log(found[row.id].seconds / row.seconds) for row in own]
-
-    values = dict(start)
-    for _ in range(rounds):
-        values = moved(values, FITTED, solve(*slopes(errors, FITTED, values)))
-    return values
+    return refit(partial(errors, own, "seconds"), FITTED, start, rounds)
 
 
 def held_out(
@@ -144,8 +157,8 @@ def compare(
     found: dict[str, Any] = {
         "rows": len(rows),
         "set_aside": len(rows) - len(own),
-        "time": _errors([guesses[r.id].seconds / r.seconds for r in timed]),
-        "time_near_best": _errors([guesses[r.id].seconds / r.seconds for r in near]),
+        "time": off_by([guesses[r.id].seconds / r.seconds for r in timed]),
+        "time_near_best": off_by([guesses[r.id].seconds / r.seconds for r in near]),
         "in_interval": _inside(timed, guesses),
         "in_interval_near_best": _inside(near, guesses),
         "choice": _choice(timed, guesses),
@@ -159,11 +172,11 @@ def compare(
     for kind in sorted({row.memory_kind for row in weighed}):
         mine = [row for row in weighed if row.memory_kind == kind]
         ratios = [guesses[r.id].gigabytes / r.gigabytes for r in mine]
-        found["memory"][kind or "not stated"] = _errors(ratios)
+        found["memory"][kind or "not stated"] = off_by(ratios)
     return found
 
 
-def _errors(ratios: list[float]) -> dict[str, float] | None:
+def off_by(ratios: Sequence[float]) -> dict[str, float] | None:
     """Return mean, median and largest error, and the bias, of ratios of predicted to measured: raw,
     and after the one multiplier that makes the mean error least.
     """

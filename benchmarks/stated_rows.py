@@ -48,7 +48,7 @@ class StatedRow:
     seconds: float | None
     gigabytes: float | None  # 1e9 bytes each
     memory_kind: str
-    memory_of: str  # first: of the first stage's GPU; empty: of the fullest one
+    memory_of: str  # first: of the first stage's GPU; ends: of the first or last; empty: of any
     memory_ahead: float  # gigabytes in the figure that are free as soon as memory is short
     status: str
     assumed: bool  # the source does not state the layout

@@ -1,15 +1,21 @@
-"""Times collectives, pairs of nodes, and a device's rates: what `benchmarks/allreduce.py` reports.
+"""Times collectives of the groups of a layout, pairs of nodes, and rates while all ranks compute.
 
-`world` is that of worlds.py; all functions but the last are collective over its ranks.
+`benchmarks/allreduce.py` reports them. All functions with a World are collective over its ranks.
 """
 
+import functools
 import statistics
 import time
 from dataclasses import dataclass
 
 import psutil
+import torch
 from bandwidth import Measured
+from device_rates import copy_rate, gemm_rate, synchronise
 
+from config.schema import Layout, rows_along
+from distributed.context import Context
+from distributed.mesh import Mesh
 from planner import hardware
 
 ITEM = 4  # bytes of an element: fp32
@@ -25,165 +31,161 @@ class Plan:
     seconds: float
 
 
-def operation(world, group: str, name: str, elements: int):
-    """A function that runs the operation once, None for a rank without part in it; and the share of
-    its time to report: p2p sends to the neighbour and back, and half of that counts.
+class World:
+    """The ranks and their groups over NCCL or gloo, through the Group class that training uses.
+
+    rows: the ranks of every group of each kind.
     """
-    ranks = world.ranks(group)
-    mine, count = ranks.index(world.rank), len(ranks)
+
+    def __init__(self, context: Context, layout: Layout):
+        self.context = context
+        self.device = context.device
+        mesh = Mesh(layout.axes, context)
+        self.groups = {"world": mesh.world, "tp": mesh.tp, "dp": mesh.dp, "pp": mesh.forward}
+        axes = {"world": tuple(layout.axes), "tp": ("tp",), "dp": ("dp",), "pp": ("pp",)}
+        self.rows = {name: rows_along(layout.axes, along) for name, along in axes.items()}
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        """Every rank's numbers, in rank order."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        rows = own.new_empty(self.context.size * len(own))
+        self.groups["world"].all_gather(rows, own).wait()
+        return rows.view(self.context.size, -1).tolist()
+
+    def buffer(self, elements: int) -> torch.Tensor:
+        """Zeros in the device's memory."""
+        return torch.zeros(elements, device=self.device)
+
+    def finish(self, handle) -> None:
+        """Wait until an operation is done."""
+        handle.wait()
+        synchronise(self.device)
+
+    def free_bytes(self) -> float:
+        """Bytes that every rank may allocate for buffers."""
+        if self.device.type == "cuda":
+            own = torch.cuda.mem_get_info(self.device)[0] / 3
+        else:
+            own = psutil.virtual_memory().available / self.context.local.size / 4
+        return min(row[0] for row in self.gather([own]))
+
+
+def operation(world: World, group_name: str, name: str, elements: int):
+    """A function that runs the operation once, None for a rank without part in it."""
+    group = world.groups[group_name]
+    mine = group.ranks.index(world.context.rank)
+    whole = world.buffer(elements)
     if name == "all-reduce":
-        whole = world.buffer(elements)
-        return lambda: world.all_reduce(group, whole), 1.0
+        return lambda: world.finish(group.all_reduce(whole))
     if name == "p2p":
         other = mine ^ 1
-        if other >= count:
-            return None, 0.5
-        buffer = world.buffer(elements)
-        return lambda: _ping_pong(world, group, buffer, other, first=mine < other), 0.5
-    whole, part = world.buffer(elements), world.buffer(elements // count)
+        if other >= len(group.ranks):
+            return None
+        return lambda: ping_pong(world, group_name, whole, other, first=mine < other)
+    part = world.buffer(elements // len(group.ranks))
     if name == "reduce-scatter":
-        return lambda: world.reduce_scatter(group, part, whole), 1.0
-    return lambda: world.all_gather(group, whole, part), 1.0
+        return lambda: world.finish(group.reduce_scatter(part, whole))
+    return lambda: world.finish(group.all_gather(whole, part))
 
 
-def _ping_pong(world, group: str, buffer, other: int, first: bool) -> None:
-    if first:
-        world.send(group, buffer, other)
-        world.receive(group, buffer, other)
-    else:
-        world.receive(group, buffer, other)
-        world.send(group, buffer, other)
+def ping_pong(world: World, group: str, buffer: torch.Tensor, other: int, first: bool) -> None:
+    """Send a buffer to a position in the group and back."""
+    turns = (world.groups[group].send, world.groups[group].receive)
+    for turn in turns if first else turns[::-1]:
+        world.finish(turn(buffer, other))
 
 
 def measure(
-    world, rows, group: str, together: bool, name: str, size: int, plan: Plan
+    world: World, group: str, together: bool, name: str, size: int, plan: Plan
 ) -> Measured | None:
-    """Time one operation; collective over all ranks. None if no rank took part."""
-    own_rows = rows[group] if together else rows[group][:1]
-    count = len(own_rows[0])
+    """Time one operation; None if no rank took part. Half the time of p2p there and back counts."""
+    rows = world.rows[group] if together else world.rows[group][:1]
+    count = len(rows[0])
     elements = max(1, size // ITEM // count) * count
-    takes_part = any(world.rank in row for row in own_rows)
-    once, share = operation(world, group, name, elements) if takes_part else (None, 1.0)
-    seconds = _trials(world, once, plan)
-    everyone = world.gather([-1.0] * len(seconds) if once is None else [share * s for s in seconds])
+    takes_part = any(world.context.rank in row for row in rows)
+    once = operation(world, group, name, elements) if takes_part else None
+    share = 0.5 if name == "p2p" else 1.0
+    seconds = [share * each for each in timed(world, once, plan)]
+    everyone = world.gather(seconds if once else [-1.0] * len(seconds))
     series = []
-    for row in own_rows:
+    for row in rows:
         members = [everyone[rank] for rank in row if everyone[rank][0] >= 0]
         if members:
             series.append([statistics.mean(column) for column in zip(*members)])
     if not series:
         return None
     slowest = max(series, key=statistics.median)
-    crosses = any(len({world.nodes[rank] for rank in row}) > 1 for row in own_rows)
-    return Measured(group, together, count, len(own_rows), name, elements * ITEM, slowest, crosses)
+    crosses = any(len({world.context.nodes[rank] for rank in row}) > 1 for row in rows)
+    return Measured(group, together, count, len(rows), name, elements * ITEM, slowest, crosses)
 
 
-def _trials(world, once, plan: Plan) -> list[float]:
+def timed(world: World, once, plan: Plan) -> list[float]:
     """Seconds of each trial on this rank; the number of trials is the same on all ranks."""
+
+    def trial() -> float:
+        began = time.perf_counter()
+        if once is not None:
+            once()
+        return time.perf_counter() - began
+
     world.gather([0.0])  # a barrier
-    first = _time(once)
-    longest = max(row[0] for row in world.gather([first]))
+    longest = max(row[0] for row in world.gather([trial()]))
     affordable = int(plan.seconds / max(longest, 1e-9))
     trials = max(FEWEST, min(plan.trials, affordable))
     for _ in range(min(plan.warm_ups - 1, max(1, affordable // 4))):
-        _time(once)
+        trial()
     world.gather([0.0])
-    return [_time(once) for _ in range(trials)]
+    return [trial() for _ in range(trials)]
 
 
-def _time(once) -> float:
-    began = time.perf_counter()
-    if once is not None:
-        once()
-    return time.perf_counter() - began
-
-
-def check_sum(world) -> None:
+def check_sum(world: World) -> None:
     """RuntimeError unless an all-reduce of ones gives the number of ranks."""
-    buffer = world.buffer(world.size)
-    buffer += 1
-    world.all_reduce("world", buffer)
-    if float(buffer[0]) != world.size:
-        raise RuntimeError(f"an all-reduce of ones over {world.size} ranks gave {buffer[0]}")
+    ones = world.buffer(world.context.size) + 1
+    world.finish(world.groups["world"].all_reduce(ones))
+    if float(ones[0]) != world.context.size:
+        raise RuntimeError(f"an all-reduce of ones over {world.context.size} ranks gave {ones[0]}")
 
 
-def beside_plain_loop(world, size: int, rounds: int = 15) -> tuple[float, float]:
-    """The world's all-reduce as timed here, and in a plain loop of torch's own, alternating.
-
-    Seconds of each at the first quartile of all its calls: other processes disturb the slower
-    calls, and not both sides equally.
-    """
-    buffer, ours, plain = world.buffer(size // ITEM), [], []
-
-    def time_ours() -> None:
-        plan = Plan(trials=8, warm_ups=2, seconds=1.0)
-        ours.extend(_trials(world, lambda: world.all_reduce("world", buffer), plan))
-
-    def time_plain() -> None:
-        world.plain_all_reduce(buffer)
-        for _ in range(8):
-            began = time.perf_counter()
-            world.plain_all_reduce(buffer)
-            plain.append(time.perf_counter() - began)
-
-    for number in range(rounds):
-        for turn in (time_ours, time_plain) if number % 2 else (time_plain, time_ours):
-            turn()
-    return sorted(ours)[len(ours) // 4], sorted(plain)[len(plain) // 4]
-
-
-def rates(world, machine: hardware.Machine | None) -> dict[str, float]:
+def rates(world: World, machine: hardware.Machine | None) -> dict[str, float]:
     """Rates of compute and memory while all ranks compute, for hardware.calibrate."""
-    torch, cuda = world.torch, world.device.type == "cuda"
-    width, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
-    left = torch.randn(width, width, device=world.device, dtype=dtype)
-    block = torch.zeros((2**30 if cuda else 2**25) // ITEM, device=world.device)
-    product, copy = torch.empty_like(left), torch.empty_like(block)
-
-    def typical(once) -> float:
-        def finished():
-            once()
-            world.synchronize()
-
-        seconds = statistics.median(_trials(world, finished, Plan(20, 5, 1.0)))
-        return max(row[0] for row in world.gather([seconds]))
-
-    flops = 2.0 * width**3 / typical(lambda: torch.mm(left, left, out=product))
-    found = {"bandwidth": 2.0 * block.nbytes / typical(lambda: copy.copy_(block))}
+    world.gather([0.0])
+    found = {"bandwidth": copy_rate(world.device)}
     if machine:
-        found["gemm_fraction"] = flops / (machine.peak if cuda else machine.vector_peak)
-    if not cuda:
+        peak = machine.peak if world.device.type == "cuda" else machine.vector_peak
+        found["gemm_fraction"] = gemm_rate(world.device) / peak
+    slowest = [min(column) for column in zip(*world.gather(list(found.values())))]
+    found = dict(zip(found, slowest))
+    if world.device.type == "cpu":
         local = world.context.local.size
-        held = psutil.Process().memory_info().rss
-        found |= {"memory": psutil.virtual_memory().available / local + held, "node": local}
-        mine = psutil.Process().cpu_affinity()
+        process = psutil.Process()
+        available = psutil.virtual_memory().available
+        found |= {"memory": available / local + process.memory_info().rss, "node": local}
+        mine = process.cpu_affinity()
         seen = world.gather([float(core in mine) for core in range(psutil.cpu_count())])
         found["ranks_per_core"] = max(1.0, local / sum(map(max, zip(*seen))))
     return found
 
 
-def pair_scan(world, size: int) -> dict[tuple[str, str], float]:
-    """Bytes/s between every two nodes, or ranks if there is one node; collective.
+def pair_scan(world: World, size: int) -> dict[tuple[str, str], float]:
+    """Bytes/s between every two nodes, or ranks if there is one node, in rounds of disjoint pairs.
 
-    In rounds of disjoint pairs. Names are those of nodes, or `rank N`.
+    Names are those of nodes, or `rank N`.
     """
-    firsts = {node: world.nodes.index(node) for node in dict.fromkeys(world.nodes)}
+    nodes = world.context.nodes
+    firsts = {node: nodes.index(node) for node in dict.fromkeys(nodes)}
     if len(firsts) == 1:
-        firsts = {f"rank {rank}": rank for rank in range(world.size)}
-    names, found = list(firsts), {}
+        firsts = {f"rank {rank}": rank for rank in range(world.context.size)}
+    names = list(firsts)
+    found = {}
     buffer = world.buffer(size // ITEM)
     for pairs in rounds_of_pairs(len(names)):
-        other = first = None
-        for a, b in pairs:
-            ends = firsts[names[a]], firsts[names[b]]
-            if world.rank in ends:
-                first = world.rank == ends[0]
-                other = ends[1] if first else ends[0]
         once = None
-        if other is not None:
-            once = lambda o=other, f=first: _ping_pong(world, "world", buffer, o, f)  # noqa: E731
-        seconds = statistics.median(_trials(world, once, Plan(5, 2, 2.0)))
-        everyone = world.gather([seconds])
+        for a, b in pairs:
+            ends = [firsts[names[a]], firsts[names[b]]]
+            if world.context.rank in ends:
+                first = world.context.rank == ends[0]
+                once = functools.partial(ping_pong, world, "world", buffer, ends[first], first)
+        everyone = world.gather([statistics.median(timed(world, once, Plan(5, 2, 2.0)))])
         for a, b in pairs:
             found[names[a], names[b]] = size / (everyone[firsts[names[a]]][0] / 2)
     return found
@@ -192,7 +194,8 @@ def pair_scan(world, size: int) -> dict[tuple[str, str], float]:
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
     """All pairs of `count`, in rounds of disjoint pairs (the circle method)."""
     seats = list(range(count)) + [None] * (count % 2)
-    half, rounds = len(seats) // 2, []
+    half = len(seats) // 2
+    rounds = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats[:half], reversed(seats[half:]))
         rounds.append([tuple(sorted(p)) for p in pairs if None not in p])

@@ -9,6 +9,8 @@ order alternates. The model is that of benchmarks/peers.py, 4 blocks, h 256, voc
 with a quarter of its tokens, 512 a step: as many records in a shorter step.
 """
 
+import functools
+import itertools
 import json
 import signal
 import statistics
@@ -20,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's own modules
 
 import torch
-from ratios import ratio
+from ratios import in_turns, ratio
 
 import data
 import trainer
@@ -109,17 +111,17 @@ def alternate(context: Context, words: list[str], out: str) -> None:
     watch = Watch(context, state, out)
     block(state, samples, 0)
     time.sleep(1.0)  # until the monitor has started
-    times, number = {True: [], False: []}, 1
-    for i in range(ROUNDS):
-        for on in (i % 2 == 0, i % 2 == 1):
-            watch.switch(on)
-            times[on].append(block(state, samples, BLOCK * number))
-            number += 1
+    numbers = itertools.count(1)
+
+    def turn(on: bool) -> tuple[float, float]:
+        watch.switch(on)
+        return block(state, samples, BLOCK * next(numbers))
+
+    sides = in_turns([functools.partial(turn, True), functools.partial(turn, False)], ROUNDS)
     watch.switch(True)
     watch.watchdog.close()
-    wall, processor = ([pair[i] for pair in times[True]] for i in (0, 1))
-    walls, processors = ([pair[i] for pair in times[False]] for i in (0, 1))
     if context.rank == 0:
+        (wall, processor), (walls, processors) = (list(zip(*side)) for side in sides)
         print(
             f"| {' '.join(words) or f'dp {context.size}'} | {statistics.median(wall):.4f} | "
             f"{statistics.median(walls):.4f} | {ratio(wall, walls)} | "

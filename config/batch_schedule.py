@@ -75,13 +75,6 @@ class BatchSchedule:
         level = [level for level in self.levels(consumed) if level.consumed <= samples][-1]
         return level.first_step + (samples - level.consumed) // level.batch
 
-    def rounded(self, divisor: int) -> "BatchSchedule":
-        """Return the schedule with every size rounded down to a multiple of `divisor`.
-
-        validation.check_batches refuses a size below `divisor`, which would become 0.
-        """
-        return _joined([(start, batch - batch % divisor) for start, batch in self.starts])
-
 
 def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule:
     """Return Megatron's linear ramp-up START INCREMENT SAMPLES to `target` (megatron/core 0.16).

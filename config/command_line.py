@@ -188,9 +188,10 @@ def samples_of(tokens: int, length: int) -> int:
     text = f"--batch-tokens {tokens} is not a whole number of samples of seq-length({length})"
     text += f"; the nearest: {near}"
     for unit, ten, two in (("Mi", 10**6, 2**20), ("Ki", 10**3, 2**10)):
-        if tokens * two % (ten * length) == 0:
-            binary = tokens * two // ten
-            raise UserError(f"{text}; or {tokens / ten:g}{unit} = {binary // length} x {length}")
+        binary, remainder = divmod(tokens * two, ten * length)
+        if not remainder:
+            text += f"; or {tokens / ten:g}{unit} = {binary} x {length}"
+            break
     raise UserError(text)
 
 
@@ -221,8 +222,7 @@ def _unknown(what: str, names: list[str]) -> str:
     """Return the error text for unknown names, with suggestions. what: "argument" or "key"."""
     from config import spelling
 
-    options = {name.replace("_", "-"): f.metadata["help"] for name, f in _options().items()}
-    options |= {"config": "TOML file", "model": "preset"}
+    options = ["config", "model", *(name.replace("_", "-") for name in _options())]
     if len(names) == 1:
         return f"unknown {what} {names[0]!r}{spelling.suggestion(names[0], options)}"
     texts = []
@@ -329,19 +329,14 @@ def _parser(
         if group == "model":
             text = "a preset (--help model lists them), a config.json, a run or a checkpoint"
             if lists_models:
-                text = _list_of_models()
+                from config import spelling  # imported here: few command lines need this module
+
+                text = spelling.listed()
             section.add_argument("--model", metavar="PRESET|PATH", help=text, **absent)
         for f in dataclasses.fields(cls):
             if names is None or f.name in names:
                 _add_flag(section, f)
     return parser
-
-
-def _list_of_models() -> str:
-    """Return the help text of --model with the names of all presets."""
-    from config import spelling  # imported here: few command lines need this module
-
-    return spelling.listed()
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
@@ -378,33 +373,33 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
 
 def _options_of_file(path: str) -> dict[str, Any]:
     """Return the values of a TOML file by option name; its tables only group keys for readers."""
-    options: dict[str, Any] = {}
-    tables: dict[str, str] = {}  # the table in which an option stands
-    known = [*_options(), "model"]
-    tree = read_toml(path, f"--config {path}")
-    top = {key: value for key, value in tree.items() if not isinstance(value, dict)}
-    groups = {key: value for key, value in tree.items() if isinstance(value, dict)}
-    for table in groups:
-        if table not in GROUPS:
+    entries = []  # (where the key stands, key, value)
+    for key, value in read_toml(path, f"--config {path}").items():
+        if not isinstance(value, dict):
+            entries.append(("at the top", key, value))
+        elif key in GROUPS:
+            entries += [(f"in [{key}]", *item) for item in value.items()]
+        else:
             names = ", ".join(f"[{name}]" for name in GROUPS)
-            raise UserError(f"--config {path} has an unknown table [{table}]: there are {names}")
-    named = {"at the top": top} | {f"in [{table}]": values for table, values in groups.items()}
-    keys = [key for values in named.values() for key in values]
-    if unknown := [key for key in keys if key.replace("-", "_") not in known]:
+            raise UserError(f"--config {path} has an unknown table [{key}]: there are {names}")
+    known = {*_options(), "model"}
+    unknown = [key for _, key, _ in entries if key.replace("-", "_") not in known]
+    if unknown:
         article = "an " if len(unknown) == 1 else ""
         raise UserError(f"--config {path} has {article}{_unknown('key', unknown)}")
-    for table, values in named.items():
-        for key, value in values.items():
-            name = key.replace("-", "_")
-            if name in options:
-                where = f"{tables[name]} and {table}"
-                raise UserError(f"--config {path} gives {key!r} twice: {where}")
-            options[name] = tuple(value) if isinstance(value, list) else value
-            tables[name] = table
-            try:
-                check_option(name, options[name])
-            except UserError as error:
-                raise UserError(f"--config {path}: {error}") from None
+    options: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for place, key, value in entries:
+        name = key.replace("-", "_")
+        if name in options:
+            where = f"{places[name]} and {place}"
+            raise UserError(f"--config {path} gives {key!r} twice: {where}")
+        places[name] = place
+        options[name] = tuple(value) if isinstance(value, list) else value
+        try:
+            check_option(name, options[name])
+        except UserError as error:
+            raise UserError(f"--config {path}: {error}") from None
     return options
 
 
@@ -415,23 +410,26 @@ def check_option(name: str, value: Any) -> None:
         return _checked(flag, str, value)
     field = _options()[name]
     meta = field.metadata
-    kind = field.type
     if meta["nargs"]:
-        count = meta["nargs"] if isinstance(meta["nargs"], int) else None
-        if not isinstance(value, tuple) or not value or len(value) != (count or len(value)):
-            shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
-            raise UserError(f"{flag} takes a list of {count or 'one or more'} values, not {shown}")
-        for item in value:
-            is_weight = name == "data" and isinstance(item, (int, float))  # a number, in TOML
-            _checked(flag, float if is_weight else meta["item"], item)
-        return None
-    _checked(flag, kind, value)
+        return _check_list(flag, meta, value)
+    _checked(flag, field.type, value)
     if meta["choices"] and value not in meta["choices"]:
         choices = ", ".join(map(str, meta["choices"]))
         raise UserError(f"{flag} is one of {choices}, not {value!r}")
     for limit, (is_within, words) in LIMITS.items():
         if meta[limit] is not None and not is_within(value, meta[limit]):
             raise UserError(f"{flag} must be {words} {meta[limit]}, not {value}")
+
+
+def _check_list(flag: str, meta: Mapping[str, Any], value: Any) -> None:
+    """Raise UserError unless the value is a tuple of the option's items; meta: of the field."""
+    if not isinstance(value, tuple) or not value or meta["nargs"] not in ("+", len(value)):
+        shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
+        count = "one or more" if meta["nargs"] == "+" else meta["nargs"]
+        raise UserError(f"{flag} takes a list of {count} values, not {shown}")
+    for item in value:
+        is_weight = flag == "--data" and isinstance(item, (int, float))  # a number, in TOML
+        _checked(flag, float if is_weight else meta["item"], item)
 
 
 def _checked(flag: str, kind: Any, value: Any) -> None:

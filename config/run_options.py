@@ -25,17 +25,27 @@ def option(
     below: float | None = None,
     nargs: int | str | None = None,
     item: type = str,
+    needs: tuple[str, ...] = (),
 ) -> Any:
     """Return a dataclass field that is also a command-line flag and a TOML key of the same name.
 
     The field's annotation is the type of the option. Numbers must be finite, whole numbers below
     2^63. minimum, maximum: limits that are allowed themselves; above, below: limits that are not.
-    nargs: number of values of a tuple, as in argparse; item: the type of these values.
+    nargs: number of values of a tuple, as in argparse; item: the type of these values. needs: other
+    options without which this one has no effect, as needs.py describes them.
     """
-    facts = {"help": help, "choices": choices, "nargs": nargs, "item": item}
+    facts = {"help": help, "choices": choices, "nargs": nargs, "item": item, "needs": needs}
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return field(default=default, metadata=facts | limits)
 
+
+# What several options need; `option` explains it.
+LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
+HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
+FP16 = ("--precision fp16",)
+DYNAMIC_SCALE = (*FP16, "--loss-scale 0: a dynamic scale")
+SAVES = ("--save-every or --save-every-minutes: nothing is saved",)
+EXPERTS = ("--experts above 1",)
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 
@@ -62,9 +72,6 @@ class Training:
     batch_schedule: tuple = option(
         None, "TOKENS:SIZE ..., samples per step after so many tokens, as 0:192 5B:1024", nargs="+"
     )
-    decrease_batch_size_if_needed: bool = option(
-        False, "round a batch size down to a multiple of micro-batch-size x dp"
-    )
     steps: int = option(None, "steps to train", minimum=1)
     train_samples: int = option(None, "samples to train, in place of --steps", minimum=1)
     precision: str = option(
@@ -77,31 +84,53 @@ class Training:
     )
     optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
-    min_lr: float = option(3e-5, "final learning rate", minimum=0.0)
+    min_lr: float = option(3e-5, "final learning rate", minimum=0.0, needs=LR_FALLS)
     lr_schedule: str = option(
         "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
     )
     lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
-    lr_decay_samples: int = option(None, "samples to reach --min-lr, default: all", minimum=1)
+    lr_decay_samples: int = option(
+        None, "samples to reach --min-lr, default: all", minimum=1, needs=LR_FALLS
+    )
     lr_wsd_decay_samples: int = option(
-        None, "samples of the decay at the end of wsd, default: a tenth", minimum=1
+        None,
+        "samples of the decay at the end of wsd, default: a tenth",
+        minimum=1,
+        needs=("--lr-schedule wsd",),
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
-    adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0, below=1.0)
-    adam_beta2: float = option(0.95, "Adam's second-moment decay", minimum=0.0, below=1.0)
-    adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0)
-    sgd_momentum: float = option(0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0)
+    adam_beta1: float = option(
+        0.9, "Adam's first-moment decay", minimum=0.0, below=1.0, needs=HAS_ADAM
+    )
+    adam_beta2: float = option(
+        0.95, "Adam's second-moment decay", minimum=0.0, below=1.0, needs=HAS_ADAM
+    )
+    adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0, needs=HAS_ADAM)
+    sgd_momentum: float = option(
+        0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0, needs=("--optimizer sgd",)
+    )
     initial_loss_scale_power: int = option(
-        16, "fp16: the dynamic loss scale begins at 2 to this power", minimum=0, maximum=127
+        16,
+        "fp16: the dynamic loss scale begins at 2 to this power",
+        minimum=0,
+        maximum=127,
+        needs=DYNAMIC_SCALE,
     )
-    loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0)
+    loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0, needs=FP16)
     loss_scale_window: int = option(
-        1000, "fp16: steps without overflow after which the scale doubles", minimum=1
+        1000,
+        "fp16: steps without overflow after which the scale doubles",
+        minimum=1,
+        needs=DYNAMIC_SCALE,
     )
-    loss_scale_hysteresis: int = option(2, "fp16: overflows until the scale is halved", minimum=1)
-    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", above=0.0)
+    loss_scale_hysteresis: int = option(
+        2, "fp16: overflows until the scale is halved", minimum=1, needs=DYNAMIC_SCALE
+    )
+    min_loss_scale: float = option(
+        1.0, "fp16: smallest dynamic loss scale", above=0.0, needs=DYNAMIC_SCALE
+    )
     max_overflows: int = option(
-        5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1
+        5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1, needs=FP16
     )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
@@ -132,8 +161,17 @@ class Data:
         "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic",
         nargs="+",
     )
-    split: str = option("95,5,0", "shares of train, validation and test, by document")
-    eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
+    split: str = option(
+        "95,5,0",
+        "shares of train, validation and test, by document",
+        needs=("--data: now tokens are random",),
+    )
+    eval_every: int = option(
+        0,
+        "steps between evaluations, 0: only when training ends",
+        minimum=0,
+        needs=("--eval-samples or --eval-data: nothing is evaluated",),
+    )
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
     eval_data: tuple = option(
         None,
@@ -144,11 +182,13 @@ class Data:
         "megatron",
         "of samples: Megatron's, or stable, in which a longer run reads first what a shorter does",
         choices=("megatron", "stable"),
+        needs=("--data: now tokens are random",),
     )
     cache: str = option(
         None,
         "folder of this node in which trine-UID holds orders of samples (default: TMPDIR or /tmp); "
         "none: each rank builds its own",
+        needs=("--data or --eval-data",),
     )
     skip_samples: tuple = option(
         None,
@@ -278,8 +318,14 @@ class Run:
         "record: write more about a spike; skip: also update no weight by it; rollback: go back to "
         "the newest checkpoint, and pass over the batches since then",
         choices=("record", "skip", "rollback"),
+        needs=("--spike-sigma above 0: now no step is a spike",),
     )
-    spike_limit: int = option(4, "spikes after which a run skips or goes back", minimum=0)
+    spike_limit: int = option(
+        4,
+        "spikes after which a run skips or goes back",
+        minimum=0,
+        needs=("--on-spike skip or rollback",),
+    )
     max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str = option(None, "also log to this project of Weights & Biases")
@@ -289,12 +335,23 @@ class Run:
         "minutes between checkpoints, and one at the end; 0: none",
         minimum=0.0,
     )
-    save_weights_only: bool = option(False, "checkpoints without optimizer state, 4 bytes a weight")
-    async_save: bool = option(True, "write checkpoints while training continues")
-    keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0)
-    keep_every: int = option(0, "with --keep-last, also keep multiples of this step", minimum=0)
+    save_weights_only: bool = option(
+        False, "checkpoints without optimizer state, 4 bytes a weight", needs=SAVES
+    )
+    async_save: bool = option(True, "write checkpoints while training continues", needs=SAVES)
+    keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0, needs=SAVES)
+    keep_every: int = option(
+        0,
+        "with --keep-last, also keep multiples of this step",
+        minimum=0,
+        needs=("--keep-last: now all are kept",),
+    )
     resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
-    load_weights_only: bool = option(False, "take only the weights from --resume, begin at step 0")
+    load_weights_only: bool = option(
+        False,
+        "take only the weights from --resume, begin at step 0",
+        needs=("--resume: it says which weights",),
+    )
     preflight: bool = option(None, "test every node before step 1, default: if there are several")
     exit_after_minutes: float = option(
         0.0,
@@ -310,6 +367,7 @@ class Run:
         0,
         "resume after so many samples at least: batches before them need not divide",
         minimum=0,
+        needs=("--resume: a new run begins with 0",),
     )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
     save_switch: str = option(None, "save when this file appears, remove it, and continue")
@@ -318,12 +376,14 @@ class Run:
         None,
         "seconds without progress that count as a hang, default: 300, or 10 median steps if longer",
         minimum=1.0,
+        needs=("--watchdog: now it is off",),
     )
     check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
     slow_rank_percent: float = option(
         20.0,
         "per cent by which a slow rank computes longer than its peers",
         minimum=0.0,
+        needs=("--check-speed-every above 0",),
     )
     blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
     compile: bool = option(
@@ -332,12 +392,12 @@ class Run:
     )
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     record_routing: str = option(
-        None,
-        "write the experts of every token to this file",
+        None, "write the experts of every token to this file", needs=EXPERTS
     )
     pin_routing: str = option(
         None,
         "take the experts of every token from this file of a run with --record-routing",
+        needs=EXPERTS,
     )
     torch_profile: int = option(
         None,

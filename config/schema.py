@@ -18,7 +18,7 @@ from typing import Any
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.messages import UserError
-from config.run_options import Data, Run, Training, option
+from config.run_options import EXPERTS, Data, Run, Training, option
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
@@ -60,7 +60,9 @@ class ModelShape:
     kv_heads: int = option(None, "key/value heads, default: heads", minimum=1)
     ffn_hidden: int = option(None, "MLP width, default: 4 x hidden, SwiGLU 8/3 x hidden", minimum=1)
     seq_length: int = option(1024, "tokens in a sample", minimum=1)
-    max_positions: int = option(None, "learned positions, default: seq-length", minimum=1)
+    max_positions: int = option(
+        None, "learned positions, default: seq-length", minimum=1, needs=("--positions learned",)
+    )
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
@@ -71,12 +73,20 @@ class ModelShape:
     embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
     tied: bool = option(True, "the output head shares the embedding's weights")
     norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0)
-    rotary_base: float = option(10000.0, "base of the rotary frequencies", above=0.0)
+    rotary_base: float = option(
+        10000.0, "base of the rotary frequencies", above=0.0, needs=("--positions rotary",)
+    )
     rotary_fraction: float = option(
-        1.0, "share of each head that rotary positions turn", above=0.0, maximum=1.0
+        1.0,
+        "share of each head that rotary positions turn",
+        above=0.0,
+        maximum=1.0,
+        needs=("--positions rotary",),
     )
     rotary_scaling: str = option(
-        "none", "of rotary frequencies: none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS"
+        "none",
+        "of rotary frequencies: none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS",
+        needs=("--positions rotary",),
     )
     head_size: int = option(None, "width of a head, default: hidden / heads", minimum=1)
     qkv_bias: bool = option(None, "biases of queries, keys and values, default: as --bias")
@@ -94,12 +104,20 @@ class ModelShape:
         1, "MLPs of a block, of which a router chooses some for each token; 1: no router", minimum=1
     )
     experts_per_token: int = option(1, "experts that compute each token", minimum=1)
-    expert_ffn_hidden: int = option(None, "width of each expert, default: ffn-hidden", minimum=1)
+    expert_ffn_hidden: int = option(
+        None, "width of each expert, default: ffn-hidden", minimum=1, needs=EXPERTS
+    )
     first_dense_layers: int = option(
-        0, "first blocks that have one MLP, as wide as ffn-hidden, and no experts", minimum=0
+        0,
+        "first blocks that have one MLP, as wide as ffn-hidden, and no experts",
+        minimum=0,
+        needs=EXPERTS,
     )
     expert_interval: int = option(
-        1, "every Nth block has experts, after the first dense ones; others have one MLP", minimum=1
+        1,
+        "every Nth block has experts, after the first dense ones; others have one MLP",
+        minimum=1,
+        needs=EXPERTS,
     )
     router: str = option(
         "softmax", "scores of the experts for a token", choices=("softmax", "sigmoid")
@@ -337,10 +355,7 @@ class Config:
     @cached_property
     def batches(self) -> BatchSchedule:
         """The sizes of the global batches; UserError if the options are inconsistent."""
-        schedule = batch_schedule(self.training, self.model.seq_length)
-        if not self.training.decrease_batch_size_if_needed:
-            return schedule
-        return schedule.rounded(self.layout.micro_batch_size * self.layout.dp)
+        return batch_schedule(self.training, self.model.seq_length)
 
     @property
     def levels(self) -> list[Level]:
@@ -399,7 +414,7 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 
 
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
-    """Return the batch sizes by the options, before rounding; UserError if inconsistent.
+    """Return the batch sizes by the options; UserError if they are inconsistent.
 
     seq_length: the tokens of a sample, because --batch-schedule counts tokens.
     """

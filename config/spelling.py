@@ -14,16 +14,17 @@ or a path.
     means_preset("meta-llama/Meta-Llama-3-8B")     True: preset_name returns llama-3-8b
 """
 
+import argparse
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from config import batch_schedule, families
-from config.messages import UserError, nearest
+from config.messages import Parser, UserError, nearest
 from config.schema import ModelShape
 
 NAMES = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
@@ -69,59 +70,62 @@ class Translation:
 
 
 def translate(words: list[str]) -> Translation:
-    """Return a command line in our names.
+    """Return a command line in our names: first the words that were in our names already.
 
     words: the command line, with theirs and ours. Raise UserError if Trine does not have what an
-    option asks for, or if two names of one option have different values.
+    option asks for, or if an option is given by two names.
     """
-    translation = Translation()
-    first_use = dict[str, tuple[str, list[str]]]()  # by our flag: the name as written, our words
-    for flag, values_after in _flags(words):
-        name, equals, value = flag.partition("=")
-        name = name.replace("_", "-")
-        values = [value, *values_after] if equals else values_after
-        translated = None
-        if name.startswith("--"):
-            translated = _our_words(name, values, translation)
-        meaning = translated or [name]
-        if translated is None:
-            meaning = [name, *values]
-        our_flag = meaning[0].replace("--no-", "--")
-        other_name, other_meaning = first_use.setdefault(our_flag, (name, meaning))
-        if {name, other_name} & translation.ours.keys() and other_meaning != meaning:
-            raise UserError(f"{other_name} and {name} are one option, {our_flag}: give one")
-        if translated is not None:
-            translation.words += translated
+    parser = Parser(add_help=False, allow_abbrev=False)
+    theirs = ["lr-warmup-fraction"]
+    for table in ("same", "words", "iterations", "instead"):
+        theirs += NAMES[table]
+    for name in theirs:
+        parser.add_argument(f"--{name}", nargs="*", default=argparse.SUPPRESS)
+    given, ours = parser.parse_known_args(list(map(_with_dashes, words)))
+    translation = Translation(ours)
+    names = {}  # by our flag: the name that was given
+    for word in filter(FLAG.match, ours):
+        flag = word.partition("=")[0]
+        names[flag.replace("--no-", "--")] = flag
+    for attribute, values in vars(given).items():
+        name = attribute.replace("_", "-")
+        flag, *our_values = _our_words(name, values, translation) or [""]
+        if not flag:
             continue
-        if name:  # empty before the first flag
-            translation.words.append(name + equals + value)
-        translation.words += values_after
+        option = flag.replace("--no-", "--")
+        if option in names:
+            raise UserError(f"{names[option]} and --{name} are one option, {option}: give one")
+        names[option] = f"--{name}"
+        translation.words += [flag, *our_values]
     return _resumed(translation)
 
 
-def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with the words before the next flag; words before the first have flag ''."""
-    flag = ""
-    values = list[str]()
-    for word in words:
-        if FLAG.match(word):
-            yield flag, values
-            flag = word
-            values = []
-        else:
-            values.append(word)
-    yield flag, values
+def _with_dashes(word: str) -> str:
+    """Return a word of the command line; in the name of a flag every underscore is a dash."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
 
 
-def _our_words(flag: str, values: list[str], translation: Translation) -> list[str] | None:
-    """Return the words of our command line for a flag of Megatron-LM; None for any other flag.
+def _our_words(name: str, values: list[str], translation: Translation) -> list[str]:
+    """Return the words of our command line for an option of Megatron-LM.
 
-    values: the words after the flag. translation: receives the notes, and the numbers that `finish`
-    needs. The result is [] if the flag has no effect here, or if `finish` sets the option.
+    name: without dashes. values: the words after it. translation: receives the notes, and the
+    numbers that `finish` needs. The result is [] if the option has no effect here, or if `finish`
+    sets the option. Raise UserError if the option asks for something that Trine does not do.
     """
-    name = flag.removeprefix("--")
+    flag = f"--{name}"
+    written = " ".join([flag, *values])
     if name in NAMES["instead"]:
-        _note_missing_option(name, values, translation)
+        entry = NAMES["instead"][name]
+        accepted = entry.get("accepts")  # the values that ask for what Trine does; None: all values
+        if accepted is None:
+            translation.instead.append(f"{written}: {entry['text']}")
+        elif values and values[0] in accepted:
+            translation.instead.append(f"{written}: so it is here")
+        else:
+            raise UserError(f"{written}: {entry['text']}")
         return []
     if name in NAMES["iterations"]:
         ours = NAMES["iterations"][name]
@@ -132,32 +136,15 @@ def _our_words(flag: str, values: list[str], translation: Translation) -> list[s
         translation.warmup_fraction = _number(name, values)
         translation.ours[flag] = "--lr-warmup-samples (times --lr-decay-samples)"
         return []
-    if name == "tensorboard-dir":  # Trine's folder is fixed
-        translation.instead.append(f"{flag} {' '.join(values)}: the events are in OUT/tensorboard")
-        values = []
     if name in NAMES["words"]:
         translation.ours[flag] = NAMES["words"][name]
+        if name == "tensorboard-dir":  # Trine's folder is fixed
+            translation.instead.append(f"{written}: the events are in OUT/tensorboard")
+            values = []
         return [*NAMES["words"][name].split(), *values]
-    if name not in NAMES["same"]:
-        return None
     translation.ours[flag] = f"--{NAMES['same'][name]}"
     our_values = NAMES["values"].get(name, {})  # our value for each of theirs that differs
     return [translation.ours[flag], *(our_values.get(value, value) for value in values)]
-
-
-def _note_missing_option(name: str, values: list[str], translation: Translation) -> None:
-    """Note that Trine lacks an option of Megatron-LM, or that it always has the given value.
-
-    Raise UserError if the option asks, with these values, for something that Trine does not do.
-    """
-    entry = NAMES["instead"][name]  # text: what Trine does; accepts: the values that mean the same
-    written = " ".join([f"--{name}", *values])
-    if "accepts" not in entry:
-        translation.instead.append(f"{written}: {entry['text']}")
-    elif not values or values[0] not in entry["accepts"]:
-        raise UserError(f"{written}: {entry['text']}")
-    else:
-        translation.instead.append(f"{written}: so it is here")
 
 
 def _number(name: str, values: list[str]) -> float:
@@ -188,30 +175,19 @@ def _resumed(translation: Translation) -> Translation:
     return translation
 
 
-def suggestion(name: str, options: Mapping[str, str]) -> str:
+def suggestion(name: str, options: Iterable[str]) -> str:
     """Return `; did you mean ...?` for an unknown option, or an empty string.
 
-    options: the help text of every option, by its name. The suggestion is, in this order: the
-    option for a name that other programs use, an option with almost the same name, or an option
-    whose name and help text have all words of `name`.
+    options: the names of all options. Names that other programs use lead to our option.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
     dashes = "--" if name.startswith("-") else ""
-    known = list(options)
     meant = NAMES["meant"]
-    if plain in meant:
-        return f"; did you mean {dashes + meant[plain]!r}?"
-    close = nearest(plain, known, 0.8)
-    if not close and (other := difflib.get_close_matches(plain, meant, 1, 0.8)):
-        close = f"; did you mean {meant[other[0]]!r}?"
-    if not close:
-        parts = set(re.split(r"\W+", plain))
-        for option, text in options.items():
-            if parts <= set(re.findall(r"\w+", f"{option} {text}")):
-                close = f"; did you mean {option!r}?"
-                break
-    close = close or nearest(plain, known)
-    return close.replace(" '", f" '{dashes}")
+    alike = difflib.get_close_matches(plain, meant, 1, 0.8)
+    close = nearest(plain, list(options), 0.8)
+    if plain in meant or (alike and not close):
+        close = f"; did you mean {meant[alike[0]]!r}?"
+    return (close or nearest(plain, list(options))).replace(" '", f" '{dashes}")
 
 
 # ---- Models by name ------------------------------------------------------------------------------

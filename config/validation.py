@@ -10,10 +10,9 @@ import contextlib
 import dataclasses
 import math
 
-from config.batch_schedule import between
 from config.messages import UserError
 from config.run_options import Data, Run, parse_eval_sets
-from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
+from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training
 
 
 def check(config: Config, ranks: int) -> Config:
@@ -48,6 +47,15 @@ def check_any_length(config: Config, ranks: int) -> Config:
     if training.steps is None and training.train_samples is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
     return check(config, ranks)
+
+
+def refusal(config: Config, ranks: int) -> str:
+    """Return the error line of `check_any_length`; empty if the run is possible."""
+    try:
+        check_any_length(config, ranks)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
@@ -314,22 +322,13 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
 
 def check_batches(config: Config) -> None:
     """Raise UserError for the first batch size of this start that the layout cannot divide."""
-    layout = config.layout
-    share = layout.micro_batch_size * layout.dp
-    levels = batch_schedule(config.training, config.model.seq_length).levels()
-    for level in between(levels, config.run.begin_at_samples, config.run.stop_at_samples):
+    for level in config.levels:
         name = "global-batch-size"
         when = ""
         if level.consumed or level.steps:
             name = "batch"
             when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
-        if not config.training.decrease_batch_size_if_needed:
-            check_batch(layout, name, level.batch, when)
-        elif level.batch < share:
-            raise UserError(
-                f"micro-batch-size({layout.micro_batch_size}) * dp({layout.dp}) = {share} is more "
-                f"than {name}({level.batch}){when}: rounded down, nothing would be left of it"
-            )
+        check_batch(config.layout, name, level.batch, when)
 
 
 def check_sharding(layout: Layout, training: Training) -> None:
@@ -414,6 +413,10 @@ def _check_run(run: Run, steps: int) -> None:
     stop = run.stop_at_samples
     if stop and stop <= begin:
         raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
+    if run.on_spike == "rollback" and not run.saves:
+        raise UserError(
+            "--on-spike rollback needs --save-every or --save-every-minutes: nothing is saved"
+        )
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
     traced = [("trace-numerics", step) for step in run.trace_numerics]

@@ -41,9 +41,7 @@ def take(local: Local, node: str, sharing: bool) -> tuple[Any, str]:
     gpu = choose_gpu(local.rank, local.size, torch.cuda.device_count(), node, sharing)
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
-    name = torch.cuda.get_device_name(gpu)
-    capability = torch.cuda.get_device_capability(gpu)
-    check_kernels(name, capability, torch.cuda.get_arch_list(), torch.__version__)
+    check_kernels(device)
     return device, f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -79,29 +77,24 @@ def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
     return True
 
 
-def check_kernels(name: str, capability: tuple[int, int], built: list[str], version: str) -> None:
-    """Raise UserError if the installed torch has no kernels for this GPU.
+def check_kernels(device: Any) -> None:
+    """Raise UserError if the installed torch has no kernels for this GPU, a torch.device."""
+    import torch
 
-    name: the GPU's name. capability: its compute capability (major, minor). built: the result of
-    torch.cuda.get_arch_list(). version: torch's. Kernels for sm_XY run on GPUs with the same X and
-    a minor number of at least Y, sm_XYa only on that GPU, and compute_XY is compiled for any newer
-    GPU when it is loaded.
-    """
-    for architecture in built:
-        kind, _, number = architecture.partition("_")
-        built_for = divmod(int(number.rstrip("af")), 10)
-        same_major = built_for[0] == capability[0]
-        runs = built_for == capability or (same_major and not number.endswith("a"))
-        if built_for <= capability and (runs or kind == "compute"):
-            return
-    advice = "install a build of torch for it"
-    if capability < (7, 5):
-        advice = "install torch's build for CUDA 12.6 (+cu126)"
-    wanted = f"{capability[0]}.{capability[1]} (sm_{capability[0]}{capability[1]})"
-    raise UserError(
-        f"{name} has compute capability {wanted}, but torch {version} has kernels for "
-        f"{', '.join(built) or 'no GPU'}: {advice} (docs/install.md)"
-    )
+    try:
+        torch.ones(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        capability = torch.cuda.get_device_capability(device)
+        advice = "install a build of torch for it"
+        if capability < (7, 5):
+            advice = "install torch's build for CUDA 12.6 (+cu126)"
+        major, minor = capability
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor} "
+            f"(sm_{major}{minor}), but torch {torch.__version__} cannot run on it: "
+            f"{str(error).splitlines()[0]}; {advice} (docs/install.md)"
+        ) from None
 
 
 def unusable_driver(

@@ -1,28 +1,25 @@
 """The store of a job: torch's TCPStore on rank 0, to which only the job's ranks are connected.
 
-    opened = open_store(launch, local, run.out)    # collective over all ranks
+    opened = open_store(launch, local)             # collective over all ranks
     values = opened.part("values")                 # keys with a prefix that nobody can guess
 
 torch's store has no authentication: any program that can connect can read, set and delete every
-key. So rank 0 gives the address to the other ranks over MPI, or under torchrun in a file that only
-this user can read. With it goes a secret, from which the prefixes of all keys are computed. When
-every rank has made all the connections that it will ever need, rank 0 closes the port. If another
-program is connected by then, the job ends with an error.
+key. So rank 0 closes the port when every rank has made all the connections that it will ever need.
+If another program is connected by then, the job ends with an error. Only then rank 0 puts a secret
+into the store. All later keys begin with the secret, so that keys which another program has set
+before are never read, and the ranks show the secret to the watchdog's monitor.
+
+Rank 0 gives the address to the other ranks over MPI, or under torchrun in torchrun's own store.
 """
 
-import contextlib
-import hmac
 import json
 import os
 import resource
 import socket
-import stat
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -34,35 +31,30 @@ from distributed.launch import Launch, Local
 TIMEOUT = timedelta(minutes=30)  # torch's time limit for a call of the store
 CONNECTIONS = 2  # connections of each rank to the store
 OTHER_FILES = 256  # files that a rank may have open besides the connections to the store
-PAUSE = 0.05  # seconds between two looks for a value, a file or a closed connection
+PAUSE = 0.05  # seconds between two looks for a value or a closed connection
 SECONDS_TO_CONNECT = 60.0  # limit for a connection to rank 0: the network may need several attempts
-SECONDS_FOR_FILE = 60.0  # a file of rank 0 must be seen on the other nodes within this time
 SECONDS_TO_CLOSE = 10.0  # ended connections must be gone from rank 0's list within this time
-KEY = "trine rendezvous"  # the key in torchrun's store under which rank 0 puts the file's name
+KEY = "trine rendezvous"  # the key in torchrun's store under which rank 0 puts the address
+SECRET = "secret"  # the key in the job's store of the secret
 
 
 class Address(NamedTuple):
-    """Where the store is, and the secret of the job in hexadecimal."""
+    """Where the store is."""
 
     host: str
     port: int
-    secret: str
 
 
 @dataclass
 class JobStore:
     """This rank's two connections to the store (None for a single process), and the job's secret.
 
-    secret: hexadecimal text, the same on all ranks; names and keys are computed from the secret.
+    secret: hexadecimal text, the same on all ranks.
     """
 
     secret: str = field(repr=False)
     first: Any = None  # torch's store over the first connection
     second: Any = None  # the same store over the second connection
-
-    def key(self, purpose: str) -> str:
-        """Return a name or key for one purpose, from which the secret cannot be computed."""
-        return hmac.new(self.secret.encode(), purpose.encode(), "sha256").hexdigest()
 
     def part(self, purpose: str, second: bool = False) -> Any:
         """Return the part of the store for one purpose; None for a single process.
@@ -73,30 +65,39 @@ class JobStore:
 
         if self.first is None:
             return None
-        return dist.PrefixStore(self.key(purpose), self.second if second else self.first)
+        connection = self.second if second else self.first
+        return dist.PrefixStore(f"{self.secret}/{purpose}", connection)
 
 
-def open_store(launch: Launch, local: Local, out: str) -> JobStore:
+def open_store(launch: Launch, local: Local) -> JobStore:
     """Start the job's store on rank 0 and connect to it; collective over all ranks.
 
-    out: the run's --out, the folder of the file under torchrun. Raise UserError if torchrun's port
-    is in use, the file cannot be written or seen, other programs are connected to the store, or
-    the limit of open files is below the number of connections that rank 0 will have.
+    Raise UserError if torchrun's port is in use, other programs are connected to the store, or the
+    limit of open files is below the number of connections that rank 0 will have.
     """
     if launch.size == 1:
-        return JobStore(os.urandom(32).hex())
+        return JobStore(new_secret())
     allow_open_files(launch.size)
     server = Server(host_address(local), launch.size) if launch.rank == 0 else None
-    address = server.address if server else None
-    if launch.mpi:
-        from mpi4py import MPI
+    if not launch.mpi:
+        # Kept until all ranks have met: rank 0 may be the server of this store.
+        torchruns_store = _torchruns_store()
+        if server:
+            torchruns_store.set(KEY, json.dumps(server.address))
+        address = Address(*json.loads(torchruns_store.get(KEY)))
+        return meet(address, launch.size, server)
+    from mpi4py import MPI
 
-        world = MPI.COMM_WORLD
-        # Over libfabric a message moves only while its sender is inside an MPI call: ranks that
-        # forward the broadcast must go on calling MPI (Iprobe) until all ranks have received it.
-        return meet(world.bcast(address), launch.size, server, world.Iprobe)
-    with _address_over_torchrun(address, out) as shared:
-        return meet(shared, launch.size, server)
+    world = MPI.COMM_WORLD
+    address = world.bcast(server.address if server else None)
+    # Over libfabric a message moves only while its sender is inside an MPI call: ranks that forward
+    # the broadcast must go on calling MPI (Iprobe) until all ranks have received it.
+    return meet(address, launch.size, server, world.Iprobe)
+
+
+def new_secret() -> str:
+    """Return 32 random bytes in hexadecimal."""
+    return os.urandom(32).hex()
 
 
 def allow_open_files(size: int) -> None:
@@ -140,7 +141,7 @@ class Server:
         import torch.distributed as dist
 
         listener = socket.create_server((host, 0), backlog=max(128, CONNECTIONS * size))
-        self.address = Address(host, listener.getsockname()[1], os.urandom(32).hex())
+        self.address = Address(host, listener.getsockname()[1])
         self.descriptor = listener.detach()
         _check_reachable(self.address)  # torch's server is a client of its own
         self.store = dist.TCPStore(
@@ -197,19 +198,18 @@ def meet(
         store = dist.TCPStore(address.host, address.port, wait_for_workers=False, timeout=timeout)
         store.check(["x"])  # returns when the server has accepted the connection
         stores.append(store)
-    opened = JobStore(address.secret, *stores)
-    values = opened.part("values")
-    values.add("met", 1)
+    store = stores[0]
+    store.add("met", 1)
     if server:
-        while values.add("met", 0) < size:
+        while store.add("met", 0) < size:
             act()
             time.sleep(PAUSE)
         server.close_port(CONNECTIONS * size)
-        values.set("closed", "")
-    while not values.check(["closed"]):
+        store.set(SECRET, new_secret())
+    while not store.check([SECRET]):
         act()
         time.sleep(PAUSE)
-    return opened
+    return JobStore(store.get(SECRET).decode(), *stores)
 
 
 def _check_reachable(address: Address) -> None:
@@ -221,18 +221,13 @@ def _check_reachable(address: Address) -> None:
     socket.create_connection((address.host, address.port), SECONDS_TO_CONNECT).close()
 
 
-@contextlib.contextmanager
-def _address_over_torchrun(address: Address | None, out: str) -> Iterator[Address]:
-    """Yield the address of rank 0's store on every rank; the ranks were started by torchrun.
-
-    address: on rank 0 the address, on the other ranks None. Rank 0 writes the address into a file,
-    which is removed when the block ends. torchrun's store, which any program can read, holds only
-    the file's name. out: the folder of the file.
-    """
+def _torchruns_store() -> Any:
+    """Return torchrun's own store. Raise UserError if its port is in use."""
     import torch.distributed as dist
 
     try:
-        torchruns_store, *_ = next(dist.rendezvous("env://"))
+        store, *_ = next(dist.rendezvous("env://"))
+        return store
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -241,57 +236,3 @@ def _address_over_torchrun(address: Address | None, out: str) -> Iterator[Addres
             f"port {port} (MASTER_PORT) of {socket.gethostname()} is in use, perhaps by another "
             f"job on this node: give torchrun another --master-port, or --standalone on one node"
         ) from None
-    if address is None:
-        name = torchruns_store.get(KEY).decode(errors="replace")
-        yield read_address(Path(out, name))
-        return
-    with address_file(address, out) as name:
-        torchruns_store.set(KEY, name)
-        yield address
-
-
-@contextlib.contextmanager
-def address_file(address: Address, out: str) -> Iterator[str]:
-    """Write the address into a new file in `out` and yield the file's name, without the folder.
-
-    Only this user can read the file. It is removed when the block ends. Raise UserError if it
-    cannot be written.
-    """
-    try:
-        os.makedirs(out, exist_ok=True)
-        file = tempfile.NamedTemporaryFile("w", dir=out, prefix=".rendezvous-")  # noqa: SIM115
-    except OSError as error:
-        text = f"cannot write a file in {out}, for the other ranks: {error.strerror}"
-        raise UserError(text) from None
-    with file:
-        json.dump(address, file)
-        file.flush()
-        yield os.path.basename(file.name)
-
-
-def read_address(path: Path) -> Address:
-    """Return the address that rank 0 wrote into the file `path`.
-
-    Raise UserError if the file is not seen within SECONDS_FOR_FILE, or if it is not a regular file
-    of this user that no other user can read or write.
-    """
-    deadline = time.monotonic() + SECONDS_FOR_FILE
-    while not os.path.lexists(path):
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"rank 0 wrote {path}, and {socket.gethostname()} did not see it within "
-                f"{SECONDS_FOR_FILE:g} s: torchrun on several nodes needs --out on a file system "
-                f"that all nodes share, or start with mpirun or srun"
-            )
-        time.sleep(PAUSE)
-    refusal = UserError(f"{path} is not a regular file of user {os.getuid()} alone")
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # a link, or a file of another user
-        raise refusal from None
-    status = os.fstat(descriptor)  # of the open file, so that it cannot be replaced after the check
-    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
-        os.close(descriptor)
-        raise refusal
-    with open(descriptor) as file:
-        return Address(*json.load(file))

@@ -14,15 +14,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-from config.messages import UserError, exit_with
-from distributed.early_end import SECONDS_TO_FLUSH, StartWatch
+from config.messages import UserError
+from distributed.early_end import StartWatch
 from distributed.placement import allowed_cores, threads_asked_for
 
 SECONDS_FOR_SIGNALS = 0.02  # in this time the thread of Signals handles a signal that came before
@@ -50,13 +48,12 @@ class Launch:
         return 10.0 if self.size > 1 else 0.0
 
 
-def discover(environment: Mapping[str, str] | None = None) -> Launch:
+def discover(env: Mapping[str, str] = os.environ) -> Launch:
     """Return the launcher that started this process, its rank and the number of ranks.
 
-    environment: os.environ by default. Raise UserError if the launcher's variables are incomplete
-    or no whole numbers.
+    env: the environment variables. Raise UserError if the launcher's variables are incomplete or no
+    whole numbers.
     """
-    env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
         return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
     if "OMPI_COMM_WORLD_SIZE" in env:
@@ -92,12 +89,11 @@ def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, i
     return _number(env, rank, below=size), _number(env, size)
 
 
-def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -> str | None:
+def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | None:
     """Return a warning about how this process was started, or None.
 
     Raise UserError if the job cannot work when started this way. Called before torch is imported.
     """
-    env = os.environ if environment is None else environment
     tasks = _slurm_tasks(env)
     for read in (threads_asked_for, job_nodes, cores_asked_for):
         read()  # raises its UserError now, before the slow imports
@@ -131,24 +127,6 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks of the Slurm step or job; 1 without Slurm."""
     names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
     return _number(env, names[0]) if names else 1
-
-
-def end_job(launch: Launch, mistake: UserError) -> NoReturn:
-    """Print an error that only this rank has found, and end all ranks with status 2.
-
-    MPICH's mpirun does not end ranks that wait in MPI_Init for a rank that has exited. So this rank
-    first joins the others in MPI_Init, and then calls MPI_Abort.
-    """
-    print(f"error: {mistake}", file=sys.stderr, flush=True)
-    launch.watch.close()
-    if launch.mpi and launch.size > 1:
-        _local_by_mpi(launch)
-        from mpi4py import MPI
-
-        time.sleep(SECONDS_TO_FLUSH)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPI_Abort's message
-        MPI.COMM_WORLD.Abort(2)
-    exit_with(mistake, prints=False, delay=0.0)
 
 
 # ---- On its node ---------------------------------------------------------------------------------

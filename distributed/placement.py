@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import UserError, number_ranges
-from config.schema import Layout, coordinates, rows_along
-
-# With more ranks than this the table has a row for each node, not for each rank.
-RANKS_IN_FULL = 64
+from config.schema import Layout, rows_along
 
 Say = Callable[[str], None]  # prints a line on rank 0
 
@@ -194,30 +191,8 @@ def _sharing(places: list[Place]) -> list[str]:
     ]
 
 
-def table(places: list[Place], layout: Layout) -> str:
-    """Return the table of all ranks: rank, node, local rank, device, cores, and mesh coordinates.
-
-    With more than RANKS_IN_FULL ranks the table has a row for each node.
-    """
-    if len(places) > RANKS_IN_FULL:
-        return _table_of_nodes(places)
-    widths = {"tp": 4, "pp": 4, "cp": 4, "dp": 5}  # characters of the columns of coordinates
-    if layout.cp == 1:
-        del widths["cp"]
-    axis_names = "".join(f"{axis:>{width}}" for axis, width in widths.items())
-    lines = [f"  rank  node                 local  device   {'cores':16} {axis_names}"]
-    for rank, place in enumerate(places):
-        position = coordinates(rank, layout.axes)
-        columns = "".join(f"{position[axis]:{width}}" for axis, width in widths.items())
-        lines.append(
-            f"{rank:6}  {place.node:20} {place.local_rank:5}  {place.device:8} "
-            f"{number_ranges(place.cores):16} {columns}"
-        )
-    return "\n".join(lines)
-
-
-def _table_of_nodes(places: list[Place]) -> str:
-    """Return the table with a row for each node: node, number of devices, cores and ranks."""
+def table(places: list[Place]) -> str:
+    """Return the table of the nodes: node, number of devices, cores and ranks."""
     lines = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (the place of each is in run.json)"]
     for node, ranks in ranks_by(place.node for place in places).items():
         devices = {places[rank].gpu or rank for rank in ranks}  # a rank on a CPU is its own device

@@ -1,15 +1,14 @@
 """Fast checks of every node before step 1: faults that would otherwise end the run hours later.
 
 Every rank must answer, have the same source files, options and library versions, allocate memory
-and multiply matrices; every group of the layout must all-reduce. Slow devices give a warning. The
-answers go through torch's store with a time limit (store.py), so that a node which does not answer,
-for any reason, is named in the error and can be left out.
+and multiply matrices; every group of the layout must all-reduce. Slow ranks are found in training,
+by --check-speed-every. The answers go through torch's store with a time limit (store.py), so that a
+node which does not answer, for any reason, is named in the error and can be left out.
 """
 
 import hashlib
 import json
 import platform
-import statistics
 import threading
 import time
 from collections import Counter
@@ -32,10 +31,6 @@ from distributed.store import NoAnswer, StoreExchange
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_ANSWER = 60.0  # then a rank is considered lost; slow imports have been done before
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the square matrices
-GEMM_REPEATS = 5  # timed products, of which the fastest counts
-# A rank that is this many times slower than the median is reported. On CPUs other processes share
-# the cores.
-SLOW = {"cuda": 1.1, "cpu": 2.0}
 SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that a check allocates and frees again
 NAMED = 3  # ranks that an error message lists before it gives only the number of further ranks
 
@@ -95,13 +90,11 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     check_versions(peers.gather("start", versions(config)), peers)
     gpu = context.places[context.rank].gpu
     sharing = sum(place.gpu == gpu for place in context.places)  # ranks on this rank's GPU
-    results = peers.gather("device", try_device(context.device, sharing))
-    speeds = check_devices(results, context.device.type, peers, say)
+    check_devices(peers.gather("device", try_device(context.device, sharing)), peers)
     check_groups(config, peers)
     say(
-        f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, "
-        f"GEMMs run at {speeds}, all groups reduce "
-        f"({time.perf_counter() - began:.1f} s)"
+        f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, every device "
+        f"multiplies, all groups reduce ({time.perf_counter() - began:.1f} s)"
     )
 
 
@@ -145,8 +138,8 @@ def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
 # ---- Devices -------------------------------------------------------------------------------------
 
 
-def try_device(device: torch.device, sharing: int = 1) -> dict[str, Any]:
-    """Allocate memory and multiply; return {"flops": FLOP/s} or {"error": text}.
+def try_device(device: torch.device, sharing: int = 1) -> str:
+    """Allocate memory and multiply; return the error of the device, or an empty text.
 
     sharing: the number of ranks that allocate on this GPU at the same time.
     """
@@ -156,55 +149,34 @@ def try_device(device: torch.device, sharing: int = 1) -> dict[str, Any]:
             share = SHARE_TO_ALLOCATE / sharing
             torch.empty(int(free * share), dtype=torch.uint8, device=device)
             torch.cuda.empty_cache()
-        return {"flops": multiply(device)}
+        multiply(device)
     except RuntimeError as error:  # torch raises this for a device that does not work
-        return {"error": str(error).splitlines()[0]}
+        return str(error).splitlines()[0]
+    return ""
 
 
-def multiply(device: torch.device) -> float:
-    """Return the best FLOP/s of a few square GEMMs; raise RuntimeError if the product is wrong."""
+def multiply(device: torch.device) -> None:
+    """Multiply two square matrices; raise RuntimeError if the product is wrong."""
     edge = GEMM_EDGE[device.type]
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     # Rows of `a` are zeros or ones, and all of `b` is ones: the sums are integers, exact in any
     # order of summation.
     rows = torch.arange(edge, device=device).remainder(2).to(dtype)
     a = rows[:, None].expand(edge, edge).contiguous()
-    b = torch.ones_like(a)
-    seconds = []
-    for _ in range(1 + GEMM_REPEATS):  # the first product is slow: it loads the kernel
-        began = time.perf_counter()
-        product = a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+    product = a @ torch.ones_like(a)
     if not torch.equal(product[:, 0].float(), rows.float() * edge):
         raise RuntimeError(f"a GEMM of {edge} x {edge} gave a wrong product")
-    return 2 * edge**3 / min(seconds[1:])
 
 
-def check_devices(answers: list[dict[str, Any]], kind: str, peers: Peers, say: Say) -> str:
-    """Return the range of speeds as text, and print a line for each slow device.
-
-    answers: the result of `try_device` on every rank. kind: cpu or cuda. Raise NodeError if a
-    device failed.
-    """
-    failed = [rank for rank, answer in enumerate(answers) if "error" in answer]
+def check_devices(errors: list[str], peers: Peers) -> None:
+    """Raise NodeError if a device failed; errors: the result of `try_device` on every rank."""
+    failed = [rank for rank, error in enumerate(errors) if error]
     if failed:
         raise NodeError(
-            f"preflight: the device of {peers.named(failed)} failed: "
-            f"{answers[failed[0]]['error']}; {peers.without(failed)}",
+            f"preflight: the device of {peers.named(failed)} failed: {errors[failed[0]]}; "
+            f"{peers.without(failed)}",
             peers.nodes(failed),
         )
-    speeds = [answer["flops"] for answer in answers]
-    median = statistics.median(speeds)
-    for rank, speed in enumerate(speeds):
-        if median / speed > SLOW[kind]:
-            say(
-                f"preflight: {peers.named([rank])} multiplies at {speed / 1e12:.3f} TFLOP/s, "
-                f"{median / speed:.1f} times slower than the median {median / 1e12:.3f}; "
-                f"{peers.without([rank])}"
-            )
-    return f"{min(speeds) / 1e12:.3f} to {max(speeds) / 1e12:.3f} TFLOP/s"
 
 
 # ---- Groups --------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         index = local.rank  # the next mistakes are seen by all ranks of a node
         device, gpu, backend = _choose_device(run, launch, local, node)
         cores, threads = _take_cores(run, local)
-        opened = open_store(launch, local, run.out)
+        opened = open_store(launch, local)
         store = opened.part("values")
         index = launch.rank
         this_place = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
@@ -90,10 +90,21 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         if index:
             time.sleep(launch.exit_delay)
         exit_with(mistake)
-    rank = launch.rank
-    size = launch.size
-    parts = store, opened.part("values", second=True), opened.part("groups"), opened.key("monitor")
-    return Meeting(launch, rank, size, node, local, places, device, backend, threads, *parts)
+    return Meeting(
+        launch,
+        launch.rank,
+        launch.size,
+        node,
+        local,
+        places,
+        device,
+        backend,
+        threads,
+        store,
+        second_store=opened.part("values", second=True),
+        group_store=opened.part("groups"),
+        monitor_key=opened.secret,
+    )
 
 
 # ---- Device and cores ----------------------------------------------------------------------------

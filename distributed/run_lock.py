@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import sys
 import time
 from pathlib import Path
@@ -54,21 +53,17 @@ class RunLock:
     """
 
     def __init__(self, out: str):
-        path = Path(out, ".lock")
         job = os.environ.get("SLURM_JOB_ID")
         this_run = f"process {os.getpid()} on {node_name()}" + (f" (job {job})" if job else "")
         try:
             os.makedirs(out, exist_ok=True)
-            # A link could make this write into another file, and reading a pipe would not end.
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            self._file = os.open(path, flags, 0o666)
-            if not stat.S_ISREG(os.fstat(self._file).st_mode):
-                raise OSError(f"{path} is not a regular file")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link could name any file
+            self._file = os.open(Path(out, ".lock"), flags, 0o666)
             self._lock(out, this_run)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{this_run} since {time.strftime('%F %T%z')}\n".encode(), 0)
         except OSError as error:
-            raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
+            raise UserError(f"cannot write in {out}: {error.strerror}") from None
 
     def _lock(self, out: str, this_run: str) -> None:
         """Lock the open file; raise UserError with the owner's name if another process has it."""

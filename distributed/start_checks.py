@@ -48,7 +48,7 @@ def introduce(config: Config, context: Context, decided: str) -> None:
             print(line, flush=True)
 
     if context.size > 1:
-        say(placement.table(context.places, config.layout))
+        say(placement.table(context.places))
     if decided:
         say(decided)
     for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):

@@ -64,9 +64,7 @@ def exchange_counts(
     arriving = torch.empty_like(by_rank)
     group.at_once.all_to_all(arriving, by_rank).wait()
     leaving, arrived = counts_on_host(group, torch.stack([by_rank, arriving]), rows)
-    sent = [sum(row) for row in leaving]
-    received = [sum(row) for row in arrived]
-    return sent, received, arrived
+    return list(map(sum, leaving)), list(map(sum, arrived)), arrived
 
 
 def order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:

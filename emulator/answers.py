@@ -42,39 +42,32 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
     if stuck:
         finding = stuck[0]
     data = {
-        "good": not finding,
         "finding": finding,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "cp": layout.cp,
-        "dp": layout.dp,
-        "precision": run.config.training.precision,
         "ranks": len(run.world.traces),
         "ranks_run": [record.rank for record in run.records],
-        "micro_batches": run.micro_batches,
-        "micro_batches_of_run": run.of_run,
-        "seconds": round(run.seconds, 1),
         "mismatches": stuck,
         "fits": fits,
         "stages": stages,
     }
-    texts = [_header(data), _meeting_text(run, stuck), _memory_text(data, room)]
+    texts = [_header(run), _meeting_text(run, stuck), _memory_text(data, room)]
     return Answers("\n\n".join(texts), data)
 
 
-def _header(data: dict[str, Any]) -> str:
+def _header(run: Rehearsal) -> str:
     """Return the first line of the text: the layout, and what was run."""
-    count = len(data["ranks_run"])
-    axes = f"tp {data['tp']} x pp {data['pp']}"
-    if data["cp"] > 1:
-        axes += f" x cp {data['cp']}"
-    text = f"{data['ranks']} ranks, {axes} x dp {data['dp']}, {data['precision']}: {count} were run"
-    if count < data["ranks"]:
+    layout = run.config.layout
+    precision = run.config.training.precision
+    ranks = len(run.world.traces)
+    count = len(run.records)
+    cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
+    axes = f"tp {layout.tp} x pp {layout.pp}{cp} x dp {layout.dp}"
+    text = f"{ranks} ranks, {axes}, {precision}: {count} were run"
+    if count < ranks:
         text += ", each other one is taken to do as one of its stage"
-    text += f"; a step of {data['micro_batches']} micro-batches"
-    if data["micro_batches"] < data["micro_batches_of_run"]:
-        text += f" in place of {data['micro_batches_of_run']}: these reach the steady state"
-    return f"{text}; it took {data['seconds']:.0f} s of processor time"
+    text += f"; a step of {run.micro_batches} micro-batches"
+    if run.micro_batches < run.of_run:
+        text += f" in place of {run.of_run}: these reach the steady state"
+    return f"{text}; it took {run.seconds:.0f} s of processor time"
 
 
 def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
@@ -118,7 +111,6 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
         "held": dict(held),
         "tensor": peaks[largest].tensor,
         "needed": fullest.peak + machine.context + machine.software.buffers,
-        "saved": fullest.saved,
     }
 
 

@@ -42,7 +42,7 @@ import torch
 import data
 import trainer
 from checkpointing.save import Checkpointer
-from checkpointing.state import Progress, count_elements, saved_types, shards_to_write
+from checkpointing.state import Progress
 from checkpointing.writer import Writer
 from config.schema import Config, coordinates
 from decoding import Choice, Decoder
@@ -51,7 +51,7 @@ from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
 from emulator.meter import Meter, Peak
-from emulator.recording import COPY, READ, Event, RecordingContext, recording_context
+from emulator.recording import Event, RecordingContext, recording_context
 from telemetry import replica_check, step_stats
 
 FIRST, BETWEEN, LAST = range(3)
@@ -160,9 +160,7 @@ class RankRecord:
     """The results of running one rank.
 
     events: its trace. rows: the ranks of every group, by role. peaks: the most bytes in each phase;
-    for the phases of a step, in the second step. stops: the number of times that the host waited
-    in the second step, by (kind, reason, source line). saved: the bytes that this rank writes to a
-    checkpoint. seconds: the time that this took.
+    for the phases of a step, in the second step. seconds: the time that this took.
     """
 
     rank: int
@@ -170,8 +168,6 @@ class RankRecord:
     events: list[Event] = field(default_factory=list)
     rows: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     peaks: dict[str, Peak] = field(default_factory=dict)
-    stops: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    saved: int = 0
     seconds: float = 0.0
 
     @property
@@ -333,13 +329,10 @@ def run_rank(
             mesh.recorder.at("statistics")
             statistics = step_stats.measure(context.device, 0.0)
             step_stats.exchange(statistics, mesh.world, context.device)
-        _after_steps(config, state, samples, context, record)
+        _after_steps(config, state, samples, context)
         record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
     record.events = context.trace.events
     record.rows = context.rows
-    events_of_step = [e for e in record.events if e.place.startswith(f"step {STEPS},")]
-    stops = Counter((e.kind, e.op, e.line) for e in events_of_step if e.kind in (READ, COPY))
-    record.stops = dict(stops)
     record.seconds = time.monotonic() - began
     return record
 
@@ -349,9 +342,8 @@ def _after_steps(
     state: trainer.TrainState,
     samples: data.Samples,
     context: RecordingContext,
-    record: RankRecord,
 ) -> None:
-    """Evaluate, check the replicas, sample and save, as at the end of a run; set `record.saved`."""
+    """Evaluate, check the replicas, sample and save, as at the end of a run."""
     recorder = context.recorder
     if config.data.eval_samples:
         trainer.evaluate(state, samples, config.data.eval_samples)
@@ -377,10 +369,6 @@ def _after_steps(
         checkpoints.writer = cast(Writer, no_writer)
         checkpoints.save(Progress(STEPS, 0))
         checkpoints.close()
-    shards = shards_to_write(state.optimizer)
-    if shards:
-        types = saved_types(shards[0], checkpoints.kinds)
-        record.saved = count_elements(shards) * sum(dtype.itemsize for dtype in types.values())
 
 
 @contextlib.contextmanager

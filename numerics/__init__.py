@@ -7,6 +7,7 @@ chart    losses of several runs as a picture or as text
 traces   the files of --trace-numerics, and the differences of two files, tensor by tensor
 places   which ranks compute a tensor of a trace, by which operations, and from which samples
 diff     why two runs differ
+layers   a picture of the differences by layer and step
 spikes   the growth of gradients in a spike, against the step before
 states   which tensors of two checkpoints differ
 

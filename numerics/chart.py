@@ -45,10 +45,11 @@ class Curve:
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
     """Return a curve per run; raise UserError if a folder is no run or has no step."""
     records = [read_steps(folder) for folder in folders]
-    differing_options = differing([options(record.facts) for record in records])
+    tables = [options(record.facts) for record in records]
+    names = list(differing(tables))
     curves = []
-    for number, record in enumerate(records):
-        words = [f"{name} {values[number]}" for name, values in differing_options.items()]
+    for record, table in zip(records, tables):
+        words = [f"{name} {table.get(name)}" for name in names]
         label = printable(f"{record.folder}: {', '.join(words)}")
         curves.append(_curve(record, label))
     return curves
@@ -64,11 +65,14 @@ def _curve(record: Record, label: str) -> Curve:
     ranks = record.facts.get("cluster", {}).get("ranks", 1)
     flops = tflops * 1e12 * seconds * ranks
     over = np.array([tokens, seconds.cumsum(), flops.cumsum()])
-    steps_of_points = np.array_split(np.arange(len(loss)), min(len(loss), MOST_POINTS))
-    means = np.array([loss[indices].mean() for indices in steps_of_points])
-    means[~np.isfinite(means)] = np.nan
-    last_steps = [indices[-1] for indices in steps_of_points]
-    return Curve(label, means, over[:, last_steps], record.notes)
+    points = min(len(loss), MOST_POINTS)
+    means = []
+    last_steps = []
+    for indices in np.array_split(np.arange(len(loss)), points):
+        mean = loss[indices].mean()
+        means.append(mean if np.isfinite(mean) else np.nan)
+        last_steps.append(indices[-1])
+    return Curve(label, np.array(means), over[:, last_steps], record.notes)
 
 
 def page(curves: Sequence[Curve]) -> str:

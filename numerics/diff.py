@@ -11,14 +11,20 @@ explains; if they have no such traces, the commands that write them.
 """
 
 import shlex
+from dataclasses import asdict, replace
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from config.messages import UserError, number_ranges
+from config.schema import Layout
 from numerics.places import described, place
 from numerics.record import Record, differing, last_two_parts, option_lines, options, read_steps
-from numerics.traces import EPSILON, Pair, Trace
+from numerics.traces import EPSILON, Pair, Row, Trace, read
+from planner import run_files
 
 # Columns of metrics.jsonl that are compared, and their names in the text.
 SETTINGS = {"learning_rate": "the learning rate", "consumed_samples": "the samples consumed"}
@@ -37,8 +43,10 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     result = _compare_records(records, [str(a), str(b)])
     result |= _compare_traces(records)
     if not result["traces"]:
-        result["commands"] = _tracing_commands(records, result["losses"], ["-traced", "-traced"])
-    result["differs"] = bool(result["tensor"] or result["settings"] or result["losses"])
+        suffixes = ["-traced", "-traced"]
+        result["commands"] = _tracing_commands(records, result["losses"], suffixes)
+    differences = result["tensor"] or result["settings"] or result["losses"]
+    result["differs"] = bool(differences)
     return result
 
 
@@ -50,14 +58,14 @@ def compare_restart(folder: Path) -> dict[str, Any]:
     the first. Raise UserError if the run was not resumed, or has trained no step twice.
     """
     records = last_two_parts(folder)
-    before, after = (record.steps for record in records)
-    if after[0]["iteration"] > before[-1]["iteration"]:
-        raise UserError(
-            f"{folder} was resumed at step {after[0]['iteration']}, after its last step "
-            f"{before[-1]['iteration']}: it has trained no step twice"
-        )
+    before, after = records
+    last = before.steps[-1]["iteration"]
+    resumed_at = after.steps[0]["iteration"]
+    if resumed_at > last:
+        resumed = f"{folder} was resumed at step {resumed_at}, after its last step {last}"
+        raise UserError(f"{resumed}: it has trained no step twice")
     result = _compare_records(records, [f"{folder} before the last stop", f"{folder} after it"])
-    result |= {"traces": [], "tensor": None}
+    result |= {"traces": [], "tensor": None, "measured_in_steps": []}
     result["differs"] = bool(result["settings"] or result["losses"])
     result["commands"] = []
     if result["differs"]:
@@ -83,20 +91,25 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
     settings: per column of SETTINGS, the first step at which it differs. losses: the first step at
     which the loss or the gradient norm differs by more than rounding explains, or None.
     """
-    rows = [{row["iteration"]: row for row in record.steps} for record in records]
-    precisions = [record.facts["config"]["training"]["precision"] for record in records]
-    epsilon = max(EPSILON.get(name, EPSILON["fp32"]) for name in precisions)
+    rows = []
+    epsilon = 0.0
+    for record in records:
+        rows.append({row["iteration"]: row for row in record.steps})
+        precision = record.facts["config"]["training"]["precision"]
+        epsilon = max(epsilon, EPSILON.get(precision, EPSILON["fp32"]))
     if epsilon > EPSILON["fp32"]:
         # A rule of thumb: the mean of many 16-bit numbers has a sixteenth of a number's rounding.
         epsilon /= 16
     unit = 4.0 * epsilon
     settings = [_first_difference(rows, name, 0.0) for name in SETTINGS]
-    loss = _first_difference(rows, "loss", unit)
-    norm = _first_difference(rows, "grad_norm", unit * NORM_OVER_LOSS)
-    losses = [difference for difference in (loss, norm) if difference]
+    losses = [
+        _first_difference(rows, "loss", unit),
+        _first_difference(rows, "grad_norm", unit * NORM_OVER_LOSS),
+    ]
+    found = list(filter(None, losses))
     return {
-        "settings": [difference for difference in settings if difference],
-        "losses": min(losses, key=lambda difference: difference["step"], default=None),
+        "settings": list(filter(None, settings)),
+        "losses": min(found, key=itemgetter("step"), default=None),
     }
 
 
@@ -106,9 +119,10 @@ def _first_difference(rows: list[Rows], name: str, unit: float) -> dict[str, Any
     rows: those of run A and of run B. name: the column. Relative differences up to unit x (4 +
     step), and at most 0.1, do not count: the differences of rounding grow from step to step.
     """
-    for step in sorted(rows[0].keys() & rows[1].keys()):
-        a = rows[0][step].get(name)
-        b = rows[1][step].get(name)
+    rows_of_a, rows_of_b = rows
+    for step in sorted(rows_of_a.keys() & rows_of_b.keys()):
+        a = rows_of_a[step].get(name)
+        b = rows_of_b[step].get(name)
         if a is None or b is None or a == b:
             continue
         explained = min(0.1, unit * (4 + step))
@@ -130,17 +144,59 @@ def _compare_traces(records: list[Record]) -> dict[str, Any]:
     Return traces: the names of the files that both runs have; tensor: the first tensor, in the
     order of execution, that rounding does not explain, or None.
     """
-    files = []
-    for record in records:
-        paths = (record.folder / "numerics").glob("step-*.npz")
-        files.append({path.name: path for path in paths})
-    names = sorted(files[0].keys() & files[1].keys())
+    names = common_traces([record.folder for record in records])
     tensor = None
+    measured = []
     for name in names:
-        tensor = _tensor(Pair(Trace(files[0][name]), Trace(files[1][name])), records)
+        traces = [read(record.folder / "numerics" / name) for record in records]
+        measured = [trace.about["response_step"] for trace in traces]
+        tensor = _tensor(Pair(*traces), records)
         if tensor:
             break
-    return {"traces": names, "tensor": tensor}
+    return {"traces": names, "tensor": tensor, "measured_in_steps": measured}
+
+
+def common_traces(folders: list[Path]) -> list[str]:
+    """Return the names of the files of --trace-numerics that all runs have, by step."""
+    names = [{path.name for path in folder.glob("numerics/step-*.npz")} for folder in folders]
+    return sorted(set.intersection(*names))
+
+
+def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
+    """Return how the first traced step of a run differs from transformers, as `compare` does.
+
+    folder: of transformers, with the weights from which that step begins. Raise UserError if the
+    run has no traces, or if transformers cannot read the folder.
+    """
+    # Imported here, because no other command needs torch.
+    from telemetry.transformers_trace import activations
+
+    record = read_steps(run)
+    names = common_traces([run])
+    if not names:
+        raise UserError(f"{run} has no traces: train it with --trace-numerics STEP")
+    ours = read(run / "numerics" / names[0])
+    sketches = activations(str(folder), run_files.config_of(str(run)), ours.about)
+    about = ours.about | {"layout": asdict(Layout(dp=1))}
+    if about["precision"] != "fp64":
+        about["precision"] = "fp32"
+    weights = np.zeros_like(ours.parameters).reshape(-1, sketches.shape[1])
+    responses = np.concatenate([ours.responses, ours.of_gradients])
+    theirs = Trace(about, np.concatenate([sketches, weights]), responses)
+    whole = [sum(record.facts["blocks_per_stage"])]
+    records = [record, replace(record, facts=record.facts | {"blocks_per_stage": whole})]
+    tensor = _tensor(Pair(ours, theirs), records)
+    return {
+        "runs": [str(run), f"transformers, {folder}"],
+        "options": [],
+        "notes": record.notes,
+        "settings": [],
+        "losses": None,
+        "traces": names[:1],
+        "tensor": tensor,
+        "measured_in_steps": [ours.about["response_step"]],
+        "differs": tensor is not None,
+    }
 
 
 def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
@@ -154,17 +210,18 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
     if not wrong:
         return None
     first = wrong[0]
-    rows_before = rows[: rows.index(first)]
-    good = [row for row in rows_before if row.kind != "weights before"]
-    if first.kind == "gradient":
+    last_good: Row | None = None
+    for row in rows[: rows.index(first)]:
         # A weight's gradient is computed from activations and their gradients alone.
-        good = [row for row in good if row.kind == "activation"]
-    last_good = None
-    if good:
-        last_good = described(good[-1])["title"]
+        is_input = row.kind == "activation" or first.kind != "gradient"
+        if is_input and row.kind != "weights before":
+            last_good = row
     places = []
+    layouts = []
     for trace, record in zip((pair.a, pair.b), records):
-        places.append(place(first, trace.about, record.facts["blocks_per_stage"]))
+        blocks = record.facts["blocks_per_stage"]
+        places.append(place(first, trace.about, blocks))
+        layouts.append(trace.about["layout"])
     result = {
         "step": pair.a.about["step"],
         "kind": first.kind,
@@ -173,10 +230,10 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
         "of": len(rows),
         "differ": len(wrong),
         "times_explained": first.difference / first.explained,
-        "last_good": last_good,
+        "last_good": last_good and described(last_good)["title"],
         "where": places,
     }
-    return result | described(first, [pair.a.about["layout"], pair.b.about["layout"]])
+    return result | described(first, layouts)
 
 
 def _tracing_commands(
@@ -191,21 +248,25 @@ def _tracing_commands(
     step = 1
     if losses:
         step = losses["step"]
-    saved = []  # per run, the checkpoints' folders by their step
+    names = []  # by run, the names of its checkpoints' folders
     for record in records:
-        paths = (record.folder / "checkpoints").glob("step_????????")
-        saved.append({int(path.name.removeprefix("step_")): path.name for path in paths})
-    common_steps = saved[0].keys() & saved[1].keys()
-    usable = [number for number in common_steps if number < step]
-    checkpoint = max(usable, default=0)
+        paths = record.folder.glob("checkpoints/step_????????")
+        names.append({path.name for path in paths})
+    checkpoint = 0
+    for name in names[0] & names[1]:
+        saved_step = int(name.removeprefix("step_"))
+        if saved_step < step:
+            checkpoint = max(checkpoint, saved_step)
     first_traced = str(checkpoint + 1)
     last_traced = str(max(step, checkpoint + 2))
     commands = []
     for record, suffix in zip(records, suffixes):
-        words = [*record.facts.get("command", ["train.py"]), "--out", f"{record.folder}{suffix}"]
+        words = list(record.facts.get("command", ["train.py"]))
+        words += ["--out", f"{record.folder}{suffix}"]
         words += ["--trace-numerics", first_traced, last_traced]
         if checkpoint:
-            words += ["--resume", str(record.folder / "checkpoints" / saved[0][checkpoint])]
+            path = record.folder / "checkpoints" / f"step_{checkpoint:08d}"
+            words += ["--resume", str(path)]
         ranks = record.facts.get("cluster", {}).get("ranks", 1)
         commands.append(f"mpirun -n {ranks} python {shlex.join(words)}")
     return commands
@@ -230,6 +291,9 @@ def text(found: dict[str, Any]) -> str:
             lines.append(f"so what differs is {METRICS}")
     elif found["commands"]:
         lines += ["no step is traced in both runs; these commands do it:", *found["commands"]]
+    if found["measured_in_steps"]:
+        steps = [f"step {step} of {run}" for run, step in zip("AB", found["measured_in_steps"])]
+        lines.append(f"what rounding explains was measured in {' and '.join(steps)}")
     return "\n".join(lines)
 
 
@@ -238,19 +302,21 @@ def _text_of_losses(difference: dict[str, Any] | None) -> str:
     if difference is None:
         return "losses and gradient norms: rounding explains all differences"
     a, b = difference["values"]
-    return (
-        f"step {difference['step']}: {LOSSES[difference['of']]} is {a:.9g} in A and {b:.9g} in B, "
-        f"by {difference['relative']:.1e} of it; rounding explains {difference['explained']:.1e}"
-    )
+    name = LOSSES[difference["of"]]
+    relative = f"{difference['relative']:.1e}"
+    explained = f"{difference['explained']:.1e}"
+    values = f"step {difference['step']}: {name} is {a:.9g} in A and {b:.9g} in B"
+    return f"{values}, by {relative} of it; rounding explains {explained}"
 
 
 def _text_of_tensor(tensor: dict[str, Any]) -> list[str]:
     """Return the lines about the first tensor that rounding does not explain."""
-    size = f"by {tensor['relative']:.1e} of it, {tensor['times_explained']:.0f} times as much as"
+    relative = f"{tensor['relative']:.1e}"
+    times = f"{tensor['times_explained']:.0f}"
     lines = [
         f"step {tensor['step']}: the first tensor that rounding does not explain is",
         f"    {tensor['title']}",
-        f"    {size} is explained",
+        f"    by {relative} of it, {times} times as much as is explained",
     ]
     if tensor["last_good"]:
         lines.append(f"    equal within rounding until {tensor['last_good']}")
@@ -259,8 +325,9 @@ def _text_of_tensor(tensor: dict[str, Any]) -> list[str]:
         line = f"    in {run}: ranks {number_ranges(run_place['ranks'], ', ')}"
         if run_place["samples"]:
             micro_batches = set(chain(*run_place["micro_batches"].values()))
+            samples = run_place["samples"]
             line += f", micro-batches {number_ranges(micro_batches, ', ')}"
-            line += f", samples {number_ranges(run_place['samples'], ', ')}"
+            line += f", samples {number_ranges(samples, ', ')}"
         lines.append(line)
     lines.append(f"    {tensor['differ']} of {tensor['of']} tensors differ")
     return lines

@@ -3,6 +3,7 @@
 import math
 import statistics
 import textwrap
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,12 @@ def text(folder: Path) -> str:
     """Return a screen of text about the run in `folder`; raise UserError if it is no run."""
     record = read(folder)
     facts = record.facts
-    defaults: dict[str, Any] = {}
-    for group in DEFAULTS.values():
-        defaults |= group
-    not_default = {}
-    for name, (_, value) in differing([defaults, options(facts)]).items():
-        if value is not None:
-            not_default[name] = value
     machine = dict(facts.get("cluster", {}))
     machine.pop("places", None)
+    restarts = len(record.parts) - 1
     values_by_heading: dict[str, Any] = {
-        "run": f"{folder}: {record.state}, resumed {len(record.parts) - 1} times",
-        "not default": not_default,
+        "run": f"{folder}: {record.state}, resumed {restarts} times",
+        "not default": _not_default(facts),
         "machine": machine,
     }
     for name in FACTS:
@@ -50,6 +45,18 @@ def text(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def _not_default(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return, by name, the options of a run that differ from their defaults; facts: run.json."""
+    defaults: dict[str, Any] = {}
+    for group in DEFAULTS.values():
+        defaults |= group
+    found = {}
+    for name, (_, value) in differing([defaults, options(facts)]).items():
+        if value is not None:
+            found[name] = value
+    return found
+
+
 def _training(record: Record) -> dict[str, Any]:
     """Return, by heading, the progress and losses of a run, and medians over its steps.
 
@@ -58,8 +65,10 @@ def _training(record: Record) -> dict[str, Any]:
     steps = record.steps
     last = steps[-1]
     comparable = [row for row in steps if not math.isnan(row["loss"])]
-    lowest = min(comparable or steps, key=lambda row: row["loss"])
-    losses = [f"{row['loss']:.4f} at step {row['iteration']}" for row in (steps[0], lowest, last)]
+    lowest = min(comparable or steps, key=itemgetter("loss"))
+    losses = []
+    for row in (steps[0], lowest, last):
+        losses.append(f"{row['loss']:.4f} at step {row['iteration']}")
     medians = {}
     for name in SPEEDS:
         values = [row[name] for row in steps[WARM_UP_STEPS:] if row.get(name) is not None]
@@ -82,11 +91,14 @@ def _events(record: Record) -> dict[str, Any]:
     and faults that the run does not have are left out.
     """
     folder = record.folder
+    not_finite = [row for row in record.steps if not math.isfinite(row["loss"])]
+    skipped = [row for row in record.steps if row["skipped"]]
+    checkpoints = folder.glob("checkpoints/step_????????")
     steps_of_events = {
         "spikes": {row["iteration"] for row in record.spikes},
-        "not finite": {row["iteration"] for row in record.steps if not math.isfinite(row["loss"])},
-        "no update": {row["iteration"] for row in record.steps if row["skipped"]},
-        "checkpoints": {int(path.name[5:]) for path in folder.glob("checkpoints/step_????????")},
+        "not finite": {row["iteration"] for row in not_finite},
+        "no update": {row["iteration"] for row in skipped},
+        "checkpoints": {int(path.name.removeprefix("step_")) for path in checkpoints},
     }
     events = {}
     for name, steps in steps_of_events.items():
@@ -95,7 +107,8 @@ def _events(record: Record) -> dict[str, Any]:
     case = read_evidence(str(folder), 0, Files(b"", 0, b""))
     file = folder / "hang" / "case.json"
     if case.kind and file.exists():
-        is_of_newest_start = (folder / "run.json").stat().st_mtime <= file.stat().st_mtime
-        if is_of_newest_start:
+        started = (folder / "run.json").stat().st_mtime
+        ended = file.stat().st_mtime
+        if started <= ended:  # else the case is of an earlier start
             events["fault"] = f"{case.kind}, ranks {number_ranges(case.ranks)}: {case.error}"
     return events

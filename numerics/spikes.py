@@ -19,7 +19,9 @@ def compare(run: Path) -> dict[str, Any]:
 
     A row has the growth of each layer's gradient norm too. Raise UserError if the folder is no run.
     """
-    rows = [row | {"growth": _growth(row)} for row in read(run).spikes]
+    rows = []
+    for row in read(run).spikes:
+        rows.append(row | {"growth": _growth(row)})
     return {"run": str(run), "spikes": rows, "differs": bool(rows)}
 
 
@@ -30,10 +32,15 @@ def _growth(row: dict[str, Any]) -> dict[str, float]:
     spike's row of spikes.jsonl.
     """
     before = row.get("before", {}).get("layer_norms", {})
-    norms = row.get("layer_norms", {})
-    growth = {layer: norms[layer] / before[layer] for layer in norms if before.get(layer)}
-    order = sorted(growth, key=lambda layer: (growth[layer] < math.inf, -growth[layer]))
-    return {layer: growth[layer] for layer in order}
+    growth: dict[str, float] = {}
+    for layer, norm in row.get("layer_norms", {}).items():
+        if before.get(layer):
+            growth[layer] = norm / before[layer]
+
+    def place(layer: str) -> tuple[bool, float]:
+        return growth[layer] < math.inf, -growth[layer]
+
+    return {layer: growth[layer] for layer in sorted(growth, key=place)}
 
 
 def text(found: dict[str, Any]) -> str:
@@ -41,10 +48,7 @@ def text(found: dict[str, Any]) -> str:
     lines = [f"{found['run']}: {len(found['spikes'])} spikes"]
     for row in found["spikes"]:
         lines.append(f"step {row['iteration']}: loss {row['loss']}, spike of {row['of']}")
-        spans = [span for sample in row["samples"] for span in sample["text"]]
-        for prefix in sorted({span["prefix"] for span in spans}):
-            documents = {span["document"] for span in spans if span["prefix"] == prefix}
-            lines.append(f"    documents {number_ranges(documents)} of {prefix}")
+        lines += _lines_of_documents(row)
         if row["growth"]:
             layers = [f"{layer} ({ratio:.3g} times)" for layer, ratio in row["growth"].items()]
             lines.append(f"    the norm grew most in {', '.join(layers[:MOST_LAYERS])}")
@@ -52,3 +56,17 @@ def text(found: dict[str, Any]) -> str:
             before = row["before"]["sketch"]["entropy"]
             lines.append(f"    entropy of the tokens: {now:.2f}; in the batch before: {before:.2f}")
     return "\n".join(lines)
+
+
+def _lines_of_documents(row: dict[str, Any]) -> list[str]:
+    """Return a line per corpus with the documents of a spike's batch; row: that of spikes.jsonl."""
+    documents: dict[str, set[int]] = {}
+    for sample in row["samples"]:
+        for span in sample["text"]:
+            of_corpus = documents.setdefault(span["prefix"], set())
+            of_corpus.add(span["document"])
+    lines = []
+    for prefix in sorted(documents):
+        numbers = number_ranges(documents[prefix])
+        lines.append(f"    documents {numbers} of {prefix}")
+    return lines

@@ -68,7 +68,8 @@ def _row(record: Record, folder: Path) -> dict[str, Any]:
 
     Unknown values and losses that are not finite are None.
     """
-    axes = record.facts["config"].get("layout", {})
+    layout = record.facts["config"].get("layout", {})
+    sizes = [f"{name}{layout.get(name, 1)}" for name in ("tp", "pp", "cp", "dp")]
     speeds = [row["tokens_per_second"] for row in record.steps[-RECENT_STEPS:]]
     speed = statistics.median(speeds) if speeds else None
     row = {
@@ -81,7 +82,7 @@ def _row(record: Record, folder: Path) -> dict[str, Any]:
         "validation": record.last("validation_loss"),
         "tokens/s": speed,
         "parameters": record.facts.get("parameters"),
-        "layout": " ".join(f"{name}{axes.get(name, 1)}" for name in ("tp", "pp", "cp", "dp")),
+        "layout": " ".join(sizes),
         "date": record.facts.get("started"),
     }
     for name in ("loss", "validation"):

@@ -1,20 +1,20 @@
 """The files of --trace-numerics (telemetry/numerics_trace.py), and how two such files differ.
 
 A row of a file is a tensor's sketch: count, sum, sum of squares, largest magnitude, 8 projections.
-The root mean square of the differences of the projections estimates the norm of the difference of
-two tensors. `Pair.rows` compares this estimate with a tolerance, in the order of execution. A
-tensor's response is the norm by which it changed when the last bits of all weights were flipped.
+The norm of the differences of the projections estimates the norm of the difference of two tensors.
+`Pair.rows` compares this estimate with a tolerance, in the order of execution. A tensor's response
+is the relative norm by which it changed when the last bits of all weights were flipped, in the
+first traced step.
 
     weights before      the rounding of the masters, and a drift that grows with the steps
-    activations,        FACTOR x the response, times the units in the last place by which the
-    gradients           weights differ already, plus one rounding of the tensor in the coarser
+    activations,        FACTOR x the response x the norm, times the units in the last place by which
+    gradients           the weights differ already, plus one rounding of the tensor in the coarser
                         precision. The smaller response of both runs counts, since a fault may
                         enlarge the response; if the precisions differ, the larger response counts
-    optimizer state     FACTOR x the relative response of the gradient, times the state's norm; for
-                        squares twice the response, relative to the largest gradient
+    optimizer state     FACTOR x the response of the gradient, times the state's norm; for squares
+                        twice the response, relative to the largest gradient
     updates             Adam divides by the gradient's size, so rounding turns the signs of small
-                        gradients: the square root of the relative response, times the update's
-                        norm
+                        gradients: the square root of the response, times the update's norm
 """
 
 import json
@@ -29,7 +29,7 @@ import numpy as np
 
 from config.messages import UserError
 
-FORMAT = 1
+FORMAT = 2
 # The relative distance of 1.0 from the next larger number, by precision.
 EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 # The tolerance is this factor times the response. The response measures a small change of all
@@ -47,32 +47,36 @@ TINY = 1e-300  # is added to divisors that may be zero
 
 
 class Trace:
-    """The sketches of one file, 12 numbers each, and their changes with the last bits flipped.
+    """The sketches of one file, 12 numbers each, and the responses to rounding.
 
-    activations, moved: sketches and changes, (tensors, bins of samples, 12). parameters: (kinds,
-    tensors, 12). moved_gradients: the changes of the parameters' gradients, (tensors, 12). about:
-    names, layout, precision and number of the step.
+    activations: sketches, (tensors, bins of samples, 12). parameters: (kinds, tensors, 12).
+    responses, of_gradients: those of the activations and of the parameters' gradients, (tensors,).
+    about: names, layout, precision, number of the step and of the step with the response.
     """
 
-    def __init__(self, path: Path):
-        """Read a file; raise UserError if it is none of --trace-numerics, or of another format."""
-        try:
-            with np.load(path) as arrays:
-                values = arrays["values"]
-                response = arrays["response"]
-                self.about: dict[str, Any] = json.loads(arrays["about"].tobytes())
-            names = self.about["activations"]
-            activation_rows = len(names) * self.about["bins"]
-            shape = len(self.about["kinds"]), len(self.about["parameters"]), values.shape[1]
-            self.parameters = values[activation_rows:].reshape(shape)
-            self.activations = values[:activation_rows].reshape(len(names), -1, values.shape[1])
-            self.moved = response[:activation_rows].reshape(self.activations.shape)
-            self.moved_gradients = response[activation_rows:]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path} is no file of --trace-numerics: {error}") from None
-        if self.about.get("format") != FORMAT:
-            found = f"{path} has format {self.about.get('format')}"
-            raise UserError(f"{found}, but this program reads format {FORMAT}")
+    def __init__(self, about: dict[str, Any], values: np.ndarray, responses: np.ndarray):
+        """Take the contents of a file: facts, (rows, 12) sketches, (tensors,) responses."""
+        self.about = about
+        names = about["activations"]
+        rows = len(names) * about["bins"]
+        shape = len(about["kinds"]), len(about["parameters"]), values.shape[1]
+        self.activations = values[:rows].reshape(len(names), -1, values.shape[1])
+        self.parameters = values[rows:].reshape(shape)
+        self.responses = responses[: len(names)]
+        self.of_gradients = responses[len(names) :]
+
+
+def read(path: Path) -> Trace:
+    """Read a file; raise UserError if it is none of --trace-numerics, or of another format."""
+    try:
+        with np.load(path) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            if about.get("format") != FORMAT:
+                found = f"{path} has format {about.get('format')}"
+                raise UserError(f"{found}, but this program reads format {FORMAT}")
+            return Trace(about, arrays["values"], arrays["response"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is no file of --trace-numerics: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Pair:
     """The traces of the same step of two runs, reduced to the kinds and parameters of both.
 
     both: the parameters' sketches in a and in b, (kinds, tensors, 12). norm: the larger norms,
-    (kinds, tensors). moved: the responses of the gradients, (tensors,).
+    (kinds, tensors). responses: those of the gradients, (tensors,).
     """
 
     def __init__(self, a: Trace, b: Trace):
@@ -110,28 +114,41 @@ class Pair:
         self.b = b
         precisions = {a.about["precision"], b.about["precision"]}
         self.epsilon = max(EPSILON[name] for name in precisions)
-        self.response = np.minimum if len(precisions) == 1 else np.maximum
-        self.of_masters = EPSILON["fp64" if precisions == {"fp64"} else "fp32"]
-        self.kinds, kinds_a, kinds_b = _common(a.about["kinds"], b.about["kinds"])
-        tensors, tensors_a, tensors_b = _common(a.about["parameters"], b.about["parameters"])
-        in_a = a.parameters[np.ix_(kinds_a, tensors_a)]
-        in_b = b.parameters[np.ix_(kinds_b, tensors_b)]
-        moved_a = norms(a.moved_gradients[tensors_a])
-        moved_b = norms(b.moved_gradients[tensors_b])
-        # Parameters without gradients, the routers' biases, count tokens per expert: a token that
-        # rounding sends to another expert changes them by more than any response, so they are
-        # left out.
-        has_gradient = (in_a[GRADIENT, :, COUNT] > 0) & (in_b[GRADIENT, :, COUNT] > 0)
-        self.tensors = list(compress(tensors, has_gradient))
-        self.both = in_a[:, has_gradient], in_b[:, has_gradient]
-        self.moved = self.response(moved_a, moved_b)[has_gradient]
-        self.norm = np.sqrt(np.maximum(*self.both)[..., SQUARES])
+        self.of_masters = EPSILON["fp32"]
+        if precisions == {"fp64"}:
+            self.of_masters = EPSILON["fp64"]
+        self.response: np.ufunc = np.minimum
+        if len(precisions) > 1:
+            self.response = np.maximum
+        self._select_parameters()
         # The response was measured for weights that differ by one unit in the last place, so the
         # tolerance grows with the number of units by which the weights differ before the step.
         weights_a, weights_b = (sketches[BEFORE] for sketches in self.both)
         distance = np.linalg.norm(norms(weights_a - weights_b))
         unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])
-        self.factor = FACTOR * max(1.0, float(distance / (unit + TINY)))
+        units = float(distance / (unit + TINY))
+        self.factor = FACTOR * max(1.0, units)
+
+    def _select_parameters(self) -> None:
+        """Set the kinds, the names and the sketches of the parameters that both traces have.
+
+        Parameters without gradients, the routers' biases, count tokens per expert: a token that
+        rounding sends to another expert changes them by more than any response, so they are left
+        out.
+        """
+        a = self.a
+        b = self.b
+        self.kinds, kinds_a, kinds_b = _common(a.about["kinds"], b.about["kinds"])
+        names, tensors_a, tensors_b = _common(a.about["parameters"], b.about["parameters"])
+        in_a = a.parameters[np.ix_(kinds_a, tensors_a)]
+        in_b = b.parameters[np.ix_(kinds_b, tensors_b)]
+        counts = np.minimum(in_a, in_b)[GRADIENT, :, COUNT]
+        has_gradient = counts > 0
+        self.tensors = list(compress(names, has_gradient))
+        self.both = in_a[:, has_gradient], in_b[:, has_gradient]
+        self.norm = np.sqrt(np.maximum(*self.both)[..., SQUARES])
+        responses = self.response(a.of_gradients[tensors_a], b.of_gradients[tensors_b])
+        self.responses = responses[has_gradient]
 
     def rows(self) -> list[Row]:
         """Return the rows that both files have, in the order of execution."""
@@ -142,35 +159,45 @@ class Pair:
     def _parameters(self) -> list[list[Row]]:
         """Return, per kind in the order of `self.kinds`, a row per parameter."""
         a, b = self.both
+        difference = norms(a - b)
         update_a = a[AFTER] - a[BEFORE]
         update_b = b[AFTER] - b[BEFORE]
-        difference = norms(a - b)
         difference[AFTER] = norms(update_a - update_b)
-        # The change of the gradients that rounding explains, and its share of their norms.
-        moved = self.moved + self.epsilon * self.norm[GRADIENT]
-        relative = np.minimum(1.0, moved / (self.norm[GRADIENT] + TINY))
-        drift = FACTOR * np.maximum(norms(update_a), norms(update_b)) * np.sqrt(relative)
-        steps_before = self.a.about["step"] - 1
-        rounding = self.of_masters * self.norm
-        explained = self.factor * relative * self.norm
-        explained[GRADIENT] = self.factor * self.moved + self.epsilon * self.norm[GRADIENT]
-        explained[BEFORE] = rounding[BEFORE] + drift * steps_before
-        explained[AFTER] = 2.0 * rounding[AFTER] + drift * self.factor / FACTOR
-        largest = np.maximum(a, b)[GRADIENT, :, LARGEST]
-        for number, kind in enumerate(self.kinds):
-            if kind in SQUARED:
-                share = 2.0 * moved / (largest + TINY)
-                explained[number] = self.factor * share * self.norm[number]
-        explained += OF_SKETCHES * self.norm
+        norm_of_update = np.maximum(norms(update_a), norms(update_b))
+        explained = self._explained(norm_of_update)
         rows_of_kinds = []
         for number, kind in enumerate(self.kinds):
             columns = difference[number], explained[number], self.norm[number]
-            norms_of_tensors = np.stack(columns, axis=1).tolist()
             rows = []
-            for name, tensor_norms in zip(self.tensors, norms_of_tensors):
-                rows.append(Row(kind, name, *tensor_norms))
+            for name, *numbers in zip(self.tensors, *columns):
+                size, limit, norm = map(float, numbers)
+                rows.append(Row(kind, name, size, limit, norm))
             rows_of_kinds.append(rows)
         return rows_of_kinds
+
+    def _explained(self, norm_of_update: np.ndarray) -> np.ndarray:
+        """Return the norms of differences that rounding explains, (kinds, tensors).
+
+        norm_of_update: the larger norm of the parameters' updates in this step, (tensors,).
+        """
+        relative = np.minimum(1.0, self.responses + self.epsilon)
+        rounding = self.of_masters * self.norm
+        steps_before = self.a.about["step"] - 1
+        drift = norm_of_update * np.sqrt(relative)
+        of_gradients = self.factor * self.responses + self.epsilon
+
+        explained = self.factor * relative * self.norm
+        explained[GRADIENT] = of_gradients * self.norm[GRADIENT]
+        explained[BEFORE] = rounding[BEFORE] + FACTOR * steps_before * drift
+        explained[AFTER] = 2.0 * rounding[AFTER] + self.factor * drift
+
+        largest = np.maximum(*self.both)[GRADIENT, :, LARGEST]
+        change = relative * self.norm[GRADIENT]
+        share = 2.0 * change / (largest + TINY)
+        for number, kind in enumerate(self.kinds):
+            if kind in SQUARED:
+                explained[number] = self.factor * share * self.norm[number]
+        return explained + OF_SKETCHES * self.norm
 
     def _activations(self) -> list[Row]:
         """Return a row per activation; no rows if the steps have different samples or bins."""
@@ -181,28 +208,29 @@ class Pair:
         b = self.b.activations[in_b]
         norm = np.sqrt(np.maximum(a, b)[..., SQUARES])
         difference = norms(a - b)
-        response = self.response(norms(self.a.moved[in_a]), norms(self.b.moved[in_b]))
-        # A bin may by chance respond less than the others, so the mean of all bins is added.
-        response += np.sqrt(np.square(response).mean(1, keepdims=True))
-        explained = self.factor * response + self.epsilon * norm
+        responses = self.response(self.a.responses[in_a], self.b.responses[in_b])
+        # The response is that of all bins. A bin whose norm is small may respond like the others.
+        root_mean_square = np.sqrt(np.square(norm).mean(1, keepdims=True))
+        explained = self.factor * responses[:, None] * (norm + root_mean_square)
+        explained += self.epsilon * norm
         explained[[name in EXACT for name in names]] = 0.0
         explained += OF_SKETCHES * norm
-        missing = (a[..., COUNT] == 0) | (b[..., COUNT] == 0)
         ratio = difference / (explained + TINY)
         worst_bins = np.nan_to_num(ratio, nan=np.inf).argmax(1)
+        counts = np.minimum(a, b)[..., COUNT]
         rows = []
         for i, name in enumerate(names):
-            if missing[i].any():
-                continue
+            if not counts[i].all():
+                continue  # a run has no such activation
             worst = i, worst_bins[i]
-            wrong_bins = np.flatnonzero(~(difference[i] <= explained[i])).tolist()
+            is_explained = difference[i] <= explained[i]
             row = Row(
                 kind="activation",
                 name=name,
                 difference=float(difference[worst]),
                 explained=float(explained[worst]),
                 norm=float(norm[worst]),
-                bins=tuple(wrong_bins),
+                bins=tuple(np.flatnonzero(~is_explained).tolist()),
             )
             rows.append(row)
         return rows
@@ -211,7 +239,9 @@ class Pair:
 def _common(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[int], list[int]]:
     """Return the names that are in both lists, their places in `a`, and their places in `b`."""
     names = [name for name in a if name in b]
-    return names, [a.index(name) for name in names], [b.index(name) for name in names]
+    places_in_a = [a.index(name) for name in names]
+    places_in_b = [b.index(name) for name in names]
+    return names, places_in_a, places_in_b
 
 
 def norms(sketches: np.ndarray) -> np.ndarray:
@@ -219,4 +249,4 @@ def norms(sketches: np.ndarray) -> np.ndarray:
 
     sketches: (..., 12); the difference of two sketches gives the norm of the tensors' difference.
     """
-    return np.sqrt(np.square(sketches[..., PROJECTIONS:], dtype=float).mean(-1))
+    return np.sqrt(np.square(sketches[..., PROJECTIONS:]).sum(-1))

@@ -57,7 +57,7 @@ class Penalty:
             penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
         if not penalty.requires_grad:
             return weights
-        return _AddPenalty.apply(weights, penalty, self.loss_weight)
+        return _AddPenalty.apply(weights, penalty * self.loss_weight)
 
 
 def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
@@ -75,19 +75,18 @@ def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
 
 
 class _AddPenalty(torch.autograd.Function):
-    """Returns x; the backward pass also gives `penalty`, a scalar, the gradient `weight`."""
+    """Returns x; the backward pass also gives `penalty`, a scalar, the gradient 1."""
 
     @staticmethod
-    def forward(ctx, x, penalty, weight):
-        """Return a view of x. weight: a number."""
-        ctx.weight = weight
+    def forward(ctx, x, penalty):
+        """Return a view of x."""
         ctx.penalty = penalty
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
         """Return the gradients of x and of the penalty."""
-        return grad, torch.full_like(ctx.penalty, ctx.weight), None
+        return grad, torch.ones_like(ctx.penalty)
 
 
 class RouterBalance:
@@ -183,9 +182,6 @@ class ConstantGroup(ParamGroup):
     def counted_shards(self) -> list[ParamShard]:
         """Return no shards: their tensors have no gradients."""
         return []
-
-    def reduce_further(self) -> None:
-        """Do nothing: there are no gradients."""
 
     def clear_gradients(self) -> list[Tensor]:
         """Return no buffers."""

@@ -7,12 +7,12 @@ time_terms      every term of a step's seconds; step_time: with the simulated sc
 memory_terms    every term of a GPU's bytes; memory: of each stage
 risk            intervals, and the probability that a layout does not fit
 enumeration     every layout that train.py takes, as a table of columns
-closed_form     what each row takes at least, before its schedule is built
-ranking         the fastest rows, each predicted; layouts: ranked or rejected with a reason
+closed_form     seconds and bytes of every row, without its schedule
+layouts         the fastest rows, each simulated; all others rejected with a reason
 model_sizes     the largest model, the fewest nodes, and shapes that suit the hardware
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
-gap             where a run's time went: measured_steps simulates them, remedies has flags
-flags           the planner's own flags: what each means, who reads it, its limits
+gap             where a run's time went, which flags win it back; measured_steps simulates it
+flags           the planner's own flags: what each means, its limits; plan.py says who reads it
 questions       what a question and an answer are; layout_table: all layouts, picture draws them;
                 duration_questions; of one layout: layout_questions; of models: model_questions;
                 cost, compare

@@ -5,13 +5,14 @@ print(days(question).text)      # a Question as in planner/questions.py
 
 import math
 from dataclasses import asdict
-from typing import Any
 
 from config import schema
 from config.messages import UserError
 from planner import cost, layouts
 from planner.layout_table import notes, ranked_lines, where_it_fits
-from planner.questions import Answer, Question, Questions
+from planner.questions import Answer, Question
+
+DAY = 86400.0
 
 
 def days(question: Question) -> Answer:
@@ -21,24 +22,31 @@ def days(question: Question) -> Answer:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
     ranked, rejected, *_ = question.rank(most=1)
     if not ranked:
-        only = [rejected[0].reason] if len(rejected) == 1 else []
-        why = "; ".join([*only, *where_it_fits(question, rejected)])
-        raise UserError(
-            f"no layout fits on {where}: {why}" if why else f"no layout fits on {where}"
-        )
-    safe = [r for r in ranked if r.prediction.risk <= question.options.risk]
+        reasons = [entry.reason for entry in rejected] if len(rejected) == 1 else []
+        why = "; ".join([*reasons, *where_it_fits(question, rejected)])
+        raise UserError(f"no layout fits on {where}: {why}".removesuffix(": "))
+    safe = [line for line in ranked if line.prediction.risk <= question.options.risk]
     best = (safe or ranked)[0]
+    step = best.prediction.seconds
     seconds = tokens / best.prediction.tokens_per_second
-    between = [seconds * end / best.prediction.seconds / 86400 for end in best.prediction.interval]
-    data = {"days": seconds / 86400, "between": between, "tokens": tokens, "gpus": question.gpus}
-    data |= {"layout": asdict(best.layout), "seconds_per_step": best.prediction.seconds}
+    low, high = (seconds * end / step / DAY for end in best.prediction.interval)
     rates = cost.rates_of(question.options, question.machine)
-    data |= rates.of(question.gpus, seconds)
-    low, high = between
-    head = f"{seconds / 86400:.1f} days ({low:.1f} to {high:.1f} in 9 of 10 cases) for "
-    head += f"{tokens:.3g} tokens on {where}, "
-    lines = [head + "without stops and ramp-up", rates.sentence(question.gpus, seconds)]
-    lines += [*ranked_lines([best], question), *notes([best])]
+    data = {
+        "days": seconds / DAY,
+        "between": [low, high],
+        "tokens": tokens,
+        "gpus": question.gpus,
+        "layout": asdict(best.layout),
+        "seconds_per_step": step,
+        **rates.of(question.gpus, seconds),
+    }
+    lines = [
+        f"{seconds / DAY:.1f} days ({low:.1f} to {high:.1f} in 9 of 10 cases) for {tokens:.3g} "
+        f"tokens on {where}, without stops and ramp-up",
+        rates.sentence(question.gpus, seconds),
+        *ranked_lines([best], question),
+        *notes([best]),
+    ]
     return Answer("\n".join(lines), data)
 
 
@@ -54,30 +62,24 @@ def rampup(question: Question) -> Answer:
     replica = run.layout.tp * run.layout.pp * run.layout.cp
     most = -(-(question.options.gpus or 0) // node) or question.options.nodes
     most = most or -(-levels[0].batch * replica // node)  # one sample for each replica at first
+    data = []
+    lines = []
+    for level in levels:
+        able = layouts.allowed(run.layout, level.batch, node, most)
+        data.append(asdict(level) | {"allowed": able})
+        start = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{level.steps or '':>8}"
+        lines.append(f"{start}   {_allowed_text(able)}")
     divisor = math.gcd(*(level.batch for level in levels))  # what divides it divides every batch
-    everywhere = layouts.allowed(run.layout, divisor, node, most)
-    lines = [
+    every = layouts.allowed(run.layout, divisor, node, most)
+    head = [
         f"on 1 to {most} nodes of {node} {question.machine.name}, {replica} GPUs a replica; "
-        f"nodes: micro-batch sizes",
-        f"every batch runs on {_allowed_text(everywhere)}",
+        "nodes: micro-batch sizes",
+        f"every batch runs on {_allowed_text(every)}",
         " batch  first step    consumed   steps   runs on",
     ]
-    found = []
-    for level in levels:
-        every = layouts.allowed(run.layout, level.batch, node, most)
-        steps = "" if level.steps is None else level.steps
-        line = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{steps:>8}   "
-        lines.append(line + _allowed_text(every))
-        found.append(asdict(level) | {"allowed": every})
-    return Answer("\n".join(lines), {"levels": found, "every": everywhere})
+    return Answer("\n".join(head + lines), {"levels": data, "every": every})
 
 
-def _allowed_text(every: list[dict[str, Any]]) -> str:
-    found = [f"{one['nodes']}: {' '.join(map(str, one['micro_batches']))}" for one in every]
-    return "; ".join(found) or "no number of nodes"
-
-
-QUESTIONS: Questions = {
-    "days": (days, "how long training takes"),
-    "rampup": (rampup, "a batch-size ramp-up, checked before step 1"),
-}
+def _allowed_text(rows: list[dict]) -> str:
+    texts = [f"{row['nodes']}: {' '.join(map(str, row['micro_batches']))}" for row in rows]
+    return "; ".join(texts) or "no number of nodes"

@@ -33,7 +33,7 @@ ZERO_STAGES = (1, 0, 2, 3)  # of equally fast layouts, the first ZeRO stage in t
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 # `selective` is not varied, because it saves no memory: a flash kernel always recomputes scores.
 RECOMPUTATIONS = ("none", "full")
-VARIED = ("micro_batch_size", "sequence_parallel", "recompute", "zero")  # columns of a Table
+VARIED = ("micro_batch_size", "zero", "recompute", "sequence_parallel")  # columns of a Table
 PLAIN = {"schedule": "1f1b", "vocab_pp": None, "cp": 1}  # fields that all measured runs have
 LONG = 4096  # cp is varied if a sample has at least this number of tokens
 
@@ -99,9 +99,9 @@ class Table:
     ways: list[Layout]
     way: np.ndarray
     micro_batch_size: np.ndarray
-    sequence_parallel: np.ndarray
-    recompute: np.ndarray
     zero: np.ndarray
+    recompute: np.ndarray
+    sequence_parallel: np.ndarray
 
     def __len__(self) -> int:
         return len(self.way)
@@ -113,37 +113,38 @@ class Table:
         all blocks, if the row has recomputation.
         """
         way = self.ways[self.way[row]]
-        layout = replace(
-            way,
-            micro_batch_size=int(self.micro_batch_size[row]),
-            recompute=str(self.recompute[row]),
-            zero=int(self.zero[row]),
-        )
-        varies_sequence_parallel = not self.asked.holds("sequence_parallel")
-        if varies_sequence_parallel and _can_split(self.asked.model, way):
-            layout = replace(layout, sequence_parallel=bool(self.sequence_parallel[row]))
-        if self.asked.counts_blocks and layout.recompute != "none":
-            layout = replace(layout, recompute_layers=recomputed)
-        return layout
-
-    def place(self, row: int) -> tuple[int, int, int]:
-        """Return a row's tp, pp and micro-batch size; the ranking has one row for each place."""
-        way = self.ways[self.way[row]]
-        return way.tp, way.pp, int(self.micro_batch_size[row])
+        more: dict[str, Any] = {
+            "micro_batch_size": int(self.micro_batch_size[row]),
+            "recompute": str(self.recompute[row]),
+            "zero": int(self.zero[row]),
+        }
+        if not self.asked.holds("sequence_parallel") and _can_split(self.asked.model, way):
+            more["sequence_parallel"] = bool(self.sequence_parallel[row])
+        if self.asked.counts_blocks and more["recompute"] != "none":
+            more["recompute_layers"] = recomputed
+        return replace(way, **more)
 
     @cached_property
     def places(self) -> np.ndarray:
-        """The `place` of every row: (rows, 3)."""
+        """The tp, pp and micro-batch size of every row: (rows, 3). The ranking has one row for each
+        such place.
+        """
         layouts = self.job.layout
         return np.hstack([layouts.tp, layouts.pp, layouts.micro_batch_size])
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """The number of every row's place, in the order of tp, pp and micro-batch size: (rows,)."""
+        tp, pp, micro_batch = self.places.T
+        return (tp * (pp.max() + 1) + pp) * (micro_batch.max() + 1) + micro_batch
 
     def of_rows(self, rows: np.ndarray) -> "Table":
         """Return a table with some of the rows; rows: their indices."""
         varied = {name: getattr(self, name)[rows] for name in ("way", *VARIED)}
         return replace(self, **varied)
 
-    def plain_rows(self) -> np.ndarray:
-        """Return the indices of rows whose fields are those of measured runs (PLAIN).
+    def is_plain(self) -> np.ndarray:
+        """Return for each row whether its fields are those of measured runs (PLAIN).
 
         A field that the user has fixed may have another value.
         """
@@ -151,7 +152,7 @@ class Table:
         for name, value in PLAIN.items():
             if name not in self.asked.fixed:
                 is_plain &= self.column(name)[:, 0] == value
-        return np.flatnonzero(is_plain)
+        return is_plain
 
     @cached_property
     def job(self) -> Job:
@@ -180,21 +181,77 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
     Plain layouts come first. If no layout is accepted, the table is None.
     """
     ways: list[Layout] = []
-    sizes: list[tuple[int, int]] = []  # index of a way, micro-batch size
+    parts: list[np.ndarray] = []  # for each way, the columns that a row adds to it
     rejected = []
+    parts_of: dict[tuple, np.ndarray] = {}  # by what decides what a row may add to a way
     for placed in _placed(asked):
         if isinstance(placed, Rejected):
             rejected.append(placed)
             continue
-        micro_batches, refused = _micro_batches(asked, placed[0])
+        sizes, refused = _micro_batches(asked, placed[0])
         rejected += refused
-        indices = range(len(ways), len(ways) + len(placed))
-        sizes += product(indices, micro_batches)
-        ways += placed
-    if not sizes:
+        for way in placed:
+            splits = _splits(asked, way)
+            key = way.tp > 1, way.pp > 1, way.dp * way.cp > 1, way.vocab_pp, str(splits), str(sizes)
+            try:
+                if key not in parts_of:
+                    stages = _zero_stages(asked, way)
+                    varied = product(sizes, stages, range(len(_recomputations(asked))), splits)
+                    parts_of[key] = np.reshape(list(varied), (-1, len(VARIED))).astype(int)
+            except UserError as error:
+                rejected.append(rejected_layout(way, str(error)))
+                continue
+            ways.append(way)
+            parts.append(parts_of[key])
+    if not sum(map(len, parts)):
         return None, rejected
-    table, refused = _rows(asked, ways, np.array(sizes))
-    return table, rejected + refused
+    columns = dict(zip(VARIED, np.concatenate(parts).T, strict=True))
+    columns["recompute"] = np.array(_recomputations(asked))[columns["recompute"]]
+    columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
+    way_of_row = np.repeat(np.arange(len(ways)), list(map(len, parts)))
+    return Table(asked, ways, way_of_row, **columns), rejected
+
+
+def _recomputations(asked: Asked) -> list[str]:
+    """Return the values of --recompute to try."""
+    recomputations = asked.values("recompute", RECOMPUTATIONS)
+    blocks = [asked.fixed.get(name) for name in ("recompute_layers", "recompute_blocks")]
+    if "recompute" not in asked.fixed and blocks != [None, None]:
+        recomputations.remove("none")
+    return recomputations
+
+
+def _splits(asked: Asked, way: Layout) -> list[bool]:
+    """Return the values of sequence parallelism to try for a way."""
+    if asked.holds("sequence_parallel"):
+        on_gpu = asked.machine.device != "CPU"
+        return [bool(way.automatic(asked.model.seq_length, on_gpu).sequence_parallel)]
+    if not _can_split(asked.model, way):
+        return [False]
+    return asked.values("sequence_parallel", (True, False))
+
+
+def _can_split(model: ModelShape, way: Layout) -> bool:
+    """Return whether sequence parallelism is possible."""
+    return way.tp > 1 and model.seq_length % (way.tp * way.cp) == 0
+
+
+def _zero_stages(asked: Asked, way: Layout) -> list[int]:
+    """Return the ZeRO stages that train.py accepts for a way. Raise its first UserError if it
+    accepts none. On a single rank nothing can be sharded, so only the first stage is tried.
+    """
+    stages = asked.values("zero", ZERO_STAGES)
+    accepted = []
+    refusal = None
+    for zero in stages if way.dp * way.cp > 1 else stages[:1]:
+        try:
+            check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
+            accepted.append(zero)
+        except UserError as error:
+            refusal = refusal or error
+    if refusal and not accepted:
+        raise refusal
+    return accepted
 
 
 def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
@@ -202,12 +259,25 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
 
     Reasons are given for the first cp only.
     """
-    first, *others = asked.values("cp", _context_sizes(asked))
-    yield from _with_cp(asked, first)
-    for cp in others:
-        for placed in _with_cp(asked, cp):
-            if not isinstance(placed, Rejected):
-                yield placed
+    gpus = asked.gpus
+    node = asked.machine.node
+    held = {name: value for name, value in asked.fixed.items() if asked.holds(name)}
+    context_sizes = asked.values("cp", _context_sizes(asked))
+    for cp, tp in product(context_sizes, asked.values("tp", divisors(gpus))):
+        is_first = cp == context_sizes[0]
+        if tp > node and "tp" not in asked.fixed:
+            if is_first:
+                reason = f"tp({tp}) would leave the node of {node} GPUs; --tp {tp} tries it"
+                yield Rejected({"tp": tp}, reason)
+            continue
+        pipeline_sizes = divisors(gpus // tp) if gpus % tp == 0 else [1]
+        for pp in asked.values("pp", pipeline_sizes):
+            fields = {"partition": "balanced", **held, "tp": tp, "pp": pp, "cp": cp}
+            try:
+                yield _ways(asked, with_dp(Layout(**fields), gpus, "GPUs"))
+            except UserError as error:
+                if is_first:
+                    yield Rejected({"tp": tp, "pp": pp}, str(error))
 
 
 def _context_sizes(asked: Asked) -> list[int]:
@@ -216,25 +286,6 @@ def _context_sizes(asked: Asked) -> list[int]:
     if length < LONG:
         return [1]
     return [cp for cp in divisors(asked.gpus) if cp == 1 or length % (2 * cp) == 0]
-
-
-def _with_cp(asked: Asked, cp: int) -> Iterator[list[Layout] | Rejected]:
-    """Yield for every tp and pp the list of ways with one cp, or the reason why it is refused."""
-    gpus = asked.gpus
-    node = asked.machine.node
-    held = {name: value for name, value in asked.fixed.items() if asked.holds(name)}
-    for tp in asked.values("tp", divisors(gpus)):
-        if tp > node and "tp" not in asked.fixed:
-            reason = f"tp({tp}) would leave the node of {node} GPUs; --tp {tp} tries it"
-            yield Rejected({"tp": tp}, reason)
-            continue
-        pipeline_sizes = divisors(gpus // tp) if gpus % tp == 0 else [1]
-        for pp in asked.values("pp", pipeline_sizes):
-            fields = {"partition": "balanced", **held, "tp": tp, "pp": pp, "cp": cp}
-            try:
-                yield _ways(asked, with_dp(Layout(**fields), gpus, "GPUs"))
-            except UserError as error:
-                yield Rejected({"tp": tp, "pp": pp}, str(error))
 
 
 def _ways(asked: Asked, placed: Layout) -> list[Layout]:
@@ -293,84 +344,6 @@ def _micro_batches(asked: Asked, placed: Layout) -> tuple[list[int], list[Reject
             accepted.append(micro_batch)
         except UserError as error:
             rejected.append(rejected_layout(layout, str(error)))
-    return accepted, rejected
-
-
-def _rows(
-    asked: Asked, ways: list[Layout], sizes: np.ndarray
-) -> tuple[Table | None, list[Rejected]]:
-    """Return the table with every ZeRO stage, recomputation and sequence parallelism that train.py
-    accepts, and the rejected ways, for which it accepts no ZeRO stage.
-
-    sizes: pairs of the index of a way and a micro-batch size, (pairs, 2). The table is None if it
-    would have no rows.
-    """
-    zeros, rejected = _zero_stages(asked, ways)
-    recomputations = asked.values("recompute", RECOMPUTATIONS)
-    blocks = [asked.fixed.get(name) for name in ("recompute_layers", "recompute_blocks")]
-    if "recompute" not in asked.fixed and blocks != [None, None]:
-        recomputations.remove("none")
-    is_possible = {split: _splits(asked, ways, split) for split in (True, False)}
-    way, micro_batch = sizes.T
-    parts: list[list[np.ndarray]] = []
-    for stage, recompute, split in product(range(zeros.shape[1]), recomputations, (True, False)):
-        is_accepted = is_possible[split] & (zeros[:, stage] >= 0)  # for each way
-        pairs = np.flatnonzero(is_accepted[way])
-        splits = np.full(len(pairs), split)
-        recompute_column = np.full(len(pairs), recompute)
-        zero = zeros[way[pairs], stage]
-        parts.append([way[pairs], micro_batch[pairs], splits, recompute_column, zero])
-    table = Table(asked, ways, *(np.concatenate(column) for column in zip(*parts, strict=True)))
-    return (table if len(table) else None), rejected
-
-
-def _splits(asked: Asked, ways: list[Layout], split: bool) -> np.ndarray:
-    """Return for each way whether it has rows with sequence parallelism (split), or without it."""
-    if not asked.holds("sequence_parallel"):
-        tried = split in asked.values("sequence_parallel", (True, False))
-        return np.array([_has_rows(asked.model, way, split, tried) for way in ways])
-    on_gpu = asked.machine.device != "CPU"
-    layouts = [way.automatic(asked.model.seq_length, on_gpu) for way in ways]
-    return np.array([bool(layout.sequence_parallel) == split for layout in layouts])
-
-
-def _has_rows(model: ModelShape, way: Layout, split: bool, tried: bool) -> bool:
-    """Return whether a way has rows with sequence parallelism (split), or without it.
-
-    tried: whether the question asks for this. If sequence parallelism is not possible, a way has
-    rows without it in any case.
-    """
-    possible = _can_split(model, way)
-    if split:
-        return possible and tried
-    return tried or not possible
-
-
-def _can_split(model: ModelShape, way: Layout) -> bool:
-    """Return whether sequence parallelism is possible."""
-    return way.tp > 1 and model.seq_length % (way.tp * way.cp) == 0
-
-
-def _zero_stages(asked: Asked, ways: list[Layout]) -> tuple[np.ndarray, list[Rejected]]:
-    """Return the ZeRO stages that train.py accepts for each way, and the ways without any.
-
-    The result is an integer array, (ways, stages to try), with -1 for a stage that is refused. On a
-    single rank nothing can be sharded, so only the first stage is tried.
-    """
-    stages = asked.values("zero", ZERO_STAGES)
-    accepted = np.full((len(ways), len(stages)), -1)
-    rejected = []
-    for number, way in enumerate(ways):
-        refusal = ""
-        to_try = stages if way.dp * way.cp > 1 else stages[:1]
-        for column, zero in enumerate(to_try):
-            try:
-                check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
-                accepted[number, column] = zero
-            except UserError as error:
-                refusal = refusal or str(error)
-        if accepted[number].max() < 0:
-            rejected.append(rejected_layout(way, refusal))
     return accepted, rejected
 
 

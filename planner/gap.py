@@ -1,268 +1,238 @@
 """Where a run's time went: `python plan.py gap RUN`, from what passes compute to the whole step.
 
-    answer = gap("runs/a")          a table; its data is for --json, and for `draw`
+    answer = gap("runs/a")          a table; its data is for --json
 
 Measured are the steps in RUN/times.jsonl, which measured_steps.py divides by cause. The column
-`planned` has the planner's seconds for the same layout on the run's machine.
+`planned` has the planner's seconds for the same layout on the run's machine; `would win` has flags
+against a cause: what they win is of the whole step, and can be more than their cause alone takes.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
+from config.command_line import to_words
 from config.messages import UserError
-from config.schema import Config, coordinates
+from config.schema import Config, Layout, coordinates
 from config.validation import check_split
-from planner import compare, hardware, measured_steps, remedies, run_files
+from planner import compare, hardware, measured_steps, run_files
 from planner.job import Job
 from planner.measured_steps import MeasuredSteps, Row
 from planner.questions import FULL_BATCH, Answer
-from planner.remedies import Remedy
-from schedules.orders import of_layout
-from schedules.partition import part_costs, stage_specs
+from schedules.orders import build, of_layout
+from schedules.partition import balanced, part_costs, placement, stage_specs
 from schedules.schedule import VOCABULARY, Schedule
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from schedules.simulation import makespan
 
 COMPUTE = ("compute", "recompute")
 WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow ranks", "variation")
 LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
-BETWEEN = ("save", "evaluate", "sample", "check replicas")  # phases between steps
+EVALUATION = ("evaluate", "sample", "check replicas")  # phases between steps beside `save`
 MOST_PASSES = 200_000  # of all steps that are simulated: the newest steps count
 NAMED_SHARE = 0.1  # a rank is named if it loses this share of what the slowest rank loses
 LEAST_SHARE = 0.005  # a flag is proposed if it wins this share of a step, and its cause takes it
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # that are proposed
+Seconds = Mapping[tuple[str, int], float]  # of a pass, by kind and stage
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The times of a run's measured steps.
+class Remedy(NamedTuple):
+    """The seconds of a step that a change would win, and its flags."""
 
-    seconds: of a step, with its share of saves and evaluations. passes: seconds by kind and stage,
-    with collectives; sent: of a message; notes: by cause, where.
-    """
-
-    config: Config
-    device: str
     seconds: float
-    steps: int
-    causes: dict[str, float]
-    order: Schedule
-    passes: dict[tuple[str, int], float]
-    sent: float
-    notes: dict[str, str]
+    flags: str
 
 
-def read(run: str) -> Measured:
-    """The steps in a run's times.jsonl; UserError if there are none, or not those of its run.json.
-
-    The steps are those with the newest batch size. Ranks begin at other times after a save or an
-    evaluation, so steps that follow one count only if there are no others.
+def gap(run: str, name: str | None = None) -> Answer:
+    """The table of a run, and its lines as data; name: a machine of hardware/, default: by its
+    device. UserError if times.jsonl has no steps, or not those of run.json.
     """
     config = run_files.config_of(run)
-    _, device = run_files.cluster_of(run)
-    layout, model = config.layout, config.model
-    check_split(model, layout)
+    device, kind = run_files.cluster_of(run)
+    rows, steps = _measured(run, config, kind)
+    costs = part_costs(config.model, kind)
+    shares = [spec.share for spec in stage_specs(config.model, config.layout, costs)]
+    passes, messages = steps.by_stage()
+    late = [seconds for seconds in messages.values() if seconds]
+    where = {"slow ranks": _slow_ranks(steps, shares, config.layout.axes, rows[-1].nodes)}
+    where["imbalance"] = f"stage {max(passes, key=passes.__getitem__)[1]} has the longest pass"
+    if late:
+        pass_kind, stage = max(messages, key=messages.__getitem__)
+        where["p2p"] = f"{pass_kind} of stage {stage}: {1e3 * max(late):.1f} ms a message"
+    causes = steps.causes(shares)
+    # Saves and evaluations are between steps: of all steps until the last row.
+    step_count = sum(row.steps for row in rows)
+    spent = {"saving": ("save",), "evaluation": EVALUATION}
+    for cause, phases in spent.items():
+        seconds = sum(row.spent.get(phase, 0.0) for row in rows for phase in phases)
+        causes[cause] = seconds / step_count
+    total = steps.measured + causes["saving"] + causes["evaluation"]
+    machine = hardware.load(name) if name else hardware.of_device(device)
+    plan = _planned(config, steps.order, machine) if machine else {}
+    if plan:
+        # Both are computed in the same passes: the planner says in which proportion.
+        again = plan["recompute"] / (plan["compute"] + plan["recompute"])
+        causes["recompute"] = causes["compute"] * again
+        causes["compute"] -= causes["recompute"]
+    remedies = {
+        "slow ranks": Remedy(causes["slow ranks"], "start without that node"),
+        "data": Remedy(causes["data"], "a faster source of --data"),
+        "saving": Remedy(causes["saving"] / 2, "--save-every twice as large"),
+        "evaluation": Remedy(causes["evaluation"] / 2, "--eval-every twice as large"),
+    }
+    sent = statistics.fmean(late) if late else 0.0
+    remedies |= remedies_of_passes(config, steps.order, passes, sent, kind)
+    lines = []
+    for cause in LINES:
+        seconds = causes.get(cause, 0.0)
+        remedy = remedies.get(cause, Remedy(0.0, ""))
+        if min(seconds, remedy.seconds) < LEAST_SHARE * total:
+            remedy = Remedy(0.0, "")
+        line = {"cause": cause, "measured": seconds, "planned": plan.get(cause, 0.0)}
+        line |= {"where": where.get(cause, ""), "flags": remedy.flags, "wins": remedy.seconds}
+        lines.append(line if machine else line | {"planned": None})
+    data = {
+        "run": run,
+        "seconds": total,
+        "steps": steps.after.shape[1],
+        "lines": lines,
+        "machine": machine.name if machine else None,
+        "closure": 1 - causes["unexplained"] / total,
+    }
+    return Answer(_table(data), data)
+
+
+def _measured(run: str, config: Config, device: str) -> tuple[list[Row], MeasuredSteps]:
+    """All rows of a run, and the steps that count: the newest with the last row's batch size.
+
+    Ranks begin at other times after a save or an evaluation, so steps that follow one count only if
+    there are no others.
+    """
+    layout = config.layout
+    check_split(config.model, layout)
     world = layout.tp * layout.pp * layout.cp * (layout.dp or 1)
     rows = measured_steps.read_rows(run, world)
     if not rows:
         raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
-    chosen = _chosen(rows)
-    _, passes = chosen[0].ended.shape
-    passes_of_micro_batch = (3 if layout.splits_backward else 2) * layout.stages_per_rank
-    if layout.vocab_pp:
-        passes_of_micro_batch += len(VOCABULARY)
-    try:
-        order = of_layout(model, layout, passes // passes_of_micro_batch, device)
-        steps = MeasuredSteps(chosen, layout, order)
-    except ValueError as error:
-        raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None
-    shares = [spec.share for spec in stage_specs(model, layout, part_costs(model, device))]
-    runs, messages = steps.by_stage()
-    late = [seconds for seconds in messages.values() if seconds]
-    notes = {"slow ranks": _slow_ranks(steps, shares, layout.axes, chosen[0].nodes)}
-    if late:
-        kind, stage = max(messages, key=messages.__getitem__)
-        notes["p2p"] = f"{kind} of stage {stage}: {1e3 * max(late):.1f} ms a message"
-    _, longest = max(runs, key=runs.__getitem__)
-    notes["imbalance"] = f"stage {longest} has the longest pass"
-    causes = steps.causes(shares) | _between(rows)
-    return Measured(
-        config=config,
-        device=device,
-        seconds=steps.measured + causes["saving"] + causes["evaluation"],
-        steps=len(chosen),
-        causes=causes,
-        order=order,
-        passes=runs,
-        sent=statistics.fmean(late) if late else 0.0,
-        notes=notes,
-    )
-
-
-def _chosen(rows: Sequence[Row]) -> Sequence[Row]:
-    """The newest rows with the last one's batch size, those after no save or evaluation if any."""
     newest = rows[-1].ended
     alike = [row for row in rows if row.ended.shape == newest.shape]
     plain = [row for row in alike if not row.follows_others]
-    count = max(1, MOST_PASSES // newest.size)
-    return (plain or alike)[-count:]
-
-
-def _between(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean seconds of a step that saves and evaluations took, of all steps until the last row."""
-    steps = sum(row.steps for row in rows)
-    save, *others = (sum(row.spent.get(phase, 0.0) for row in rows) for phase in BETWEEN)
-    return {"saving": save / steps, "evaluation": sum(others) / steps}
+    chosen = (plain or alike)[-max(1, MOST_PASSES // newest.size) :]
+    passes = (3 if layout.splits_backward else 2) * layout.stages_per_rank
+    if layout.vocab_pp:
+        passes += len(VOCABULARY)
+    try:
+        order = of_layout(config.model, layout, newest.shape[1] // passes, device)
+        return rows, MeasuredSteps(chosen, layout, order)
+    except ValueError as error:
+        raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None
 
 
 def _slow_ranks(
-    steps: MeasuredSteps, shares: Sequence[float], axes: dict[str, int], nodes: list[str]
+    steps: MeasuredSteps, shares: list[float], axes: dict[str, int], nodes: list[str]
 ) -> str:
     """The ranks that lose the most, with their places in the mesh and their nodes."""
     lost = steps.computed() * (1 - steps.usual_shares(shares))
     most_lost = (lost > 0) & (lost >= NAMED_SHARE * lost.max())
-    shown = [axis for axis in axes if axis != "cp" or axes["cp"] > 1]
     named = []
     for rank in sorted(map(int, steps.pipelines[most_lost])):
         place = coordinates(rank, axes)
-        where = ", ".join(f"{axis} {place[axis]}" for axis in shown)
-        named.append(f"rank {rank} ({where}) on {nodes[rank]}")
+        shown = [f"{axis} {place[axis]}" for axis in axes if axis != "cp" or axes["cp"] > 1]
+        named.append(f"rank {rank} ({', '.join(shown)}) on {nodes[rank]}")
     return "; ".join(named)
 
 
-# ---- Beside the plan -----------------------------------------------------------------------------
-
-
-def _job(run: str, name: str | None, measured: Measured) -> Job | None:
-    """The measured steps on the machine of that name, or the first that has the run's device."""
-    if name:
-        machine = hardware.load(name)
-    else:
-        device, _ = run_files.cluster_of(run)
-        machines = map(hardware.load, hardware.names())
-        fitting = [machine for machine in machines if machine.has_device(device)]
-        if not fitting:
-            return None
-        machine = fitting[0]
-    layout = measured.config.layout
-    micro_batches = 1 + max(action.micro_batch for action in measured.order.ranks[0])
-    batch = {"global_batch_size": micro_batches * layout.micro_batch_size * layout.dp}
-    training = replace(measured.config.training, **FULL_BATCH | batch)
-    return Job(measured.config.model, layout, training, machine)
-
-
-def planned(job: Job) -> dict[str, float]:
-    """Seconds of a step by LINES, as the planner has them."""
-    found = compare.by_cause(job)
+def _planned(config: Config, order: Schedule, machine: hardware.Machine) -> dict[str, float]:
+    """Seconds of a step with this order's micro-batches by LINES, as the planner has them."""
+    layout = config.layout
+    micro_batches = order.numbered.micro_batches
+    batch = {"global_batch_size": micro_batches * layout.micro_batch_size * (layout.dp or 1)}
+    training = replace(config.training, **FULL_BATCH | batch)
+    found = compare.by_cause(Job(config.model, layout, training, machine))
     found["dp"] += found.pop("tied")
     found["host"] += found.pop("fixed")
     return found
 
 
-# ---- The answer ----------------------------------------------------------------------------------
-
-
-def gap(run: str, machine: str | None = None) -> Answer:
-    """The table of a run, and its lines as data; machine: of hardware/, default: by its device."""
-    measured = read(run)
-    job = _job(run, machine, measured)
-    causes = measured.causes
-    plan: dict[str, float] = {}
-    if job:
-        plan = planned(job)
-        # Both are computed in the same passes: the planner says in which proportion.
-        again = plan["recompute"] / (plan["compute"] + plan["recompute"])
-        causes["recompute"] = causes["compute"] * again
-        causes["compute"] -= causes["recompute"]
-    ways = _ways(measured)
-    rows = []
-    for cause in LINES:
-        seconds = causes.get(cause, 0.0)
-        way = ways.get(cause, Remedy(0.0, ""))
-        if min(seconds, way.seconds) < LEAST_SHARE * measured.seconds:
-            way = Remedy(0.0, "")
-        rows.append(
-            {
-                "cause": cause,
-                "measured": seconds,
-                "planned": plan.get(cause, 0.0) if job else None,
-                "where": measured.notes.get(cause, ""),
-                "flags": way.flags,
-                "wins": way.seconds,
-            }
-        )
-    data = {
-        "run": run,
-        "seconds": measured.seconds,
-        "steps": measured.steps,
-        "lines": rows,
-        "machine": job.machine.name if job else None,
-        "closure": 1 - causes["unexplained"] / measured.seconds,
-    }
-    return Answer(_table(data), data)
-
-
-def _ways(measured: Measured) -> dict[str, Remedy]:
-    """By cause what would win time back."""
-    causes = measured.causes
-    return {
-        "slow ranks": Remedy(causes["slow ranks"], "start without that node"),
-        "data": Remedy(causes["data"], "a faster source of --data"),
-        "saving": Remedy(causes["saving"] / 2, "--save-every twice as large"),
-        "evaluation": Remedy(causes["evaluation"] / 2, "--eval-every twice as large"),
-        **remedies.of_passes(
-            measured.config, measured.order, measured.passes, measured.sent, measured.device
-        ),
-    }
-
-
 def _table(data: dict[str, Any]) -> str:
     """A line for each cause that takes a ten-thousandth of the step."""
     total, machine = data["seconds"], data["machine"]
-    lines = [f"{data['run']}: {total:.4f} s a step, the mean of {data['steps']} measured steps"]
-    lines.append(f"{'':12}{'s/step':>9}{'share':>8}{'planned':>9}   would win")
+    text = [f"{data['run']}: {total:.4f} s a step, the mean of {data['steps']} measured steps"]
+    text.append(f"{'':12}{'s/step':>9}{'share':>8}{'planned':>9}   would win")
     step = {"cause": "step", "measured": total, "flags": "", "where": f"planned on {machine}"}
-    step["planned"] = sum(row["planned"] or 0.0 for row in data["lines"])
-    for row in [*data["lines"], step]:
-        if max(abs(row["measured"]), row["planned"] or 0.0) < 1e-4 * total:
+    step["planned"] = sum(line["planned"] or 0.0 for line in data["lines"])
+    for line in [*data["lines"], step]:
+        seconds = line["measured"]
+        if max(abs(seconds), line["planned"] or 0.0) < 1e-4 * total:
             continue
-        planned_seconds = f"{row['planned']:.4f}" if machine else "-"
-        line = f"{row['cause']:12}{row['measured']:9.4f}{row['measured'] / total:8.1%}"
-        line += f"{planned_seconds:>9}   "
-        if row["flags"]:
-            line += f"{row['wins']:.4f} s: {row['flags']}; "
-        lines.append((line + row["where"]).rstrip("; "))
-    lines.append(f"the named causes are {data['closure']:.1%} of the step")
-    lines.append(f"other layouts: python plan.py layouts --config {data['run']}")
-    return "\n".join(lines)
+        planned = f"{line['planned']:.4f}" if machine else "-"
+        won = f"{line['wins']:.4f} s: {line['flags']}; " if line["flags"] else ""
+        row = f"{line['cause']:12}{seconds:9.4f}{seconds / total:8.1%}{planned:>9}   "
+        text.append(f"{row}{won}{line['where']}".rstrip("; "))
+    text.append(f"the named causes are {data['closure']:.1%} of the step")
+    text.append(f"other layouts: python plan.py layouts --config {data['run']}")
+    return "\n".join(text)
 
 
-def draw(data: dict[str, Any], path: str) -> None:
-    """Write the picture of `waterfall` as an SVG file; UserError if it cannot be written."""
-    try:
-        waterfall(data).savefig(path, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+# ---- The flags that would win time back, by the schedule's simulation ----------------------------
 
 
-def waterfall(data: dict[str, Any]) -> "Figure":
-    """The lines as bars, each of which begins where the one above ends, and the whole step."""
-    from matplotlib.figure import Figure
+def remedies_of_passes(
+    config: Config, order: Schedule, passes: Seconds, sent: float, device: str
+) -> dict[str, Remedy]:
+    """Against the bubble: another schedule or half the micro-batch; against imbalance: another
+    partition. Both run the measured passes.
 
-    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    names: list[str] = []
-    ends = 0.0
-    for row in data["lines"]:
-        seconds = row["measured"]
-        if abs(seconds) >= 1e-4 * data["seconds"]:
-            axes.barh(len(names), seconds, left=ends, color="#2563b8")
-            names.append(f"{row['cause']} {seconds / data['seconds']:.1%}")
-            ends += seconds
-    axes.barh(len(names), data["seconds"], color="#696c74")
-    axes.set_yticks(range(len(names) + 1), [*names, "step"])
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds of a step", title=f"{data['run']}: where the time went")
-    return figure
+    passes: seconds with their collectives; sent: seconds of a message between stages.
+    """
+    layout, model = config.layout, config.model
+    if layout.pp == 1 or order.vocabulary:
+        return {}
+    now = makespan(order, passes, sent)
+    found = {"bubble": Remedy(0.0, "")}
+    for schedule in SCHEDULES:
+        for parts in (1, 2):
+            size, odd = divmod(layout.micro_batch_size, parts)
+            new = replace(layout, micro_batch_size=size)
+            if schedule != layout.schedule:
+                new = replace(new, schedule=schedule)
+            if odd or new == layout or model.layers < new.stages:
+                continue
+            count = order.numbered.micro_batches * parts
+            new_order = build(schedule, layout.pp, count, new.stages_per_rank)
+            seconds = makespan(new_order, _divided(passes, order, new_order, parts), sent)
+            found["bubble"] = max(found["bubble"], Remedy(now - seconds, _changes(layout, new)))
+    if layout.stages_per_rank == 1:
+        costs = part_costs(model, device)
+        blocks = ",".join(map(str, balanced(model.layers, placement(layout), costs)))
+        even: dict[tuple[str, int], float] = {}
+        for spec in stage_specs(model, replace(layout, partition=blocks), costs):
+            for kind in order.kinds:
+                whole = sum(seconds for key, seconds in passes.items() if key[0] == kind)
+                even[kind, spec.index] = spec.share * whole
+        found["imbalance"] = Remedy(now - makespan(order, even, sent), f"--partition {blocks}")
+    return found
+
+
+def _divided(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Seconds:
+    """Seconds of a new schedule's passes: a rank's work in equal parts over its stages, and half of
+    a whole backward for weights.
+    """
+    found: dict[tuple[str, int], float] = {}
+    for stage, rank in enumerate(new.rank_of):
+        share = 1 / (len(new.stages_on(rank)) * parts)
+        stages = order.stages_on(rank)
+        of_kind = {kind: share * sum(passes[kind, old] for old in stages) for kind in order.kinds}
+        backward = of_kind["B"] + of_kind.get("W", 0.0)
+        weights = of_kind.get("W", backward / 2) if new.split else 0.0
+        found |= {("F", stage): of_kind["F"], ("W", stage): weights}
+        found["B", stage] = backward - weights
+    return found
+
+
+def _changes(before: Layout, after: Layout) -> str:
+    """Return the words that change a layout, but for dp, which follows."""
+    names = [field.name for field in fields(Layout)]
+    kept = [name for name in names if getattr(before, name) == getattr(after, name)]
+    nothing: dict[str, Any] = dict.fromkeys(kept)
+    return " ".join(to_words(replace(after, **nothing), "dp", always=names))

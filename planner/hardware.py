@@ -165,6 +165,12 @@ def constants() -> list[Constant]:
     return [Constant(name, **entry) for name, entry in entries.items()]
 
 
+def of_device(device: str) -> Machine | None:
+    """The first machine of `hardware/` with that GPU, by the driver's name for it."""
+    machines = map(load, names())
+    return next((machine for machine in machines if machine.has_device(device)), None)
+
+
 def peak_of(device: str, precision: str) -> float | None:
     """Dense FLOP/s of a GPU by the driver's name for it, in fp16 or bf16; None if not known here.
 
@@ -172,9 +178,8 @@ def peak_of(device: str, precision: str) -> float | None:
     """
     if precision not in ("fp16", "bf16") or "PCIe" in device or "NVL" in device:
         return None
-    machines = [load(name) for name in names()]
-    on_gpus = [machine for machine in machines if machine.device != "CPU"]
-    return next((machine.peak for machine in on_gpus if machine.has_device(device)), None)
+    machine = of_device(device)
+    return machine.peak if machine and machine.device != "CPU" else None
 
 
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
@@ -278,17 +283,16 @@ def calibrate(machine: Machine, path: str) -> Machine:
     changes: dict[str, Any] = {}
     for key, entry in entries.items():
         if key in ("nvlink", "network"):
-            changes["network_measured"] = key == "network" or "network" in entries
             changes[key] = _calibrated_link(file, key, entry, machine)
-        elif key in CALIBRATED and _is_rate(entry, zero=key not in RATES):
-            changes[key] = int(entry) if key == "node" else float(entry)
-        else:
+        elif key not in CALIBRATED or not _is_rate(entry, zero=key not in RATES):
             known = ", ".join((*CALIBRATED, "nvlink", "network"))
             raise UserError(f"{file} says {key} = {entry!r}; it may have {known}")
-    if "host_per_block" in changes:
-        host = changes.pop("host_per_block")
-        changes["software"] = replace(machine.software, host_per_block=host)
-    return replace(machine, **changes)
+        elif key == "host_per_block":
+            changes["software"] = replace(machine.software, host_per_block=float(entry))
+        else:
+            changes[key] = int(entry) if key == "node" else float(entry)
+    measured = machine.network_measured or "network" in entries
+    return replace(machine, network_measured=measured, **changes)
 
 
 def with_network(machine: Machine, rate: float) -> Machine:

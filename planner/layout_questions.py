@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from config.messages import write_file
 from planner import hardware, memory, step_time
-from planner.questions import BILLION, Answer, Question, Questions
+from planner.questions import BILLION, Answer, Question
 from schedules import partition, simulation
 from schedules.choice import decide_layout, note
 from schedules.orders import of_layout
@@ -66,9 +66,3 @@ def constants() -> Answer:
     for c in found:
         lines += [f"{c.name} = {c.value:g} {c.unit}", f"    {c.meaning}; fitted on {c.fitted_on}"]
     return Answer("\n".join(lines), [asdict(c) for c in found])
-
-
-QUESTIONS: Questions = {
-    "stages": (stages, "blocks, parameters, time and memory per stage"),
-    "timeline": (timeline, "the schedule as a picture and a Chrome trace"),
-}

@@ -19,7 +19,7 @@ from config.messages import UserError
 from config.schema import Config
 from planner import cost, layouts, model_sizes, picture, risk
 from planner.job import Job
-from planner.questions import BILLION, Answer, Question, Questions, flags
+from planner.questions import BILLION, Answer, Question, flags
 from planner.step_time import Prediction, predict
 
 STEPS = 1000  # --steps in the printed command, if the user gives no length of the run
@@ -40,10 +40,10 @@ NETWORK = (
 def ranked_layouts(question: Question) -> Answer:
     """Return the text and the data of the answer: ranked layouts, and rejected ones with reasons.
 
-    All layouts are ranked only for --json, --rehearse and --picture, else --top layouts.
+    All layouts are ranked only for --json and --picture, else --top layouts.
     """
     options = question.options
-    needs_all = options.json or options.rehearse or options.picture
+    needs_all = options.json or options.picture
     most = math.inf if needs_all else options.top
     answer = question.rank(most, plain=True)
     safe = [line for line in answer.ranked if line.prediction.risk <= options.risk]
@@ -102,7 +102,7 @@ def _commands(
     words = _command(question, first.layout)
     data: dict[str, Any] = {"launcher": launcher, "command": words, "recommended": None}
     lines = []
-    if recommended := _recommended(question, first, plain):
+    if recommended := _recommended(first, plain):
         data["recommended"] = _as_data(recommended, question)
         command = shlex.join([*launcher, *_command(question, recommended.layout)])
         lines += [_given_up(recommended, first), f"recommended: {command}"]
@@ -134,20 +134,15 @@ def _point(prediction: Prediction) -> picture.Point:
     return fullest / BILLION, prediction.tokens_per_second
 
 
-def _recommended(
-    question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
-) -> layouts.Ranked | None:
-    """Return the fastest safe layout in `plain`, whose kind was measured in real runs, or None.
+def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.Ranked | None:
+    """Return the layout in `plain`, whose kind was measured in real runs, or None.
 
     It is None if the first layout is itself that layout, or is faster by more than TOLD_APART.
     """
-    safe = [line for line in plain if line.prediction.risk <= question.options.risk]
-    if not safe:
+    if not plain or plain[0].layout == first.layout:
         return None
-    fastest = safe[0]
-    if fastest.prediction.seconds > first.prediction.seconds * TOLD_APART:
-        return None
-    return fastest if fastest.layout != first.layout else None
+    is_near = plain[0].prediction.seconds <= first.prediction.seconds * TOLD_APART
+    return plain[0] if is_near else None
 
 
 def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
@@ -229,10 +224,17 @@ def _stand_ins(question: Question) -> list[str]:
 
 def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
     """Return a layout's entry in the JSON answer: options, prediction, flags, and costs."""
-    more: dict[str, Any] = {"rampup": line.rampup, "flags": flags(line.layout)}
+    more: dict[str, Any] = {"rampup": _rampup(line, question), "flags": flags(line.layout)}
     rates = cost.rates_of(question.options, question.machine)
     more |= rates.per_billion(question.gpus, line.prediction.tokens_per_second)
     return asdict(line.layout) | more | asdict(line.prediction)
+
+
+def _rampup(line: layouts.Ranked, question: Question) -> str:
+    """Return whether a layout can run every batch of the ramp-up: see `layouts.rampup_verdict`."""
+    run = question.config
+    schedule = schema.batch_schedule(run.training, run.model.seq_length)
+    return layouts.rampup_verdict(line.layout, schedule)
 
 
 def _risky_lines(
@@ -334,7 +336,9 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "GB": f"{max(stage.total for stage in p.memory) / BILLION:.1f}",
         "risk": f"{p.risk:.1%}",
         **rates.cells(question.gpus, p.tokens_per_second),
-        "ramp-up": line.rampup.partition(" does")[0],  # "batch 48 does not divide ...": "batch 48"
+        "ramp-up": _rampup(line, question).partition(" does")[
+            0
+        ],  # "batch 48 does not divide ...": "batch 48"
     }
 
 
@@ -368,8 +372,3 @@ def notes(ranked: list[layouts.Ranked]) -> list[str]:
     if any(line.prediction.at_networks for line in ranked):
         lines.append(NETWORK)
     return lines
-
-
-QUESTIONS: Questions = {
-    "layouts": (ranked_layouts, "all layouts by seconds per step, and why others cannot run"),
-}

@@ -5,41 +5,49 @@
 
 Every layout is either ranked, or rejected with a reason. `Asked` is the question: the model, the
 training options, the machine, the number of GPUs, and the options of the layout that are fixed.
+
+A row of the table of all layouts is a layout. A place is a tp, pp and micro-batch; several rows
+have the same place. Closed forms give the likely seconds of every row. The schedule is simulated
+only for the rows that may be the fastest, and for the row of each place that is likely the fastest
+there.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from config.batch_schedule import BatchSchedule
-from config.schema import Layout, batch_schedule
+from config.schema import Layout
 from config.validation import check_shape
-from planner import risk
-from planner.enumeration import MICRO_BATCHES, Asked, Rejected, every_layout
-from planner.ranking import Ranking
+from planner import memory, risk
+from planner.closed_form import ClosedForm
+from planner.enumeration import MICRO_BATCHES, Asked, Rejected, Table, every_layout, rejected_layout
+from planner.job import Job
 from planner.step_time import Prediction, predict
 from schedules.choice import decide_layout
+from schedules.partition import blocks_per_stage
 
 # The schedule of --schedule auto is searched for this number of layouts, the fastest with 1F1B.
 SEARCHED = 8
+FAR = 1.3  # a row is far behind if it likely takes more than FAR times as long as the fastest row
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A layout that fits, and its prediction."""
+class Ranked(NamedTuple):
+    """A layout that fits, with --ep filled in, and its prediction."""
 
     layout: Layout
     prediction: Prediction
-    rampup: str  # the result of `rampup_verdict`: "fits", "-", or a batch that does not divide
 
 
 class Answer(NamedTuple):
     """The planner's answer.
 
     ranked: layouts that fit, the fastest first. rejected: layouts that cannot run, with reasons.
-    slower: the number of places (tp, pp and micro-batch) that were not ranked because enough faster
-    layouts were found. plain: the fastest layouts among `Table.plain_rows`, with risky layouts.
+    slower: the number of places (with `every`: rows) that were not ranked because enough faster
+    layouts were found. plain: the fastest layout without risk among `Table.is_plain`, or nothing.
     """
 
     ranked: list[Ranked]
@@ -63,9 +71,9 @@ def rank(
 
     refusal: returns the reason why a layout that fits cannot run, or "".
     most: the number of layouts without risk to rank.
-    plain: whether the answer has the fastest plain layouts too.
+    plain: whether the answer has the fastest plain layout too.
     every: whether to rank all layouts without risk, or if there are more than `most`, those that
-    are likely the fastest; `slower` then counts the layouts that are not ranked.
+    are likely the fastest, and the first of each place that is not FAR behind.
 
     Raise UserError if the model or the ramp-up of the batch is impossible.
     """
@@ -77,37 +85,21 @@ def rank(
             return refusal(replace(layout, schedule="auto"))
 
         with_1f1b = rank(asked._replace(fixed=fixed), refusal_of_auto, accepted, most, plain)
-        return with_1f1b._replace(
-            ranked=_searched(with_1f1b.ranked, asked),
-            plain=_searched(with_1f1b.plain, asked),
-        )
+        searched = [_searched(lines, asked) for lines in (with_1f1b.ranked, with_1f1b.plain)]
+        return with_1f1b._replace(ranked=searched[0], plain=searched[1])
     table, rejected = every_layout(asked)
     if table is None:
         return Answer([], rejected, 0, [])
-    ranking = Ranking(table, accepted, refusal)
+    search = _Search(table, accepted, refusal)
     if every:
-        ranking.run_all(most)
+        ranked = search.every_row(most)
     else:
-        ranking.run(most)
-    plain_layouts = []
-    if plain and len(rows := table.plain_rows()):
-        plain_ranking = Ranking(table.of_rows(rows), accepted, refusal)
-        plain_ranking.run(most=1)
-        plain_layouts = _in_order(plain_ranking)
-    rejected = rejected + ranking.rejected()
-    return Answer(_in_order(ranking), rejected, ranking.slower, plain_layouts)
-
-
-def _in_order(ranking: Ranking) -> list[Ranked]:
-    """Return the layouts of a ranking, the fastest first, with --ep filled in."""
-    asked = ranking.table.asked
-    schedule = batch_schedule(asked.training, asked.model.seq_length)
-    layouts = []
-    for line in sorted(ranking.ranked, key=lambda line: line.prediction.seconds):
-        verdict = rampup_verdict(line.layout, schedule)
-        job = asked.job(line.layout)
-        layouts.append(Ranked(job.layout_with_ep, line.prediction, verdict))
-    return layouts
+        ranked = search.fastest(most)
+        ranked = _in_order(ranked + search.risky(ranked))
+    slower = len(search.left_out)
+    rejected += search.rejected(every)
+    plain_lines = search.fastest(1, table.is_plain()) if plain else []
+    return Answer(ranked, rejected, slower, plain_lines[:1])
 
 
 def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
@@ -117,17 +109,221 @@ def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
     keep the prediction of 1F1B: in simulation the searched schedule is never slower.
     """
     with_auto = []
-    for number, line in enumerate(ranked):
-        auto_layout = replace(line.layout, schedule="auto")
-        prediction = line.prediction
+    for number, (with_1f1b, prediction) in enumerate(ranked):
+        auto_layout = replace(with_1f1b, schedule="auto")
         if number < SEARCHED:
-            micro_batches = asked.job(line.layout).micro_batches
+            micro_batches = asked.job(with_1f1b).micro_batches
             layout, _ = decide_layout(asked.model, auto_layout, micro_batches)
             searched = predict(*asked.job(layout))
             if searched.fits and searched.seconds < prediction.seconds:
                 prediction = searched
-        with_auto.append(replace(line, layout=auto_layout, prediction=prediction))
-    return sorted(with_auto, key=lambda line: line.prediction.seconds)
+        with_auto.append(Ranked(auto_layout, prediction))
+    return _in_order(with_auto)
+
+
+def _in_order(lines: list[Ranked]) -> list[Ranked]:
+    """Return layouts, the fastest first."""
+    return sorted(lines, key=lambda line: line.prediction.seconds)
+
+
+class _Row(NamedTuple):
+    """A row of the table that may fit: its index, its place, and its seconds by closed form."""
+
+    index: int
+    place: int
+    likely: float
+    least: float
+
+
+class _Search:
+    """A search for the fastest rows of a table.
+
+    lines: the results of `_line`. refused: by place, the reason why a row was not ranked. taken:
+    places of ranked rows without risk. left_out: the rows that may fit and were not tried because
+    enough others were found.
+    """
+
+    def __init__(self, table: Table, accepted: float, refusal: Callable[[Layout], str]):
+        """Compute for all rows whether they fit, and their seconds by closed form."""
+        self.table = table
+        self.accepted = accepted
+        self.refusal = refusal
+        machine = table.asked.machine
+        # The bytes that a rank may need: without risk (False), and if risky rows count too (True).
+        self.room = {False: risk.safe_bytes(machine, accepted), True: machine.memory}
+        closed = ClosedForm(table)
+        self.smallest = closed.smallest()
+        within = {risky: closed.within(room) for risky, room in self.room.items()}
+        self.recomputed = {risky: recomputed for risky, (_, recomputed) in within.items()}
+        self.rows = np.flatnonzero(within[True][0])
+        self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
+        self.closed = closed.of_rows(self.rows)
+        self.lines: dict[tuple[int, bool], Ranked | None] = {}
+        self.refused: dict[int, str] = {}
+        self.taken = set[int]()
+        self.left_out: list[_Row] = []
+
+    def fastest(self, most: float, among: np.ndarray | None = None) -> list[Ranked]:
+        """Return the fastest row without risk, and the row that is likely the fastest of each other
+        place; the fastest first.
+
+        most: the number of places. among: for each row of the table, whether it counts.
+        """
+        lines: dict[int, Ranked] = {}  # by place
+        waiting: dict[int, _Row] = {}  # by place, rows that were not tried
+        fastest = math.inf
+        for row in self._likely_first(False, among):
+            may_be_first = row.least < fastest
+            if not may_be_first and (row.place in lines or len(lines) >= most):
+                waiting.setdefault(row.place, row)
+                continue
+            line = self._line(row, risky=False)
+            if line is None:
+                continue
+            seconds = line.prediction.seconds
+            fastest = min(fastest, seconds)
+            if row.place not in lines or seconds < lines[row.place].prediction.seconds:
+                lines[row.place] = line
+        self.taken |= lines.keys()
+        self.left_out = [row for place, row in waiting.items() if place not in lines]
+        return _in_order(list(lines.values()))
+
+    def risky(self, safe: list[Ranked]) -> list[Ranked]:
+        """Return the fastest risky row of each place with rows that are faster than all of `safe`,
+        the rows without risk.
+        """
+        lines: dict[int, Ranked] = {}
+        if self.room[True] <= self.room[False]:
+            return []
+        fastest = safe[0].prediction.seconds if safe else math.inf
+        for row in self._likely_first(True):
+            limit = fastest
+            if row.place in lines:
+                limit = lines[row.place].prediction.seconds
+            if row.least < limit:
+                line = self._line(row, risky=True)
+                if line and line.prediction.seconds < limit:
+                    lines[row.place] = line
+        return list(lines.values())
+
+    def every_row(self, most: float) -> list[Ranked]:
+        """Return the `most` rows without risk that are likely the fastest, the fastest first.
+
+        A further row is ranked if it is the first of its place and is not FAR behind the fastest.
+        """
+        lines = []
+        rows = list(self._likely_first(False))
+        for tried, row in enumerate(rows):
+            is_far = row.likely > FAR * rows[0].likely
+            if tried >= most and (is_far or row.place in self.taken):
+                self.left_out.append(row)
+            elif line := self._line(row, risky=False):
+                lines.append(line)
+                self.taken.add(row.place)
+        return _in_order(lines)
+
+    def _likely_first(self, risky: bool, among: np.ndarray | None = None) -> Iterator[_Row]:
+        """Yield the rows that may fit, the likely fastest first. among: as in `fastest`."""
+        counts = self.fits[risky]
+        if among is not None:
+            counts = counts & among[self.rows]
+        likely, least = self.closed.seconds(self.recomputed[risky][self.rows])
+        order = np.flatnonzero(counts)
+        order = order[np.argsort(likely[order], kind="stable")]
+        columns = self.rows, self.table.place[self.rows], likely, least
+        return map(_Row._make, zip(*(column[order].tolist() for column in columns), strict=True))
+
+    def _line(self, row: _Row, risky: bool) -> Ranked | None:
+        """Return a row's layout with its prediction, or None.
+
+        It is None if the row does not fit, if it is refused, or if a risky row is asked for and
+        this row has no risk.
+        """
+        if (row.index, risky) not in self.lines:
+            self.lines[row.index, risky] = self._priced(row, risky)
+        return self.lines[row.index, risky]
+
+    def _priced(self, row: _Row, risky: bool) -> Ranked | None:
+        """Return the result of `_line`, which keeps it.
+
+        Blocks are recomputed only if the row does not fit without, and no more than it needs.
+        """
+        asked = self.table.asked
+        layout = self.table.layout(row.index)
+        tried = [layout]
+        if layout.recompute != "none" and asked.counts_blocks:
+            fewest = int(self.recomputed[risky][row.index, 0])
+            numbers = range(fewest, max(blocks_per_stage(asked.model, layout)))
+            tried = [replace(layout, recompute_layers=number) for number in numbers] + tried
+        for layout in tried:
+            job = asked.job(layout)
+            stages = memory.stages(job)
+            needed = max(stage.total for stage in stages)
+            if needed > self.room[risky]:
+                continue
+            if risky and needed <= self.room[False]:
+                return None
+            if reason := self.refusal(layout):
+                self.refused.setdefault(row.place, reason)
+                return None
+            return Ranked(job.layout_with_ep, predict(*job, stages))
+        return None
+
+    def rejected(self, every: bool) -> list[Rejected]:
+        """Return a layout and a reason for each place where no row was ranked.
+
+        If a place does not fit, the places with the same tp and pp and a larger micro-batch are
+        left out, because they need more memory. every: whether every row was tried that is not in
+        `left_out`; else a layout that fits may be unranked because it is slower than the fastest.
+        """
+        table = self.table
+        # By place; within a place, full recomputation first, then the row that needs least.
+        order = np.lexsort((self.smallest, table.recompute != "full", table.place))
+        places, first = np.unique(table.place[order], return_index=True)
+        waiting = self.taken | {row.place for row in self.left_out}
+        smallest_rows = order[first].tolist()
+        rejected = []
+        too_large = set[tuple[int, int]]()  # tp and pp of places that do not fit
+        for number, (place, row) in enumerate(zip(places.tolist(), smallest_rows, strict=True)):
+            if place in waiting:
+                continue
+            layout = table.layout(row)
+            job = table.asked.job(layout)
+            reason = self.refused.get(place) or does_not_fit(job)
+            if not reason and every:
+                reason = self._risk_of(job)
+            tp_and_pp = layout.tp, layout.pp
+            if not reason or tp_and_pp in too_large:
+                continue
+            next_places = table.places[smallest_rows[number + 1 : number + 2], :2].tolist()
+            if place not in self.refused and next_places == [[*tp_and_pp]]:
+                too_large.add(tp_and_pp)
+                reason += "; larger micro-batches need more"
+            rejected.append(rejected_layout(layout, reason))
+        return rejected
+
+    def _risk_of(self, job: Job) -> str:
+        """Return the reason that a layout which fits is too risky."""
+        probability = risk.out_of_memory(job.machine, memory.fullest(job).total)
+        exceeds = "of running out of memory is above --risk"
+        return f"the risk({probability:.0%}) {exceeds}({self.accepted:.0%})"
+
+
+def does_not_fit(job: Job) -> str:
+    """Return an error line with the memory that the fullest stage needs and a GPU has; "" if the
+    layout fits.
+    """
+    fullest = memory.fullest(job)
+    machine = job.machine
+    layout = job.layout
+    if fullest.total <= machine.memory:
+        return ""
+    needs = f"stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB"
+    if layout.recompute != "none":
+        needs += f" with --recompute {layout.recompute}"
+    if job.shards > 1:
+        needs += f" --zero {layout.zero}"
+    return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
 
 
 # ---- Batch-size ramp-up --------------------------------------------------------------------------

@@ -9,11 +9,9 @@ A pipeline is the ranks that differ in pp alone. Each pipeline of each step is s
 are what the simulated step loses when that cause takes no time, the causes before it being gone.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,13 +34,13 @@ CAUSES_OF_WAITS = {"tied": "dp", "world": "all ranks"}  # other kinds of waits a
 # come those by which ranks compute for different times.
 PARTS = ("host", "data", "p2p", "tp", "cp", "dp", "all ranks", "optimizer")
 UNEVEN = ("slow ranks", "variation", "imbalance")
-# The rows of an array of seconds: by cause, and last what is computed.
+# The first axis of an array of seconds: by cause, and last what is computed.
 PLACE = {name: number for number, name in enumerate((*PARTS, "compute"))}
-COMPUTE, MESSAGE = PLACE["compute"], PLACE["p2p"]
+MESSAGE = PLACE["p2p"]
+COMPUTE = PLACE["compute"]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One measured step. Arrays of seconds have the axes rank and pass, after that of PLACE.
 
     seconds: of every pass by PLACE, where `p2p` is the wait for its input. ended, ready: when a
@@ -66,17 +64,19 @@ def read_rows(run: str, ranks: int) -> list[Row]:
     """The measured steps of a run on that many ranks; UserError, with the line, if times.jsonl has
     values that telemetry/step_times.py does not write.
     """
-    file, found = Path(run) / "times.jsonl", []
+    file = Path(run) / "times.jsonl"
+    rows = []
     for number, values in enumerate(rows_of(file), start=1):
-        where = f"{file}, line {number}"
         try:
             row = _row(values)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{where} has not the numbers of a measured step: {error}") from None
+            reason = f"has not the numbers of a measured step: {error}"
+            raise UserError(f"{file}, line {number} {reason}") from None
         if len(row.nodes) != ranks:
-            raise UserError(f"{where} has times of {len(row.nodes)} ranks, but the run has {ranks}")
-        found.append(row)
-    return found
+            has = f"has times of {len(row.nodes)} ranks, but the run has {ranks}"
+            raise UserError(f"{file}, line {number} {has}")
+        rows.append(row)
+    return rows
 
 
 def _row(values: Mapping[str, Any]) -> Row:
@@ -85,8 +85,7 @@ def _row(values: Mapping[str, Any]) -> Row:
     kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
     passes = _numbers([rank["passes"] for rank in ranks]) / 1e6
     around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks]) / 1e6
-    of_ranks = _numbers([[rank[name] for name in OF_RANK] for rank in ranks])
-    total, apart, began, offset, error = of_ranks.T
+    total, apart, began, offset, error = _numbers([[r[name] for name in OF_RANK] for r in ranks]).T
     steps = float(_numbers(values["steps"]))
     if steps < 1 or (total <= apart).any():
         raise ValueError("a step takes no time")
@@ -95,27 +94,24 @@ def _row(values: Mapping[str, Any]) -> Row:
     seconds[PLACE["data"]] = data
     seconds[COMPUTE] = end - start - data - sum(waits)
     log, begin, *after_passes = np.moveaxis(around, 1, 0)
-    host = seconds[PLACE["host"]]
-    host[:, 0] = log[:, 0] + begin[:, 0]
-
+    seconds[PLACE["host"], :, 0] = log[:, 0] + begin[:, 0]
     # The rank that ends its passes last is the one that counts from there on: all ranks leave the
     # last phase of a step at once.
     last = int(end[:, -1].argmax())
     computed, *waits = sum(after_passes)[last]
     after = _by_cause(waits, kinds)
     after[PLACE["optimizer"]] = computed
-
     # Ranks of a node have the same clock; its offset is that of the rank with the smallest error.
     nodes = [str(rank["node"]) for rank in ranks]
     offsets = {nodes[rank]: offset[rank] for rank in np.argsort(-error)}
-    clocks = began + [offsets[node] for node in nodes]
+    clocks = (began + [offsets[node] for node in nodes])[:, None]
     return Row(
         steps=steps,
         spent={phase: float(_numbers(spent)) for phase, spent in values["spent"].items()},
         nodes=nodes,
         seconds=seconds,
-        ended=clocks[:, None] + end,
-        ready=clocks[:, None] + ready,
+        ended=clocks + end,
+        ready=clocks + ready,
         after=after,
         measured=float(total[last] - apart[last]) / 1e6,
         follows_others=bool(apart.any()),
@@ -132,68 +128,53 @@ def _numbers(values: Any) -> np.ndarray:
 
 def _by_cause(waits: Sequence[Any], kinds: Sequence[str]) -> np.ndarray:
     """The waits of these kinds, added by PLACE."""
-    found = np.zeros((len(PLACE), *np.shape(waits[0])))
+    seconds = np.zeros((len(PLACE), *np.shape(waits[0])))
     for kind, waited in zip(kinds, waits, strict=True):
-        found[PLACE[kind]] += waited
-    return found
+        seconds[PLACE[kind]] += waited
+    return seconds
 
 
 class MeasuredSteps:
     """Steps with the same schedule, in arrays of seconds whose first axis is PLACE.
 
-    passes: of each pass what it takes in every step and pipeline: `host` and `data` before it waits
-    for its input, `p2p` of the message with its input, then waits for other ranks and what it
-    computes. after: what follows the last pass of every step. measured: mean seconds of a step,
-    without saves and evaluations.
+    seconds: what each pass takes: (PLACE, step, pipeline, pipeline rank, pass). `host` and `data`
+    come before the wait for its input, `p2p` is the time of the message with its input, from the
+    end of the pass that made it. after: what follows the last pass of every step: (PLACE, step).
+    measured: mean seconds of a step, without saves and evaluations.
     """
 
     def __init__(self, rows: Sequence[Row], layout: Layout, order: Schedule):
         """Raises ValueError if the rows have other passes than the order."""
         self.order = order
-        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))
+        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))  # ranks: (pipeline, pp)
         self.measured = float(np.mean([row.measured for row in rows]))
         self.after = np.stack([row.after for row in rows], axis=1)
-        seconds = np.stack([row.seconds for row in rows], axis=1)
-        ended = np.array([row.ended for row in rows])
-        ready = np.array([row.ready for row in rows])
-        if ended.shape[2] != len(order.ranks[0]):
+        self.seconds = np.stack([row.seconds[:, self.pipelines] for row in rows], axis=1)
+        ended = np.array([row.ended[self.pipelines] for row in rows])
+        ready = np.array([row.ready[self.pipelines] for row in rows])
+        if ended.shape[3] != len(order.ranks[0]):
             raise ValueError("its passes are not those of its schedule")
-        places: dict[Action, tuple[np.ndarray, int]] = {}
-        for actions, ranks in zip(order.ranks, self.pipelines.T, strict=True):
-            for number, action in enumerate(actions):
-                places[action] = ranks, number
-        self.passes: dict[Action, np.ndarray] = {}
-        for action, (ranks, number) in places.items():
-            one = seconds[:, :, ranks, number]
-            # In place of the wait for an input comes the time of its message, from the end of the
-            # pass that made it until it is there.
-            late = one[MESSAGE] >= MOST_ARRIVED
-            one[MESSAGE] = 0.0
-            if needed := order.input_of(action):
-                sender, place = places[needed]
-                message = ready[:, ranks, number] - ended[:, sender, place]
-                one[MESSAGE] = np.maximum(0.0, np.where(late, message, 0.0))
-            self.passes[action] = one
+        self.place_of: dict[Action, tuple[int, int]] = {}
+        for rank, actions in enumerate(order.ranks):
+            self.place_of |= {action: (rank, number) for number, action in enumerate(actions)}
+        late = self.seconds[MESSAGE] >= MOST_ARRIVED
+        self.seconds[MESSAGE] = 0.0
+        for action, (rank, number) in self.place_of.items():
+            if sender := order.input_of(action):
+                sent = ended[:, :, *self.place_of[sender]]
+                message = np.maximum(0.0, ready[:, :, rank, number] - sent)
+                self.seconds[MESSAGE, :, :, rank, number] = late[:, :, rank, number] * message
 
     def timing_of(self, action: Action) -> Timing:
         """Return the seconds of an action in the simulation, in every step and pipeline."""
-        host, data, message, *waits_and_compute = self.passes[action]
+        host, data, message, *waits_and_compute = self.seconds[:, :, :, *self.place_of[action]]
         return Timing(host + data, message, sum(waits_and_compute))
 
-    def seconds(self) -> float:
+    def simulated(self) -> float:
         """Mean seconds of a step, simulated."""
         slots = simulate_each(self.order, self.timing_of, np.maximum)
-        ends = np.max([row[-1].end for row in slots], axis=0)
-        steps = ends.max(axis=1) + self.after.sum(axis=0)
-        return float(steps.mean())
-
-    def _alike(self, over_stages: bool) -> dict[tuple[str, int], list[Action]]:
-        """The passes by kind and stage; over_stages: by kind alone, with stage 0."""
-        found = defaultdict[tuple[str, int], list[Action]](list)
-        for action in self.passes:
-            stage = 0 if over_stages else action.stage
-            found[action.kind, stage].append(action)
-        return found
+        ends = np.max([row[-1].end for row in slots], axis=(0, 2))
+        return float((ends + self.after.sum(axis=0)).mean())
 
     def by_stage(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
         """Mean seconds of passes, with their waits, and of messages that ranks waited for, by kind
@@ -201,41 +182,27 @@ class MeasuredSteps:
         """
         runs = {}
         messages = {}
-        for key, actions in self._alike(over_stages=False).items():
-            timings = np.array([self.timing_of(action) for action in actions])
-            _, sent, seconds = np.moveaxis(timings, 1, 0)
-            runs[key] = float(seconds.mean())
+        for key in dict.fromkeys((action.kind, action.stage) for action in self.place_of):
+            timings = [self.timing_of(action) for action in self.place_of if action[:2] == key]
+            runs[key] = float(np.mean([timing.runs for timing in timings]))
+            sent = np.array([timing.message for timing in timings])
             messages[key] = float(sent.sum() / max(1, np.count_nonzero(sent)))
         return runs, messages
 
     def computed(self) -> np.ndarray:
         """Mean seconds of a step that the ranks of every pipeline compute in their passes."""
-        of_ranks = []
-        for actions in self.order.ranks:
-            seconds = sum(self.passes[action][COMPUTE] for action in actions)
-            of_ranks.append(np.mean(seconds, axis=0))
-        return np.transpose(of_ranks)
+        return self.seconds[COMPUTE].sum(axis=3).mean(axis=0)
 
     def usual_shares(self, shares: Sequence[float]) -> np.ndarray:
         """For the ranks of every pipeline, the seconds that a usual rank computes as a share of the
         rank's own: 1 unless the rank is slow. shares: of the model's time, by stage.
         """
-        of_ranks = []
-        for rank in range(len(self.order.ranks)):
-            of_ranks.append(sum(shares[stage] for stage in self.order.stages_on(rank)))
+        of_ranks = np.bincount(self.order.rank_of, shares)
         rates = self.computed() / of_ranks
         alone = len(self.pipelines) == 1
         usual = np.quantile(rates, 0.5, axis=None if alone else 0, method="lower")
         slow = rates > usual * (SLOW_ALONE if alone else SLOW)
         return np.where(slow, usual / rates, 1.0)
-
-    def _even_out(self, over_stages: bool) -> None:
-        """Let the passes of a kind and stage, or of a kind, compute equally long in a step."""
-        for actions in self._alike(over_stages).values():
-            seconds = [self.passes[action][COMPUTE] for action in actions]
-            mean = np.mean(seconds, axis=(0, 2))
-            for each in seconds:
-                each[:] = mean[:, None]
 
     def causes(self, shares: Sequence[float]) -> dict[str, float]:
         """Mean seconds of a step by cause; the steps have lost all causes then.
@@ -243,11 +210,11 @@ class MeasuredSteps:
         `compute` is what the passes of the average rank compute; `unexplained` is measured and not
         found when the step is simulated.
         """
-        left = self.seconds()
+        left = self.simulated()
         found = {"unexplained": self.measured - left}
         for cause in (*PARTS, *UNEVEN):
             self._remove(cause, shares)
-            now = self.seconds()
+            now = self.simulated()
             found[cause] = left - now
             left = now
         found["compute"] = float(self.computed().mean())
@@ -255,13 +222,18 @@ class MeasuredSteps:
         return found
 
     def _remove(self, cause: str, shares: Sequence[float]) -> None:
-        """Let a cause take no time."""
+        """Let a cause take no time. Without `variation` the passes of a kind and stage compute
+        equally long in a step, without `imbalance` those of a kind.
+        """
         if cause == "slow ranks":
-            usual = self.usual_shares(shares)
-            for action, one in self.passes.items():
-                one[COMPUTE] *= usual[:, self.order.rank_of[action.stage]]
+            self.seconds[COMPUTE] *= self.usual_shares(shares)[:, :, None]
         elif cause in UNEVEN:
-            self._even_out(over_stages=cause == "imbalance")
+            same = 1 if cause == "imbalance" else 2
+            keys = [[str(action[:same]) for action in actions] for actions in self.order.ranks]
+            for key in np.unique(keys):
+                of_key = np.array(keys) == key
+                mean = self.seconds[COMPUTE][:, :, of_key].mean(axis=(1, 2))
+                self.seconds[COMPUTE][:, :, of_key] = mean[:, None, None]
         else:
-            for one in (self.after, *self.passes.values()):
-                one[PLACE[cause]] = 0.0
+            self.after[PLACE[cause]] = 0.0
+            self.seconds[PLACE[cause]] = 0.0

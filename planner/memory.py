@@ -12,6 +12,7 @@ layout, the training options and a machine.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from config.schema import Config
 from planner import hardware, memory_terms
 from planner.job import Job, term
 from planner.memory_terms import Parts
-from schedules.long_schedule import long_layout
+from schedules.long_schedule import LongSchedule, long_layout
 from schedules.partition import StageSpec, stage_specs
 
 # The least bytes for each sample in the order of a data split: 8 (or 16) for where the sample
@@ -109,15 +110,20 @@ def most_in_flight(
     has the head, else 0. Both results are lists with a number for each pipeline rank.
     """
     layout = job.layout
-    if layout.schedule in memory_terms.EXACT and not layout.vocab_pp:
-        flying = memory_terms.in_flight(job, np.arange(layout.pp))
-        return (flying * kept).tolist(), (flying * ends).tolist()
-    schedule = long_layout(job.model, layout, job.micro_batches)
-    activations = schedule.most_held(kept.tolist())
+    if layout.schedule not in memory_terms.EXACT:
+        order = long_layout(job.model, layout, job.micro_batches)
+        return list(_most_held(order, tuple(kept.tolist()))), list(_most_held(order, tuple(ends)))
+    flying = memory_terms.in_flight(job, np.arange(layout.pp))
     if layout.vocab_pp:
-        sent = memory_terms.sent_to_ranks(job)
-        return [float(held + sent) for held in activations], [1.0] * layout.pp
-    return list(activations), list(schedule.most_held(ends))
+        activations = flying * kept + memory_terms.sent_to_ranks(job)
+        return activations.tolist(), [1.0] * layout.pp
+    return (flying * kept).tolist(), (flying * ends).tolist()
+
+
+@lru_cache(maxsize=4096)
+def _most_held(order: LongSchedule, sizes: tuple[float, ...]) -> tuple[float, ...]:
+    """Return `LongSchedule.most_held`, cached: layouts that differ in ZeRO have the same."""
+    return order.most_held(sizes)
 
 
 # ---- What a run surely needs ---------------------------------------------------------------------

@@ -395,10 +395,14 @@ def embedding_working(job: Job, parts: Parts, kept: Column) -> Column:
     """Return the temporary memory of the embedding's backward pass for one micro-batch, in bytes.
 
     It is the gradients of the matrix and of the output (with tp before and after the mask of other
-    ranks' tokens), without the `kept` bytes of activations, which are free by then. In fp32 a CPU
-    adds only the tokens' rows to the summed gradient, if ZeRO keeps that sum whole.
+    ranks' tokens), without the `kept` bytes of activations, which are free by then. If the stage's
+    head has the same matrix, there are three: of the head, of the embedding, and their sum. In fp32
+    a CPU adds only the tokens' rows to the summed gradient, if ZeRO keeps that sum whole.
     """
     whole_gradient = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
+    shares_matrix = parts.embedding & parts.head & np.bool_(job.model.tied)
+    shares_matrix = shares_matrix & ~np.bool_(job.layout.vocab_pp)
+    whole_gradient = np.where(shares_matrix, 3, 1) * whole_gradient
     adds_rows = job.machine.device == "CPU" and job.number_bytes == 4
     gradient = np.where((job.zero < 2) & adds_rows, job.activation_bytes, whole_gradient)
     outputs = job.activation_bytes * np.where(job.layout.tp > 1, 2, 1)

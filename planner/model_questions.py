@@ -8,7 +8,7 @@ from dataclasses import asdict
 from config import block_kinds, model_stats, schema, validation
 from config.messages import UserError
 from planner import model_sizes
-from planner.questions import BILLION, Answer, Question, Questions
+from planner.questions import BILLION, Answer, Question
 
 
 def model(question: Question) -> Answer:
@@ -16,23 +16,21 @@ def model(question: Question) -> Answer:
     shape, samples = question.config.model, question.config.training.global_batch_size
     validation.check_shape(shape)
     total = model_stats.parameters(shape)
-    parts: dict[str, int] = {}
-    counts = {"embedding": 1, "head": 1}
-    for blocks, kind in block_kinds.kinds(shape):
-        name = "block" if len(parts) == 0 else "dense block"
-        parts[name] = model_stats.block_parameters(kind)
-        counts[name] = blocks
+    kinds = block_kinds.kinds(shape)
+    parts = dict(zip(("block", "dense block"), [model_stats.block_parameters(k) for _, k in kinds]))
+    counts = [number for number, _ in kinds] + [1, 1]
     parts["embedding"] = model_stats.embedding_parameters(shape)
     parts["head"] = model_stats.head_parameters(shape)
     lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
-    for name, part in parts.items():
-        lines.append(f"  {name:11} {counts[name]:3} x {part:15,}")
+    for count, (name, part) in zip(counts, parts.items(), strict=True):
+        lines.append(f"  {name:11} {count:3} x {part:15,}")
     experts, active = shape.mlps
     if experts > 1:
-        blocks, sparse = block_kinds.kinds(shape)[0]
-        used = total - blocks * (experts - active) * model_stats.mlp_parameters(sparse)
-        parts["active"] = used
-        lines.append(f"{used:,} of them active: {active} of {experts} experts for each token")
+        blocks, sparse = kinds[0]
+        unused = blocks * (experts - active) * model_stats.mlp_parameters(sparse)
+        parts["active"] = total - unused
+        of_them = f"of them active: {active} of {experts} experts for each token"
+        lines.append(f"{parts['active']:,} {of_them}")
     lines.append(f"{18 * total / BILLION:,.0f} GB at 18 bytes per parameter, before activations")
     lines.append(f"FLOPs per step of {samples} samples:    model     hardware, full recomputation")
     flops = {}
@@ -41,22 +39,18 @@ def model(question: Question) -> Answer:
         executed = model_stats.hardware_flops(shape, samples, "full", name)
         flops[name] = {"model": needed, "hardware_full_recompute": executed}
         lines.append(f"  {name:14} {needed:22.4g} {executed:13.4g}")
-    data = {"parameters": total} | parts | {"bytes_18": 18 * total, "flops_per_step": flops}
+    data = {"parameters": total, **parts, "bytes_18": 18 * total, "flops_per_step": flops}
     return Answer("\n".join(lines), data)
 
 
 def largest(question: Question) -> Answer:
     """The largest model that trains on these GPUs."""
-    like, gpus = question.config.model, question.gpus
-    size, found, layout = model_sizes.largest(
-        question.machine, gpus, question.config.training, like
-    )
-    data = {"parameters": size, "gpus": gpus, "machine": question.machine.name}
+    run, gpus, name = question.config, question.gpus, question.machine.name
+    size, found, layout = model_sizes.largest(question.machine, gpus, run.training, run.model)
+    data = {"parameters": size, "gpus": gpus, "machine": name}
     data |= {"model": asdict(found), "layout": asdict(layout)}
-    text = (
-        f"{size / BILLION:.1f} B parameters on {gpus} x {question.machine.name}: "
-        f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads; {_leanest(layout)}"
-    )
+    shape = f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads"
+    text = f"{size / BILLION:.1f} B parameters on {gpus} x {name}: {shape}; {_leanest(layout)}"
     return Answer(text, data)
 
 
@@ -79,27 +73,18 @@ def shapes(question: Question) -> Answer:
     run, machine, size = question.config, question.machine, question.options.size
     if not size:
         raise UserError("how many parameters? give --size, such as --size 200e9")
-    found = model_sizes.shapes(size, run.model, run.layout, run.training, machine)
     lines = [
         f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
         "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",
     ]
     data = []
-    for m, efficiency in found:
+    for m, share in model_sizes.shapes(size, run.model, run.layout, run.training, machine):
         count = model_stats.parameters(m)
         # With these, embedding and head can count as a block each.
         pp = [stages for stages in range(2, 65) if (m.layers + 2) % stages == 0]
-        data.append(asdict(m) | {"parameters": count, "efficiency": efficiency, "pp": pp})
+        data.append(asdict(m) | {"parameters": count, "efficiency": share, "pp": pp})
         lines.append(
             f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{m.hidden / m.layers:7.0f}"
-            f"{count / BILLION:10.1f}{efficiency:9.1%}   {' '.join(map(str, pp))}"
+            f"{count / BILLION:10.1f}{share:9.1%}   {' '.join(map(str, pp))}"
         )
     return Answer("\n".join(lines[: 2 + question.options.top]), data)
-
-
-QUESTIONS: Questions = {
-    "model": (model, "parameters, FLOPs and bytes of a model"),
-    "largest": (largest, "the largest model that trains on some GPUs"),
-    "smallest": (smallest, "the fewest nodes that hold a model"),
-    "shapes": (shapes, "layers x hidden x heads of a size that suit tiles, tp and pp"),
-}

@@ -4,12 +4,12 @@ question = Question(options, request.config, request.given, hardware.load("a100-
 question.rank().ranked[0].layout
 
 The questions are functions from a Question to an Answer: layout_table.py, duration_questions.py,
-layout_questions.py, model_questions.py, growth.py.
+layout_questions.py, model_questions.py, growth.py. plan.py lists them.
 """
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,9 +23,6 @@ from planner.job import Job
 from planner.step_time import with_networks
 
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
-# Models of the questions that need one only as an example.
-EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
-EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
 SEARCHED = ("layouts", "days")  # questions for which all schedules are searched
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
@@ -36,7 +33,7 @@ class Answer:
     """The answer to a question: text for people, data for --json."""
 
     text: str
-    data: object
+    data: Any
 
 
 @dataclass(frozen=True)
@@ -58,26 +55,36 @@ class Question:
         those that cannot run: train.py's own check has the last word. plain: whether the fastest
         of the kind that measured runs have is looked for too.
         """
-        run, names = self.config, {field.name for field in fields(schema.Layout)}
-        fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
-        if self.options.question not in SEARCHED:  # a ramp-up ranks often
+        run = self.config
+        fixed = {field.name: getattr(run.layout, field.name) for field in fields(schema.Layout)}
+        fixed = {name: value for name, value in fixed.items() if name in self.given}
+        searched = self.options.question in SEARCHED  # a ramp-up ranks often
+        if not searched:
             fixed = PLAIN | {"recompute_layers": None} | fixed
-        refusal = lambda layout: _refusal(replace(run, layout=layout), self.gpus)  # noqa: E731
+        full = replace(run, training=replace(run.training, **FULL_BATCH))
+
+        def refusal(layout: schema.Layout) -> str:
+            """Why train.py would not start it, or "". What a ramp-up of the batch does not divide
+            has a column of its own.
+            """
+            try:
+                validation.check_any_length(replace(full, layout=layout), self.gpus)
+            except UserError as error:
+                return str(error)
+            return ""
+
+        def at_networks(row: layouts.Ranked) -> layouts.Ranked:
+            """With an interval for a network whose rate was not measured on this cluster."""
+            name = row.layout.schedule.replace("auto", "1f1b")
+            job = Job(run.model, replace(row.layout, schedule=name), run.training, self.machine)
+            return row._replace(prediction=with_networks(row.prediction, job))
+
         asked = Asked(run.model, run.training, self.machine, self.gpus, fixed)
         found = layouts.rank(asked, refusal, self.options.risk, most, plain)
-        if self.options.question not in SEARCHED:
+        if not searched:
             return found
-        ranked, simple = (
-            [self._at_networks(one) for one in lines] for lines in (found.ranked, found.plain)
-        )
-        return found._replace(ranked=ranked, plain=simple)
-
-    def _at_networks(self, one: layouts.Ranked) -> layouts.Ranked:
-        """A layout with an interval for a network whose rate was not measured on this cluster."""
-        run, name = self.config, one.layout.schedule
-        layout = replace(one.layout, schedule="1f1b" if name == "auto" else name)
-        job = Job(run.model, layout, run.training, self.machine)
-        return replace(one, prediction=with_networks(one.prediction, job))
+        ranked = list(map(at_networks, found.ranked))
+        return found._replace(ranked=ranked, plain=list(map(at_networks, found.plain)))
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
@@ -87,34 +94,6 @@ class Question:
         return Job(run.model, run.layout, run.training, self.machine)
 
 
-def _refusal(run: Config, gpus: int) -> str:
-    """Why train.py would not start it on so many GPUs; empty if it would. What a ramp-up of the
-    batch does not divide has a column of its own.
-    """
-    run = replace(run, training=replace(run.training, **FULL_BATCH))
-    try:
-        validation.check_any_length(run, gpus)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def flags(layout: schema.Layout) -> list[str]:
     """Return the words after train.py for a layout: what is not its default, but for dp."""
     return to_words(layout, without="dp")
-
-
-def defaults(name: str, machine: hardware.Machine, given: Collection[str]) -> dict[str, Any]:
-    """Values of train.py's options for the question of that name, where nothing gave them."""
-    values: dict[str, Any] = {}
-    if "model" not in given and not {"layers", "hidden", "heads"} <= set(given):
-        values = {"model": EXAMPLES[name]} if name in EXAMPLES else {}
-    if "precision" not in given:
-        values["precision"] = machine.precision
-    if not {"global_batch_size", "batch_schedule"} & set(given):
-        values["global_batch_size"] = BATCH
-    return values
-
-
-# Questions by their names, each with what it answers in a few words.
-Questions = dict[str, tuple[Callable[[Question], Answer], str]]

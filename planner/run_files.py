@@ -1,7 +1,7 @@
 """Runs that were measured: their options, from run.json or a checkpoint, and seconds of steps.
 
 options = options_of("runs/a")      # flat: layers, hidden, ..., tp, ..., global_batch_size, ...
-run = read("runs/a")                # with the seconds that metrics.jsonl has
+run = read("runs/a", machine)       # with the seconds that metrics.jsonl has
 """
 
 import json
@@ -18,13 +18,14 @@ from config.schema import GROUPS, Config, ModelShape
 from planner.hardware import Machine
 from planner.job import Job
 from planner.questions import FULL_BATCH
+from planner.step_time import predict
 from schedules.choice import decide_layout
 
 OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
 DECIDED = ("schedule", "partition", "recompute_blocks")  # by --schedule auto
-OF_STEP = {"seconds", "global_batch_size"}  # what a row of a step has
 WARM_UP_STEPS = 2  # that are not measured
 FEWEST_STEPS = 3
+LEAST_SPREAD = 0.02  # of a run's seconds: they repeat no better, and formulas are no better
 # The standard deviation of a median of normal numbers, times the root of how many they are, over
 # the median of their distances from it: 1.4826 * 1.2533.
 SPREAD_OF_MEDIAN = 1.86
@@ -40,9 +41,14 @@ class Run:
     steps: int
     spread: float  # of the median: a standard deviation of its logarithm
 
-    def on(self, machine: Machine) -> Job:
-        """The same run on another machine."""
-        return self.job._replace(machine=machine)
+    @property
+    def weight(self) -> float:
+        """How much the run counts in a fit: the more, the better its steps repeat."""
+        return 1 / max(LEAST_SPREAD, self.spread)
+
+    def predicted(self, machine: Machine) -> float:
+        """Seconds of the same run's steps on another machine, as the planner has them."""
+        return predict(*self.job._replace(machine=machine)).seconds
 
 
 def is_source(path: str) -> bool:
@@ -60,12 +66,11 @@ def options_of(path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for group in OF_RUN:
         values = groups.get(group, {})
-        names = {field.name for field in fields(GROUPS[group])}
-        if unknown := set(values) - names:
+        if unknown := set(values) - {field.name for field in fields(GROUPS[group])}:
             raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
         found |= values
     if str(found.get("schedule")).startswith("searched"):
-        found |= {"schedule": "auto", "partition": None, "recompute_blocks": None}
+        found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
     shape = ModelShape(**groups["model"])
     follows = shape.derived() | {"max_positions": shape.seq_length}
     options = {}
@@ -115,43 +120,33 @@ def cluster_of(path: str) -> tuple[str, str]:
 
 
 def read(path: str, machine: Machine) -> Run:
-    """A run's job and the median of its steps of the commonest batch; UserError if it has none."""
+    """A run's job and the median of its steps of the commonest batch; UserError if it has none.
+
+    Steps with shorter samples and the first steps do not count.
+    """
     config = config_of(path)
     device = str(facts_of(path).get("cluster", {}).get("device", ""))
     if not machine.has_device(device):
         there = f"{device or 'no stated device'!r}"
         raise UserError(f"{path} ran on {there}, but {machine.name} has {machine.device!r}")
-    batch, seconds = _commonest_batch(path, config.model.seq_length)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    by_batch: dict[int, list[float]] = {0: []}
+    rows = rows_of(folder / "metrics.jsonl")
+    steps = [row for row in rows if row.keys() >= {"seconds", "global_batch_size"}]
+    for row in steps[WARM_UP_STEPS:]:
+        if row.get("sample_length") in (None, config.model.seq_length):
+            by_batch.setdefault(row["global_batch_size"], []).append(row["seconds"])
+    batch, seconds = max(by_batch.items(), key=lambda item: len(item[1]))
     if len(seconds) < FEWEST_STEPS:
         has = f"{len(seconds)} after the first {WARM_UP_STEPS}"
         raise UserError(f"{path}: a median needs {FEWEST_STEPS} steps or more, it has {has}")
     training = replace(config.training, **FULL_BATCH | {"global_batch_size": batch})
-    layout = replace(config.layout, dp=config.layout.dp or 1)
-    job = Job(config.model, layout, training, machine)
-    layout, _ = decide_layout(job.model, layout, job.micro_batches)
+    job = Job(config.model, replace(config.layout, dp=config.layout.dp or 1), training, machine)
+    layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
     middle = statistics.median(seconds)
     away = statistics.median(abs(one - middle) for one in seconds)
-    return Run(
-        path=path,
-        job=job._replace(layout=layout),
-        seconds=middle,
-        steps=len(seconds),
-        spread=SPREAD_OF_MEDIAN * away / middle / math.sqrt(len(seconds)),
-    )
-
-
-def _commonest_batch(path: str, seq_length: int) -> tuple[int, list[float]]:
-    """The batch size that most steps in a run's metrics.jsonl have, and the seconds of these steps.
-
-    Steps with shorter samples and the first steps do not count.
-    """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    steps = [row for row in rows_of(folder / "metrics.jsonl") if row.keys() >= OF_STEP]
-    seconds: dict[int, list[float]] = {0: []}
-    for row in steps[WARM_UP_STEPS:]:
-        if row.get("sample_length") in (None, seq_length):
-            seconds.setdefault(row["global_batch_size"], []).append(row["seconds"])
-    return max(seconds.items(), key=lambda item: len(item[1]))
+    spread = SPREAD_OF_MEDIAN * away / middle / math.sqrt(len(seconds))
+    return Run(path, job._replace(layout=layout), middle, len(seconds), spread)
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

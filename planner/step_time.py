@@ -23,14 +23,15 @@ from config.schema import Layout, ModelShape, Training
 from planner import hardware, memory, memory_terms, risk, time_terms
 from planner.hardware import Machine
 from planner.job import Column, Job, mean_of_kinds, term
+from planner.memory_terms import Parts
 from planner.op_costs import Pass
 from schedules.long_schedule import LongSchedule, long_layout
-from schedules.partition import executed_flops, stage_specs
+from schedules.partition import stage_specs
 from schedules.simulation import Seconds
 
 # Shares of a datasheet's network rate with which a step is predicted if the network was not
 # measured: reductions over many nodes were measured at a half to a quarter of that rate.
-NETWORK_SHARES = (1.0, 0.5, 0.25)
+NETWORK_SHARES = (1.0, 0.25)
 
 
 class Passes(NamedTuple):
@@ -61,7 +62,6 @@ class Prediction:
     margin: float  # bytes free on the fullest stage's GPU, negative if it does not fit
     tokens_per_second: float
     model_tflops: float  # per GPU, megatron-2025 formula
-    hardware_tflops: float  # per GPU, with recomputation
     mfu: float
     warnings: list[str]
     # Seconds of a step at each of NETWORK_SHARES, or empty. They are filled in by `with_networks`
@@ -69,16 +69,23 @@ class Prediction:
     at_networks: tuple[float, ...] = ()
 
 
-def predict(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Prediction:
+def predict(
+    model: ModelShape,
+    layout: Layout,
+    training: Training,
+    machine: Machine,
+    stages: list[memory.StageMemory] | None = None,
+) -> Prediction:
     """Return the predicted time and memory of a layout; its dp must be a number.
 
+    stages: the result of `memory.stages`, if it is known.
     Raise UserError if the batch is smaller than one micro-batch on every replica.
     """
     job = Job(model, layout, training, machine)
     parts, bubble = _parts_of_step(job)
     seconds = sum(parts.values())
     parts["bubble"] = parts["pipeline"] * bubble
-    table = memory.stages(job)
+    table = stages or memory.stages(job)
     margin = machine.memory - max(stage.total for stage in table)
     samples = training.global_batch_size
     per_gpu = seconds * job.gpus
@@ -94,7 +101,6 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
         margin=margin,
         tokens_per_second=samples * model.seq_length / seconds,
         model_tflops=flops / (per_gpu * 1e12),
-        hardware_tflops=executed_flops(model, layout, samples) / (per_gpu * 1e12),
         mfu=flops / (per_gpu * machine.peak),
         warnings=job.warnings,
     )
@@ -174,17 +180,21 @@ def stage_passes(job: Job) -> tuple[Pass, ...]:
     With --vocab-pp embedding and head are passes of their own, which no stage includes.
     """
     layout = job.layout
-    parts = passes_of(job)
-    stages_have_ends = not layout.vocab_pp
-    passes = []
-    for spec in stage_specs(job.model, layout):
-        recomputed = layout.recomputed_blocks(spec.blocks, spec.index)
-        stage = parts.block * (spec.blocks - recomputed)
-        stage += parts.redone * recomputed
-        stage += parts.embedding * (spec.embedding and stages_have_ends)
-        stage += parts.head * (spec.head and stages_have_ends)
-        passes.append(Pass(float(stage.forward), float(stage.backward)))
-    return tuple(passes)
+    specs = stage_specs(job.model, layout)
+    redone = np.array([layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs])
+    stages = through(passes_of(job), Parts.of(specs), redone, not layout.vocab_pp)
+    return tuple(map(Pass, stages.forward.tolist(), stages.backward.tolist()))
+
+
+def through(passes: Passes, parts: Parts, redone: Column, has_ends: Column) -> Pass:
+    """Return the seconds of one micro-batch through the parts of a model that a stage holds.
+
+    redone: the number of recomputed blocks. has_ends: whether embedding and head are passes of the
+    stages that hold them.
+    """
+    blocks = passes.block * (parts.blocks - redone) + passes.redone * redone
+    embedding = passes.embedding * (parts.embedding & has_ends)
+    return blocks + embedding + passes.head * (parts.head & has_ends)
 
 
 def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
@@ -296,7 +306,7 @@ def step_parts(job: Job) -> dict[str, float]:
     """Return the seconds after the last backward: of reduce, tied, optimizer and fixed."""
     specs = stage_specs(job.model, job.layout)
     passes = stage_passes(job)
-    stage_parameters = memory_terms.held_parameters(job, memory_terms.Parts.of(specs))
+    stage_parameters = memory_terms.held_parameters(job, Parts.of(specs))
     ranks = [spec.rank for spec in specs]
     rank_parameters = np.bincount(ranks, np.broadcast_to(stage_parameters, len(specs)))
     slowest_forward = max(stage.forward for stage in passes)

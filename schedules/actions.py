@@ -11,7 +11,6 @@ simulated is never a list of `Action`: its actions are integers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -185,41 +184,12 @@ class Numbered(Pipeline):
 
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
+        size_of = np.array(sizes)
+        releasing_kind = self.kinds.find("W" if self.split else "B")
         most = []
-        for rank, moments in enumerate(self._held):
-            rank_sizes = [sizes[stage] for stage in self.stages_on(rank)]
-            most.append(max(sum(map(mul, counts, rank_sizes)) for counts in moments))
-        return tuple(most)
-
-    @cached_property
-    def _held(self) -> list[list[list[int]]]:
-        """For each rank, its counts of held activations at the moments when it may hold the most.
-
-        The counts of a moment are a list with a number for each stage of the rank. The moments are
-        those just before activations are released. A moment is left out if at another moment the
-        rank holds at least as many activations of every stage.
-        """
-        releasing_kind = "W" if self.split else "B"
-        held = []
-        for rank, numbers in enumerate(self.ranks):
+        for numbers in self.ranks:
             kinds, numbers_in_kind = np.divmod(numbers, self.of_kind)
-            releases = kinds == self.kinds.find(releasing_kind)
-            is_forward = kinds == 0
-            counted = is_forward | releases
-            grows = ~releases[counted]
-            changes = np.where(grows, 1, -1)[:, None]
-            stages = (numbers_in_kind % self.stages)[counted, None]
-            counts = np.cumsum(changes * (stages == self.stages_on(rank)), axis=0)
-            shrinks_next = np.append(~grows[1:], True)
-            held.append(_largest(counts[grows & shrinks_next]))
-        return held
-
-
-def _largest(moments: np.ndarray) -> list[list[int]]:
-    """Return the rows of `moments`, (moments, stages), that no other row equals or exceeds in every
-    number.
-    """
-    rows = np.array(sorted(set(map(tuple, moments.tolist()))))
-    is_exceeded_by = (rows[None, :] >= rows[:, None]).all(axis=2)  # (rows, rows)
-    is_largest = is_exceeded_by.sum(axis=1) == 1  # each row equals itself
-    return rows[is_largest].tolist()
+            signs = 1 * (kinds == 0) - (kinds == releasing_kind)
+            held = np.cumsum(signs * size_of[numbers_in_kind % self.stages])
+            most.append(held.max().item())
+        return tuple(most)

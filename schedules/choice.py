@@ -162,7 +162,8 @@ def _priced(
         return None
     if max(held) > task.limit * (1 + 1e-9):
         return None
-    seconds = order.makespan(costs.seconds(order.split), task.transfer)
+    splits_backward = name.startswith(("zb", "searched"))
+    seconds = order.makespan(costs.seconds(splits_backward), task.transfer)
     busy = count * sum(stage.seconds for stage in costs.stages)
     return Choice(name, virtual, blocks, costs, seconds, 1 - busy / (seconds * task.ranks))
 

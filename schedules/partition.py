@@ -14,6 +14,7 @@ Counts the costs of a forward and a backward pass through embedding, block and h
 Costs are FLOPs per token; bytes moved in memory are converted to FLOPs and added.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -292,9 +293,13 @@ def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]
     If several loads are the least, the block goes to the last of them. block: the cost of a block.
     """
     numbers = [0] * len(loads)
+    queue = [(load, -place) for place, load in enumerate(loads)]
+    heapq.heapify(queue)
     for _ in range(count):
-        least = min(range(len(loads)), key=lambda i: (loads[i] + numbers[i] * block, -i))
-        numbers[least] += 1
+        _, minus_place = queue[0]
+        numbers[-minus_place] += 1
+        load = loads[-minus_place] + numbers[-minus_place] * block
+        heapq.heapreplace(queue, (load, minus_place))
     return numbers
 
 
@@ -313,13 +318,6 @@ def _share_out(count: int, pp: int) -> list[int]:
         return [share + extra, share]
     middle = min(extra, pp - 2)
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
-
-
-def executed_flops(model: ModelShape, layout: Layout, samples: int) -> float:
-    """Return the FLOPs of a step on `samples` samples, with those of recomputed blocks."""
-    specs = stage_specs(model, layout)
-    recomputed = sum(layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs)
-    return model_stats.hardware_flops(model, samples, layout.recompute, blocks=recomputed)
 
 
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:

@@ -38,7 +38,7 @@ PLACES = "EGTSFB"
 def more_ahead(pp: Any) -> Any:
     """Return how many micro-batches further ahead a rank of 1F1B runs than without --vocab-pp.
 
-    pp: the number of ranks, or an array of such numbers (planner/closed_form.py).
+    pp: the number of ranks, or an array of such numbers (planner/memory_terms.py).
     """
     return 1 + (pp >= MANY)
 

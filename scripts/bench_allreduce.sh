@@ -6,7 +6,7 @@
 #     bash scripts/bench_allreduce.sh srun -n 48 ...      a launcher and its arguments, then --,
 #         -- --tp 8 --pp 6 --line-rate 400                then arguments of benchmarks/allreduce.py
 #
-# Writes runs/allreduce/: allreduce.csv, allreduce.png, pairs.csv, calibration.toml.
+# Writes runs/allreduce/: allreduce.csv, pairs.csv, calibration.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

@@ -39,6 +39,13 @@ def run(main: Callable[[list[str]], None]) -> None:
         exit_with(UserError(str(error)))
 
 
+def check_out(prefix: str, example: str = "data/books") -> None:
+    """UserError unless files PREFIX.* can be written."""
+    if not os.path.basename(prefix):
+        raise UserError(f"--out {prefix} is a folder: name a prefix in it, as {example}")
+    check_folder("the folder of --out,", os.path.dirname(prefix) or ".")
+
+
 def write_checksums(prefix: str) -> None:
     """Write the file of checksums beside a pair."""
     partial = f"{prefix}.{os.getpid()}.partial.sha256"
@@ -131,12 +138,14 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"--seq-length({options.seq_length}) must be at least 1")
     if options.command in ("show", "verify"):
         for prefix in options.prefixes:
-            asked = (verify,) if options.command == "verify" else (show, options.seq_length)
-            print(asked[0](prefix, *asked[1:]))
+            if options.command == "verify":
+                print(verify(prefix))
+            else:
+                print(show(prefix, options.seq_length))
         return
     if not options.out or not os.path.basename(options.out):
         raise UserError(f"{options.command} needs --out PREFIX, as data/books")
-    check_folder("the folder of --out,", os.path.dirname(options.out) or ".")
+    check_out(options.out)
     shares = options.shares.count(",") + 1
     outs = [options.out] + [f"{options.out}.{number}" for number in range(shares)]
     for out in outs:

@@ -30,108 +30,76 @@ HIDING = ("under a tree", "behind a wall", "in the tall grass", "near the river"
 FOODS = ("cake", "soup", "bread", "honey", "cheese", "fruit", "rice", "pie")
 
 
-class Story:
-    """The parts that are the same from the first sentence of a story to its last."""
+FIRST = (
+    "Once upon a time there was a little {child} called {name}.",
+    "One day a little {child} called {name} went to the {place}.",
+    "{name} was a little {child} who lived near the {place}.",
+)
+LAST = (
+    "In the evening {name} went home and slept well.",
+    "{name} told {his} mother all about it.",
+    "They lived happily ever after.",
+    "It was the best day of {name}'s life.",
+)
+# The sentences between the first one and the last one.
+PLOTS = (
+    (  # a toy is lost, looked for and found
+        "{name} had a {color} {toy} and played with it every day.",
+        "But that day the {toy} was gone, and {name} was sad.",
+        '"Where is my {toy}?" {he} asked.',
+        '"I will help you," said {helper}.',
+        "They looked for a long time. Then {helper} found the {toy} {hiding}.",
+        '"Thank you!" said {name}. {He} was {mood}.',
+    ),
+    (  # an animal is hurt, is helped, and stays
+        "In the {place} {he} saw a {color} {animal}.",
+        "The {animal} was hungry and could not find its home.",
+        '"Do not be afraid," said {name}, and gave the {animal} some {food}.',
+        "The {animal} ate all of the {food} and was {mood}.",
+        "From that day on {name} and the {animal} were friends.",
+    ),
+    (  # two children want the same thing, and share it
+        "{name} and {helper} both wanted to play with the {color} {toy}.",
+        '"It is mine!" said {name}. "No, it is mine!" said {helper}.',
+        "{His} mother heard them and came to the {place}.",
+        '"You can share the {toy}," she said.',
+        "So {name} played first, and then {helper} played.",
+        "It was more fun to play together, and they were both {mood}.",
+    ),
+    (  # something is too high or too far, and is reached in the end
+        "{name} wanted to find the {color} {animal} that lived {hiding}.",
+        "It was dark there, and {he} was afraid.",
+        '"Hold my hand," said {helper}, "and we will go together."',
+        "They walked and walked until they saw the {animal}.",
+        '"Hello," said the {animal}. "Would you like some {food}?"',
+        "They all ate {food}, and {name} was not afraid any more.",
+    ),
+    (  # a gift is made for a birthday
+        "It was the birthday of {helper}, and {name} had no gift.",
+        "{He} thought for a long time. Then {he} had an idea.",
+        "{He} made a {color} {toy} and put it in a box.",
+        '"Is this for me?" asked {helper}. "Yes," said {name}, "I made it."',
+        "{helper} loved the {toy}, and they ate {food} in the {place}.",
+    ),
+)
 
-    def __init__(self, draw: random.Random):
-        girl = draw.random() < 0.5
-        self.draw = draw
-        self.name = draw.choice(GIRLS if girl else BOYS)
-        self.child = "girl" if girl else "boy"
-        self.he = "she" if girl else "he"
-        self.his = "her" if girl else "his"
-        self.him = "her" if girl else "him"
-        self.He = self.he.capitalize()
-        self.His = self.his.capitalize()
-        self.animal = draw.choice(ANIMALS)
-        self.place = draw.choice(PLACES)
-        self.toy = draw.choice(TOYS)
-        self.color = draw.choice(COLORS)
-        self.weather = draw.choice(WEATHER)
-        self.mood = draw.choice(MOODS)
-        self.hiding = draw.choice(HIDING)
-        self.food = draw.choice(FOODS)
-        helper_is_girl = draw.random() < 0.5
-        names = GIRLS if helper_is_girl else BOYS
-        self.helper = draw.choice([name for name in names if name != self.name])
 
-    def opening(self) -> str:
-        """Who the story is about, and where it happens."""
-        first = self.draw.choice(
-            (
-                f"Once upon a time there was a little {self.child} called {self.name}.",
-                f"One day a little {self.child} called {self.name} went to the {self.place}.",
-                f"{self.name} was a little {self.child} who lived near the {self.place}.",
-            )
-        )
-        return f"{first} {self.weather}"
-
-    def lost_and_found(self) -> list[str]:
-        """A toy is lost, looked for and found."""
-        return [
-            f"{self.name} had a {self.color} {self.toy} and played with it every day.",
-            f"But that day the {self.toy} was gone, and {self.name} was sad.",
-            f'"Where is my {self.toy}?" {self.he} asked.',
-            f'"I will help you," said {self.helper}.',
-            f"They looked for a long time. Then {self.helper} found the {self.toy} {self.hiding}.",
-            f'"Thank you!" said {self.name}. {self.He} was {self.mood}.',
-        ]
-
-    def new_friend(self) -> list[str]:
-        """An animal is hurt, is helped, and stays."""
-        return [
-            f"In the {self.place} {self.he} saw a {self.color} {self.animal}.",
-            f"The {self.animal} was hungry and could not find its home.",
-            f'"Do not be afraid," said {self.name}, and gave the {self.animal} some {self.food}.',
-            f"The {self.animal} ate all of the {self.food} and was {self.mood}.",
-            f"From that day on {self.name} and the {self.animal} were friends.",
-        ]
-
-    def sharing(self) -> list[str]:
-        """Two children want the same thing, and share it."""
-        return [
-            f"{self.name} and {self.helper} both wanted to play with the {self.color} {self.toy}.",
-            f'"It is mine!" said {self.name}. "No, it is mine!" said {self.helper}.',
-            f"{self.His} mother heard them and came to the {self.place}.",
-            f'"You can share the {self.toy}," she said.',
-            f"So {self.name} played first, and then {self.helper} played.",
-            f"It was more fun to play together, and they were both {self.mood}.",
-        ]
-
-    def brave(self) -> list[str]:
-        """Something is too high or too far, and is reached in the end."""
-        return [
-            f"{self.name} wanted to find the {self.color} {self.animal} that lived {self.hiding}.",
-            f"It was dark there, and {self.he} was afraid.",
-            f'"Hold my hand," said {self.helper}, "and we will go together."',
-            f"They walked and walked until they saw the {self.animal}.",
-            f'"Hello," said the {self.animal}. "Would you like some {self.food}?"',
-            f"They all ate {self.food}, and {self.name} was not afraid any more.",
-        ]
-
-    def gift(self) -> list[str]:
-        """A gift is made for a birthday."""
-        return [
-            f"It was the birthday of {self.helper}, and {self.name} had no gift.",
-            f"{self.He} thought for a long time. Then {self.he} had an idea.",
-            f"{self.He} made a {self.color} {self.toy} and put it in a box.",
-            f'"Is this for me?" asked {self.helper}. "Yes," said {self.name}, "I made it."',
-            f"{self.helper} loved the {self.toy}, and they ate {self.food} in the {self.place}.",
-        ]
-
-    def text(self) -> str:
-        """The whole story."""
-        plots = (self.lost_and_found, self.new_friend, self.sharing, self.brave, self.gift)
-        middle = self.draw.choice(plots)()
-        last = self.draw.choice(
-            (
-                f"In the evening {self.name} went home and slept well.",
-                f"{self.name} told {self.his} mother all about it.",
-                "They lived happily ever after.",
-                f"It was the best day of {self.name}'s life.",
-            )
-        )
-        return " ".join([self.opening(), *middle, last])
+def story(draw: random.Random) -> str:
+    """A story whose parts are the same from its first sentence to its last."""
+    girl = draw.random() < 0.5
+    name = draw.choice(GIRLS if girl else BOYS)
+    child, he, his = ("girl", "she", "her") if girl else ("boy", "he", "his")
+    lists = {"animal": ANIMALS, "place": PLACES, "toy": TOYS, "color": COLORS, "weather": WEATHER}
+    lists |= {"mood": MOODS, "hiding": HIDING, "food": FOODS}
+    parts = {key: draw.choice(words) for key, words in lists.items()}
+    names = GIRLS if draw.random() < 0.5 else BOYS
+    helper = draw.choice([other for other in names if other != name])
+    parts |= {"name": name, "child": child, "he": he, "his": his, "helper": helper}
+    parts |= {"He": he.capitalize(), "His": his.capitalize()}
+    plot = draw.choice(PLOTS)
+    last = draw.choice(LAST)
+    sentences = [draw.choice(FIRST), "{weather}", *plot, last]
+    return " ".join(sentences).format(**parts)
 
 
 def write_stories(path: Path, count: int, seed: int) -> None:
@@ -141,7 +109,7 @@ def write_stories(path: Path, count: int, seed: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
             for _ in range(count):
-                file.write(json.dumps({"text": Story(draw).text()}) + "\n")
+                file.write(json.dumps({"text": story(draw)}) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 

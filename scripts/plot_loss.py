@@ -3,7 +3,6 @@
 Below the loss of a model with experts is the load of each block's busiest expert.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,52 +16,21 @@ with messages.installed():
     import numpy as np
 
     from config.messages import Parser, UserError, check_folder, exit_with
-
-
-def read(folder: Path) -> tuple[list[dict], list[dict], dict]:
-    """Rows of steps, rows of evaluations and the configuration; UserError if they are none."""
-    lines = _text(folder / "metrics.jsonl").split("\n")[:-1]  # after it: an incomplete line
-    rows = [_table(line, f"{folder}/metrics.jsonl, line {n},") for n, line in enumerate(lines, 1)]
-    config = _table(_text(folder / "run.json"), f"{folder}/run.json").get("config")
-    steps = [row for row in rows if "loss" in row]
-    if not steps or not isinstance(config, dict):
-        missing = "rows of steps" if not steps else "configuration"
-        raise UserError(f"{folder} has no {missing}: it is not the --out of a run of train.py")
-    return steps, [row for row in rows if "validation_loss" in row], config
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text: byte {error.start} is not UTF-8") from None
-
-
-def _table(text: str, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{name} is not a JSON object")
-    return value
+    from numerics.record import read_steps
 
 
 def draw(folder: Path) -> Path:
     """Training loss, its running mean and the evaluations, over tokens; UserError."""
-    steps, evaluations, config = read(folder)
-    try:
-        layout, seq_length = config["layout"], config["model"]["seq_length"]
-        tokens = np.array([row["consumed_tokens"] for row in steps], float)
-        losses = np.array([row["loss"] for row in steps], float)
-        places = [
-            row.get("consumed_tokens", row["consumed_samples"] * seq_length) for row in evaluations
-        ]
-        title = "tp {tp} x pp {pp} x dp {dp}, zero {zero}".format(**layout)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder} is not the --out of a run of train.py: {error!r}") from None
+    run = read_steps(folder)
+    layout = run.facts["config"]["layout"]
+    seq_length = run.facts["config"]["model"]["seq_length"]
+    evaluations = [row for row in run.rows if "validation_loss" in row]
+    tokens = np.array([row["consumed_tokens"] for row in run.steps])
+    # Old versions have not written it in the rows of evaluations.
+    places = [
+        row.get("consumed_tokens", row["consumed_samples"] * seq_length) for row in evaluations
+    ]
+    losses = np.array([row["loss"] for row in run.steps])
     check_folder("FOLDER", str(folder))
     with messages.installed():
         import matplotlib
@@ -72,8 +40,8 @@ def draw(folder: Path) -> Path:
 
     width = max(1, len(losses) // 25)
     mean = np.convolve(losses, np.ones(width) / width, mode="valid")
-    loads = [row["expert_loads"] for row in steps if "expert_loads" in row]
-    panels = 2 if len(loads) == len(steps) else 1
+    loads = [row["expert_loads"] for row in run.steps if "expert_loads" in row]
+    panels = 2 if len(loads) == len(losses) else 1
     size = (8, 4.5 if panels == 1 else 7)
     figure, grid = plt.subplots(
         panels, figsize=size, layout="constrained", sharex=True, squeeze=False
@@ -87,7 +55,7 @@ def draw(folder: Path) -> Path:
     axes.plot(places, values, "o", color="tab:orange", label="validation")
     (axes, *others)[-1].set_xlabel("tokens")
     axes.set_ylabel("loss, nats per token")
-    axes.set_title(title)
+    axes.set_title("tp {tp} x pp {pp} x dp {dp}, zero {zero}".format(**layout))
     axes.grid(alpha=0.3)
     axes.legend()
     path = folder / "loss.png"

@@ -11,9 +11,10 @@ else 0. The end token counts if the assistant spoke last.
 """
 
 import argparse
+import contextlib
 import json
-import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ with messages.installed():
     import numpy as np
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from config.messages import Parser, UserError, check_folder
+    from config.messages import Parser, UserError
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
-    from scripts.corpus import run, write_checksums
-    from scripts.encoders import TokenizersEncoder, load_encoder
+    from scripts.corpus import check_out, run, write_checksums
+    from scripts.encoders import Encoder, load_encoder
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -93,81 +94,95 @@ def parse_conversation(line: str) -> list[dict[str, Any]]:
     return found
 
 
-def load_template(options: argparse.Namespace, folder: Path) -> Template:
-    """The template of --chat-template, else that of the tokenizer's folder; UserError."""
+def load_template(file: str | None, folder: Path) -> Template:
+    """The template of a file, else that of the tokenizer's folder, which names the tokens that a
+    template may use; UserError.
+    """
     about = folder / "tokenizer_config.json"
-    path = Path(options.chat_template) if options.chat_template else about
     try:
         facts = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
-        text = path.read_text(encoding="utf-8") if options.chat_template else ""
+        text = Path(file).read_text(encoding="utf-8") if file else facts.get("chat_template")
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    text = text or facts.get("chat_template")
+        raise UserError(f"cannot read {file or about}: {error}") from None
     if not isinstance(text, str):
         raise UserError(f"{about} has no chat_template of text; give a file as --chat-template")
-    special = {key: value for key, value in facts.items() if key.endswith("_token")}
-    named = {k: v["content"] if isinstance(v, dict) else v for k, v in special.items()}
-    return Template(text, {key: value for key, value in named.items() if isinstance(value, str)})
+    tokens = {}
+    for name, value in facts.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return Template(text, tokens)
+
+
+def encode(
+    encoder: Encoder, template: Template, conversation: list[dict]
+) -> tuple[list[int], np.ndarray]:
+    """The tokens of a conversation with its end token, and 1 for each that is of an answer."""
+    text, spans = template.answers(conversation)
+    encoding = encoder.tokenizer.encode(text, add_special_tokens=False)
+    begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+    answers = np.zeros(len(begins) + 1, np.int64)
+    for begin, stop in spans:
+        answers[:-1] |= (begins >= begin) & (begins < stop)
+    answers[-1] = conversation[-1]["role"] == "assistant"
+    return [*encoding.ids, encoder.end], answers
 
 
 def write(options: argparse.Namespace) -> str:
     """Write both pairs; a line that says what was written. UserError with FILE:LINE."""
     source = Path(options.tokenizer)
     path = source / "tokenizer.json" if source.is_dir() else source
-    encoder = load_encoder(str(path), options.end_token, None)
-    if not isinstance(encoder, TokenizersEncoder):
-        raise UserError(f"--tokenizer {path} is not of the `tokenizers` library")
-    tokenizer, end, vocab_size, learned = encoder.tokenizer, encoder.end, encoder.vocab_size, 0
-    tokenizer.encode_special_tokens = False  # special tokens in the template's text are encoded
-    template = load_template(options, path.parent)
-    marks = IndexedDatasetWriter(options.out + ANSWERS, 2)
-    with marks, IndexedDatasetWriter(options.out, vocab_size) as writer:
+    encoder = load_encoder(str(path), options.end_token)
+    encoder.tokenizer.encode_special_tokens = False  # those in the template's text are encoded
+    template = load_template(options.chat_template, path.parent)
+    names = (options.out, options.out + ANSWERS)
+    marks = IndexedDatasetWriter(names[1], 2)
+    learned = 0
+    with marks, IndexedDatasetWriter(options.out, encoder.vocab_size) as writer:
         for place, line in _lines(options.paths, options.shuffle_seed):
             try:
-                conversation = parse_conversation(line)
-                text, spans = template.answers(conversation)
+                tokens, answers = encode(encoder, template, parse_conversation(line))
             except UserError as error:
                 raise UserError(f"{place}: {error}") from None
-            encoding = tokenizer.encode(text, add_special_tokens=False)
-            begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
-            answers = np.zeros(len(begins) + 1, np.int64)
-            for begin, stop in spans:
-                answers[:-1] |= (begins >= begin) & (begins < stop)
-            answers[-1] = conversation[-1]["role"] == "assistant"
-            writer.add_document([*encoding.ids, end])
+            writer.add_document(tokens)
             marks.add_document(answers)
             learned += int(answers.sum())
         # An older corpus of this name must not remain beside the new marks.
-        for name in (options.out, options.out + ANSWERS):
+        for name in names:
             for suffix in (".idx", ".sha256"):
                 Path(name + suffix).unlink(missing_ok=True)
-        tokenizer.save(options.out + ".tokenizer.json")
+        encoder.tokenizer.save(options.out + ".tokenizer.json")
         settings = {"chat_template": template.source, **template.tokens}
         Path(options.out + ".tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    for name in (options.out, options.out + ANSWERS):
+    for name in names:
         write_checksums(name)
-    what = f"{writer.documents:,} conversations, {writer.tokens:,} tokens, {learned:,} of answers"
-    flags = (
-        f"--data {options.out} --answers-only --reset-attention --reset-positions --eod-token {end}"
+    return (
+        f"{options.out}: {writer.documents:,} conversations, {writer.tokens:,} tokens, "
+        f"{learned:,} of answers\ntrain with: --data {options.out} --answers-only "
+        f"--reset-attention --reset-positions --eod-token {encoder.end} --vocab-size "
+        f"{encoder.vocab_size}"
     )
-    return f"{options.out}: {what}\ntrain with: {flags} --vocab-size {vocab_size}"
 
 
-def _lines(paths: list[str], seed: int):
+def _lines(paths: list[str], seed: int) -> Iterator[tuple[str, str]]:
     """Every line that is not blank, with its FILE:LINE, in an order that follows from the seed.
 
     Only the lines' places are held in memory.
     """
-    places, files = [], [open(path, "rb") for path in paths]  # noqa: SIM115 (until the end)
-    for number, file in enumerate(files):
+    places = []
+    for path in paths:
         offset = 0
-        for line_number, line in enumerate(file, 1):
-            places += [(number, offset, line_number)] if line.strip() else []
-            offset += len(line)
-    for index in np.random.RandomState(seed).permutation(len(places)):
-        number, offset, line_number = places[index]
-        files[number].seek(offset)
-        yield f"{paths[number]}:{line_number}", files[number].readline().decode(errors="replace")
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    places.append((path, offset, number))
+                offset += len(line)
+    with contextlib.ExitStack() as stack:
+        files = {path: stack.enter_context(open(path, "rb")) for path in paths}
+        for index in np.random.RandomState(seed).permutation(len(places)):
+            path, offset, number = places[index]
+            files[path].seek(offset)
+            yield f"{path}:{number}", files[path].readline().decode(errors="replace")
 
 
 def main(arguments: list[str]) -> None:
@@ -181,11 +196,9 @@ def main(arguments: list[str]) -> None:
     add("--end-token", default="<|endoftext|>", help="ends every conversation (<|endoftext|>)")
     add("--shuffle-seed", type=int, default=1234, help="seed of the conversations' order (1234)")
     options = parser.parse_args(arguments)
-    if not os.path.basename(options.out):
-        raise UserError(f"--out {options.out} is a folder: name a prefix in it, as data/chats")
     if not 0 <= options.shuffle_seed < 2**32:
         raise UserError(f"--shuffle-seed({options.shuffle_seed}) must be in 0..{2**32 - 1}")
-    check_folder("the folder of --out,", os.path.dirname(options.out) or ".")
+    check_out(options.out, "data/chats")
     print(write(options))
 
 

@@ -10,12 +10,14 @@ space into one, and what they look ahead for follows spaces only.
 """
 
 import array
-import json
 import re
+from typing import Any
 
-from tokenizers import models
+from tokenizers import Regex, models
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from scripts.encoders import Encoder, TokenizersEncoder
+from scripts.encoders import Encoder
 
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")  # Python has more kinds of spaces
 # The share of a batch's characters that may be in new words. In texts without spaces the share is
@@ -28,29 +30,26 @@ _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = [_WORDS + numbers + _OTHERS for numbers in (r"\p{N}{1,3}", r"\p{N}")]
 
 
-def splits_at_spaces(encoder: Encoder | None) -> bool:
+def splits_at_spaces(encoder: Encoder) -> bool:
     """Whether texts may be cut before single spaces: a BPE that splits them in a known way."""
-    if type(encoder) is not TokenizersEncoder:
-        return False
     tokenizer = encoder.tokenizer
-    model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().values()
-    if not isinstance(model, models.BPE) or model.dropout or tokenizer.pre_tokenizer is None:
+    if not isinstance(tokenizer.model, models.BPE) or tokenizer.model.dropout:
         return False
     # Special tokens are not looked for in texts; NFC joins nothing with a space before it.
-    normalizer = tokenizer.normalizer and json.loads(tokenizer.normalizer.__getstate__())["type"]
-    if normalizer not in (None, "NFC") or not all(token.special for token in added):
+    added = tokenizer.get_added_tokens_decoder().values()
+    normalizers = {_form(None), _form(NFC())}
+    if _form(tokenizer.normalizer) not in normalizers or not all(token.special for token in added):
         return False
-    splitter = json.loads(tokenizer.pre_tokenizer.__getstate__())
-    if splitter["type"] == "ByteLevel":
-        return splitter.get("use_regex", True)
-    if splitter["type"] != "Sequence" or len(splitter["pretokenizers"]) != 2:
-        return False
-    first, second = splitter["pretokenizers"]
-    known = [{"Regex": pattern} for pattern in PATTERNS]
-    isolated = first.get("behavior") == "Isolated" and not first.get("invert")
-    bytes_only = second["type"] == "ByteLevel" and not second.get("use_regex", True)
-    no_prefix = not second.get("add_prefix_space", True)
-    return first.get("pattern") in known and isolated and bytes_only and no_prefix
+    known = [ByteLevel(add_prefix_space=prefix) for prefix in (False, True)]
+    bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)
+    for pattern in PATTERNS:
+        known.append(Sequence([Split(Regex(pattern), "isolated"), bytes_only]))
+    return _form(tokenizer.pre_tokenizer) in map(_form, known)
+
+
+def _form(part: Any) -> bytes:
+    """A part of a tokenizer as JSON, without an option that does not change the tokens."""
+    return re.sub(rb',?"trim_offsets":\w+', b"", part.__getstate__()) if part else b""
 
 
 def as_bytes(ids: list[int]) -> bytes:

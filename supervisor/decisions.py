@@ -81,22 +81,12 @@ class Earlier:
     decision: Decision
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The limits of a decision.
-
-    spare: the number of nodes that may be left out; None if the launcher chooses the nodes. limit:
-    the most restarts in an hour.
-    """
-
-    spare: int | None
-    limit: int
-
-
-def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decision:
+def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit: int) -> Decision:
     """Return the decision about the next action, after the ranks of a run have ended.
 
-    found: the evidence about this end. earlier: the run's earlier ends, oldest first.
+    found: the evidence about this end. earlier: the run's earlier ends, oldest first. spare: the
+    number of nodes that may be left out; None if the launcher chooses the nodes. limit: the most
+    restarts in an hour.
     """
     if found.status == 0:
         return Decision(Action.PASS, "the run is finished")
@@ -116,18 +106,18 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
         return Decision(Action.STOP, f"{cause}: another start would end in the same way")
     actions = [end.decision.action for end in recent if end.ago < HOUR]
     restarts = actions.count(Action.RESTART) + actions.count(Action.WAIT)
-    if restarts >= choice.limit:
-        return Decision(Action.STOP, f"{restarts} restarts in an hour, at most {choice.limit}")
+    if restarts >= limit:
+        return Decision(Action.STOP, f"{restarts} restarts in an hour, at most {limit}")
     if unusable:
-        return _leave_out(unusable, recent, found, choice)
+        return _leave_out(unusable, recent, found, spare)
     if found.disk_is_full:
         return Decision(Action.WAIT, "the disk is full")
     if found.kind == SPIKE:
         return Decision(Action.RESTART, "the batches up to a spike are passed over")
-    return _after_failure(found, recent, choice)
+    return _after_failure(found, recent, spare)
 
 
-def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> Decision:
+def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) -> Decision:
     """Return the decision after a lost rank, an exception, or an end without any evidence.
 
     recent: the run's ends within a day, oldest first.
@@ -146,12 +136,12 @@ def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> De
         return Decision(Action.STOP, f"it failed {failures} times {at}")
     failed_before = any(not nodes.isdisjoint(end.evidence.nodes) for end in recent)
     suspect = found.kind in LOST or failed_before
-    if not nodes or not suspect or choice.spare is None:
+    if not nodes or not suspect or spare is None:
         return Decision(Action.RESTART, "no node is known to be the cause")
-    if len(found.nodes) <= choice.spare:
+    if len(found.nodes) <= spare:
         return Decision(Action.RESTART, f"{', '.join(found.nodes)} left out", found.nodes)
     if failed_before and found.kind in LOST:
-        return _leave_out(found.nodes, recent, found, choice)
+        return _leave_out(found.nodes, recent, found, spare)
     return Decision(Action.RESTART, f"no node is spare for {', '.join(found.nodes)}")
 
 
@@ -159,21 +149,21 @@ def _leave_out(
     nodes: tuple[str, ...],
     recent: list[Earlier],
     found: Evidence,
-    choice: Choice,
+    spare: int | None,
 ) -> Decision:
     """Return the decision to leave `nodes` out, or to queue the job if too few nodes remain.
 
     recent: the run's ends within a day. If the launcher chooses the nodes, the run stops. It stops
     also if the job was queued MOST_QUEUED times since its newest checkpoint.
     """
-    if choice.spare is None:
+    if spare is None:
         advice = f"{', '.join(nodes)} cannot be used, and this launcher's nodes are the user's"
         return Decision(Action.STOP, advice)
-    if len(nodes) <= choice.spare:
+    if len(nodes) <= spare:
         return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
     ends = [end for end in recent if end.evidence.newest == found.newest]  # since that checkpoint
     queued = [end.decision.action for end in ends].count(Action.QUEUE)
-    reason = f"{', '.join(nodes)} cannot be used, and {choice.spare} nodes are spare"
+    reason = f"{', '.join(nodes)} cannot be used, and {spare} nodes are spare"
     if queued >= MOST_QUEUED:
         return Decision(Action.STOP, f"{reason}; queued {queued} times without a new checkpoint")
     return Decision(Action.QUEUE, reason, nodes)

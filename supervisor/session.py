@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -24,8 +25,10 @@ from config.messages import UserError
 from distributed.run_lock import in_use
 from supervisor import evidence
 from supervisor.command import Command, answering_nodes, silent_nodes
-from supervisor.decisions import Action, Choice, Decision, Journal, decide, say
-from supervisor.fewer import Fewer
+from supervisor.decisions import Action, Decision, Journal, decide, say
+
+if TYPE_CHECKING:
+    from supervisor.fewer import Fewer
 
 STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask the run to save and end
@@ -167,7 +170,7 @@ class Session:
     not asked for that.
     """
 
-    def __init__(self, command: Command, limit: int, fewer: Fewer | None = None):
+    def __init__(self, command: Command, limit: int, fewer: "Fewer | None" = None):
         self.command = command
         self.limit = limit
         self.fewer = fewer
@@ -197,13 +200,12 @@ class Session:
         """Return the number of nodes that the ranks run on: 0 if the launcher chooses the nodes."""
         return self._layout()[0] or self.command.used
 
-    def _layout(self) -> tuple[int, list[str]]:
+    def _layout(self) -> tuple[int, tuple[str, ...]]:
         """Return the number of nodes and the flags of the layout on fewer nodes.
 
-        The result is 0 and [] while the run has the layout that the user has given.
+        The result is 0 and () while the run has the layout that the user has given.
         """
-        used, flags = self.journal.layout() if self.fewer else (0, ())
-        return used, list(flags)
+        return self.journal.layout() if self.fewer else (0, ())
 
     def _usable(self) -> list[str]:
         """Return the job's nodes that are not left out."""
@@ -237,7 +239,7 @@ class Session:
         end = evidence.read_evidence(command.out, status, before, silent, stopped)
         end = replace(end, back=self.back)
         spare = len(self._usable()) - len(nodes) if nodes else None
-        decision = decide(end, journal.earlier(), Choice(spare, self.limit))
+        decision = decide(end, journal.earlier(), spare, self.limit)
         if decision.action == Action.QUEUE and self.fewer:
             decision = self._on_fewer(decision, self.fewer)
         journal.add(end, decision)
@@ -273,7 +275,7 @@ class Session:
                 self.processes.save()
         return evidence.case_is_written(self.command.out, before)
 
-    def _on_fewer(self, decision: Decision, fewer: Fewer) -> Decision:
+    def _on_fewer(self, decision: Decision, fewer: "Fewer") -> Decision:
         """Return a decision to restart on the remaining nodes, if there is a layout for them.
 
         decision: to queue the job, because nodes are left out and too few remain. Without a layout,

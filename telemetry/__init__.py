@@ -14,6 +14,7 @@ audit           replicas repeat a micro-batch and compare every product
 routing_file    the experts that every token takes, written or given
 numerics_trace  sketches of all tensors of a step, for runs.py diff
 sketches        12 numbers of a tensor that add up over its parts
+transformers_trace  sketches of a forward pass of transformers' model, for runs.py diff
 torch_profile   torch.profiler's trace of one step
 step_times      passes and waits of every rank in some steps, for plan.py gap
 

@@ -145,6 +145,7 @@ class Log:
         }
         if result.expert_loads is not None:
             row["expert_loads"] = result.expert_loads
+            row["largest_expert_share"] = max(result.expert_loads) / self.config.model.experts
         every = self.config.run.log_every
         is_first_or_last = iteration in (1, self.total)
         is_multiple = every is not None and iteration % every == 0

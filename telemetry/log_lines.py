@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from config.schema import Config, batch_schedule
+from config.schema import Config
 from schedules import partition, simulation
 from schedules.orders import of_layout
 
@@ -76,7 +76,8 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     parts.append(f"{row['peak_memory_bytes'] / 1e9:.1f} GB")
     parts.append(f"{duration(seconds_left)} left")
     if "expert_loads" in row:
-        parts.append(f"busiest expert {max(row['expert_loads']):.2f} of the mean")
+        load = f"busiest expert {max(row['expert_loads']):.2f} of the mean"
+        parts.append(f"{load}, {row['largest_expert_share']:.0%} of a block's rows")
     epochs = list(row.get("corpus_epochs", {}).values())
     if len(epochs) == 1:
         parts.append(f"epoch {epochs[0]:.3f}")
@@ -203,7 +204,6 @@ def _of_batches(config: Config) -> list[str]:
 
     The line on several sizes gives the number of samples before the last size begins.
     """
-    layout = config.layout
     levels = config.batches.levels()
     last_level = levels[-1]
     text = f"{levels[0].batch} samples"
@@ -216,16 +216,6 @@ def _of_batches(config: Config) -> list[str]:
     if config.skipped:
         ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
         lines.append(f"batches that hold samples of {ranges} are passed over")
-    requested = batch_schedule(config.training, config.model.seq_length)
-    if requested != config.batches:  # the sizes in use are rounded
-        micro = layout.micro_batch_size
-        dp = layout.dp
-        last_requested = requested.levels()[-1]
-        lines.append(
-            f"--decrease-batch-size-if-needed: rounded down to multiples of "
-            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}, in the end "
-            f"{last_level.batch} in place of {last_requested.batch}"
-        )
     return lines
 
 

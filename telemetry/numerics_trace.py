@@ -8,10 +8,11 @@ The file has a sketch (telemetry/sketches.py) of every named tensor. Its rows ar
                                        the optimizer and weights after the step
 
 All ranks' sketches are added, so the file does not depend on the layout, except for rounding. To
-measure how much rounding is to be expected, the passes of a traced step run twice, the first time
-with the last bit of every weight flipped. `response` in the file is the resulting change of each
-sketch of activations and gradients. The gradients of the first passes are discarded, and flipping
-the bits again restores the weights, so a traced run has the same weights as a run without traces.
+measure how much rounding is to be expected, the passes of the first traced step run twice, the
+first time with the last bit of every weight flipped. `response` is the norm of the resulting change
+of each activation and gradient over its norm; the files of later steps repeat it. The gradients of
+the first passes are discarded, and flipping the bits again restores the weights, so a traced run
+has the same weights as a run without traces.
 
 numerics/diff.py compares two files.
 """
@@ -33,10 +34,10 @@ from torch.utils.hooks import RemovableHandle
 from config.schema import Config
 from data import Batch, first_of_micro_batch
 from parallel import ParamFactory
-from telemetry.sketches import NUMBERS, Sketches, of_activation, of_shard
+from telemetry.sketches import NUMBERS, PROJECTED, SQUARES, Sketches, of_activation, of_shard
 from zero import Optimizer, StepResult
 
-FORMAT = 1
+FORMAT = 2
 MOST_BINS = 32
 MOST_BYTES = 950_000  # of a file's arrays: larger models get fewer bins; names need 40,000 more
 # Bits of a number below those that a precision keeps, of the 52 that fp64 keeps.
@@ -65,9 +66,9 @@ def bins(batch: int, activations: int, parameters: int, kinds: int) -> int:
     the kinds of tensors per parameter.
     """
     most = min(MOST_BINS, batch)
-    # Sketches have 8 bytes a number, and responses, which optimizer state does not have, 4 bytes.
-    bytes_of_parameters = parameters * NUMBERS * (8 * kinds + 4)
-    bytes_of_bin = activations * NUMBERS * (8 + 4)
+    bytes_of_number = 8
+    bytes_of_parameters = parameters * NUMBERS * kinds * bytes_of_number
+    bytes_of_bin = activations * NUMBERS * bytes_of_number
     while most > 1 and bytes_of_parameters + most * bytes_of_bin > MOST_BYTES:
         most = (most + 1) // 2
     return most
@@ -98,6 +99,8 @@ class NumericsTrace:
         self.take_step = step
         self.writing = writing
         self.iteration = 0  # the number of the step
+        self.response: np.ndarray | None = None  # on rank 0, as in the files
+        self.response_step = 0  # the step in which the response was measured; 0: none yet
         self.activations = activation_names(self.config.model.layers)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
         names_of_ranks = gather("numerics", [spec.name for spec in self.optimizer.specs])
@@ -117,11 +120,13 @@ class NumericsTrace:
         perturbed = self._table()
         self.optimizer.finish_gathering()
         self._add(real, BEFORE)
-        self._flip_last_bits()
-        with self._observing(perturbed, consumed):
-            self.passes(self.state, samples, consumed, keep=True)
-            self.optimizer.discard()
-        self._flip_last_bits()
+        measured_before = self.response_step > 0
+        if not measured_before:
+            self._flip_last_bits()
+            with self._observing(perturbed, consumed):
+                self.passes(self.state, samples, consumed, keep=True)
+                self.optimizer.discard()
+            self._flip_last_bits()
         with self._observing(real, consumed):
             result = self.take_step(self.state, samples, consumed, lr)
         self.optimizer.finish_gathering()
@@ -129,11 +134,31 @@ class NumericsTrace:
         for kind in kinds_after_step:
             self._add(real, kind)
         world = self.factory.mesh.world
-        tables = real.total(world), perturbed.total(world)
+        sketches = real.total(world)
+        if not measured_before:
+            self.response = self._response(sketches, perturbed.total(world))
+            self.response_step = self.iteration
         if self.factory.mesh.rank == 0:
             about = {"first_sample": consumed, "samples": batch, "learning_rate": lr}
-            self._write(*tables, about | asdict(result))
+            self._write(sketches, about | asdict(result))
         return result
+
+    def _response(self, real: np.ndarray, perturbed: np.ndarray) -> np.ndarray:
+        """Return the relative change of each activation and each parameter's gradient.
+
+        real, perturbed: sketches without and with flipped bits, (rows, 12). A tensor that is 0 has
+        the response 1, since its rounding cannot be measured.
+        """
+        count = len(self.activations) * self.bins
+        gradients = slice(count, count + len(self.parameters))
+        ratios = []
+        for part, bins_of_part in ((slice(count), self.bins), (gradients, 1)):
+            squares = real[part, SQUARES].reshape(-1, bins_of_part).sum(1)
+            changes = np.square((perturbed - real)[part, PROJECTED]).sum(1)
+            squared_changes = changes.reshape(-1, bins_of_part).sum(1)
+            is_zero = squares == 0.0
+            ratios.append(np.sqrt(np.where(is_zero, 1.0, squared_changes / (squares + is_zero))))
+        return np.concatenate(ratios).astype(np.float32)
 
     def _table(self) -> Sketches:
         """Return a table of zeros: rows of activations by bin, then rows of parameters by kind."""
@@ -153,13 +178,22 @@ class NumericsTrace:
                 gradients = shard.group.own_gradients()
                 if not gradients:  # no gradient updates these tensors
                     continue
-                flat = gradients[shard.master].view(-1) / self.optimizer.scale.value
+                flat = gradients[shard.master].view(-1)
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
+                sketch = self.unscaled(*of_shard(shard, values))
             else:
                 state_kind = "weights" if kind in (BEFORE, AFTER) else kind
                 values = shard.read(state_kind, shard.start, shard.stop)
+                sketch = of_shard(shard, values)
             row = torch.tensor([first + self.parameters.index(shard.spec.name)])
-            table.add(row.to(values.device), *of_shard(shard, values))
+            table.add(row.to(values.device), *sketch)
+
+    def unscaled(self, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sketches of gradients, given those of the gradients times the loss scale."""
+        scale = self.optimizer.scale.value
+        sums[:, 1:] /= scale
+        sums[:, SQUARES] /= scale
+        return sums, largest / scale
 
     def _flip_last_bits(self) -> None:
         """Flip the last bit, in the precision of computation, of every weight on this rank.
@@ -189,25 +223,23 @@ class NumericsTrace:
         for handle in handles:
             handle.remove()
 
-    def _write(self, real: np.ndarray, perturbed: np.ndarray, about: dict[str, Any]) -> None:
+    def _write(self, sketches: np.ndarray, about: dict[str, Any]) -> None:
         """Write the file of a step; called on rank 0.
 
-        real, perturbed: sketches without and with flipped bits, (rows, 12). about: facts of the
-        step for the file.
+        sketches: (rows, 12). about: facts of the step for the file.
         """
         config = self.config
         about |= {"format": FORMAT, "step": self.iteration, "bins": self.bins}
         about |= {"precision": config.training.precision, "layout": asdict(config.layout)}
         about |= {"activations": self.activations, "parameters": self.parameters}
-        text = json.dumps(about | {"kinds": self.kinds}).encode()
-        rows_with_response = len(self.activations) * self.bins + len(self.parameters)
-        response = (perturbed - real)[:rows_with_response].astype(np.float32)
+        about |= {"kinds": self.kinds, "response_step": self.response_step}
+        text = np.frombuffer(json.dumps(about).encode(), np.uint8)
         folder = os.path.join(config.run.out, "numerics")
         path = os.path.join(folder, f"step-{self.iteration:06d}.npz")
         with self.writing(path):
             os.makedirs(folder, exist_ok=True)
             with open(path + ".new", "wb") as file:
-                np.savez(file, values=real, response=response, about=np.frombuffer(text, np.uint8))
+                np.savez(file, values=sketches, response=self.response, about=text)
             os.replace(path + ".new", path)
 
 
@@ -294,16 +326,15 @@ class _Observer:
         trace = self.trace
         tp = self.mesh.tp
         split = trace.factory.sequence_parallel and x.dim() == 3
-        x = x.detach()
-        if name.startswith("gradient"):
-            x = x.double() / trace.optimizer.scale.value
         positions = tp.shard(self.positions) if split else self.positions
         first = first_of_micro_batch(0, micro_batch, trace.config.layout, self.mesh.dp.rank)
         samples = torch.arange(first, first + x.shape[1], device=x.device)
         rows = samples * trace.bins // self.batch + trace.activations.index(name) * trace.bins
         if x.dim() == 2:
             x = x[..., None]
-        sums, largest = of_activation(x, positions, samples)
+        sums, largest = of_activation(x.detach(), positions, samples)
+        if name.startswith("gradient"):
+            sums, largest = trace.unscaled(sums, largest)
         if not split:
             # Every tensor rank adds the same sums; a wrong rank changes the total nevertheless.
             sums /= tp.size

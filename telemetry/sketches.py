@@ -2,11 +2,13 @@
 
     count, sum, sum of squares, largest magnitude, 8 projections        of a tensor, all in fp64
 
-A projection is the sum of the elements with signs. The sign of an element is a function of its
-global index alone: the product of signs that are drawn for its row and for its column. So a part of
-a tensor is sketched by a product with a thin matrix, and the sum of the parts' sketches is the same
-in all layouts (of the largest magnitudes it is the maximum). The mean square of the differences
-between two tensors' projections estimates the square of the norm of their difference.
+Each element counts in one projection, which is the sum of its elements with random signs. The
+columns of a tensor are divided into 8 blocks, and the number of the projection is that of the block
+plus that of the row, modulo 8, so the elements of a row and of a column are spread over all of
+them. The sign is the product of signs that are drawn for the row and for the column. Both follow
+from the element's global index alone, so the sum of the parts' sketches is the same in all layouts
+(of the largest magnitudes it is the maximum). The sum of the squared differences between two
+tensors' projections estimates the square of the norm of their difference.
 """
 
 import hashlib
@@ -23,7 +25,9 @@ from parallel import splitmix64
 PROJECTIONS = 8
 SUMS = 3 + PROJECTIONS  # numbers of a sketch that add up: all but the largest magnitude
 NUMBERS = SUMS + 1
-AT_ONCE = 2**22  # elements that are converted to fp64 at a time
+SQUARES = 2  # column of a sketch
+PROJECTED = slice(4, None)  # columns of a sketch
+AT_ONCE = 2**18  # elements that are converted to fp64 at a time, so that they stay in the cache
 
 
 class Sketches:
@@ -51,33 +55,53 @@ class Sketches:
 
 
 def signs(key: str, index: Tensor) -> Tensor:
-    """Return signs +1 or -1 for n indices along one dimension of a tensor: fp64, (n, PROJECTIONS).
+    """Return a sign, +1 or -1, for each of n indices along one dimension of a tensor: fp64, (n,).
 
     key: names the tensor and the dimension; the signs depend on key and index alone. index: (n,).
     """
     digest = hashlib.sha256(key.encode()).digest()
     drawn = splitmix64(index, int.from_bytes(digest[:8], "little", signed=True))
-    bits = drawn[:, None] >> torch.arange(PROJECTIONS, device=index.device)
-    return 1.0 - 2.0 * (bits & 1).double()
+    return 1.0 - 2.0 * (drawn & 1).double()
 
 
 @torch.no_grad()
-def sketch(x: Tensor, of_rows: Tensor, of_columns: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def sketch(
+    x: Tensor, name: str, rows: Tensor, first_column: int, columns: int
+) -> tuple[Tensor, Tensor]:
     """Return sums, (b, SUMS), and largest magnitudes, (b,), of the b slices x[:, i] of x (s, b, h).
 
-    of_rows: signs, (s, PROJECTIONS). of_columns: signs, (h, PROJECTIONS). count: the number of
-    elements of a slice without padding.
+    The count in the sums is that of all elements. name: the signs depend on it. rows: (s,), the
+    numbers of the rows in the whole tensor. first_column: the number of x's first column in the
+    whole tensor, which has `columns` columns.
     """
-    sums = torch.zeros(x.shape[1], SUMS, dtype=torch.float64, device=x.device)
+    length, slices, width = x.shape
+    in_block = -(-columns // PROJECTIONS)  # columns of a block
+    before = first_column % in_block  # columns of x's first block that are not in x
+    first_block = first_column // in_block
+    blocks = -(-(before + width) // in_block)
+    column_numbers = torch.arange(blocks * in_block, device=x.device) + first_block * in_block
+    of_columns = signs(f"{name} columns", column_numbers)
+    # A row of this matrix has the sign of a row of x, at the projection of the row's first block.
+    of_rows = torch.zeros(length, PROJECTIONS, dtype=torch.float64, device=x.device)
+    of_rows.scatter_(1, (rows % PROJECTIONS)[:, None], signs(f"{name} rows", rows)[:, None])
+    at_once = max(1, AT_ONCE // (slices * len(of_columns)))
+    in_cache = x.new_zeros(min(at_once, length), slices, len(of_columns), dtype=torch.float64)
+    by_block = in_cache.new_zeros(slices, PROJECTIONS, blocks)
+    sums = in_cache.new_zeros(slices, SUMS)
+    sums[:, 0] = length * width
     largest = torch.zeros_like(sums[:, 0])
-    sums[:, 0] = count
-    rows = max(1, AT_ONCE // x[0].numel())
-    for part, signs_of_rows in zip(x.split(rows), of_rows.split(rows)):
-        part64 = part.double()
+    for part, signs_of_rows in zip(x.split(at_once), of_rows.split(at_once)):
+        part64 = in_cache[: len(part)]
+        part64[..., before : before + width] = part
+        largest = torch.maximum(largest, torch.maximum(part.amax((0, 2)), -part.amin((0, 2))))
         sums[:, 1] += part64.sum((0, 2))
-        sums[:, 2] += part64.square().sum((0, 2))
-        sums[:, 3:] += (signs_of_rows[:, None] * (part64 @ of_columns)).sum(0)
-        largest = torch.maximum(largest, part64.abs().amax((0, 2)))
+        part64 *= of_columns  # in place: a copy of the data would not stay in the cache
+        sums_of_blocks = part64.unflatten(2, (blocks, in_block)).sum(3)
+        by_block += torch.einsum("sp,sbk->bpk", signs_of_rows, sums_of_blocks)
+        sums[:, 2] += part64.square_().sum((0, 2))
+    numbers = torch.arange(blocks, device=x.device) + first_block
+    projections = torch.arange(PROJECTIONS, device=x.device)[:, None] + numbers
+    sums[:, 3:].index_add_(1, projections.flatten() % PROJECTIONS, by_block.flatten(1))
     return sums, largest
 
 
@@ -92,12 +116,14 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
     dim = spec.dim or 0
     first_row = shard.start // width
     padding = shard.start % width, -shard.stop % width  # fills the first and the last row
-    x = torch.nn.functional.pad(values, padding).view(-1, 1, width)
+    if any(padding):
+        values = torch.nn.functional.pad(values, padding)
+    x = values.view(-1, 1, width)
     # Indices of rows and columns in the whole parameter, so that the signs do not depend on tp.
     rows = torch.arange(first_row, first_row + len(x), device=x.device)
-    columns = torch.arange(width, device=x.device)
+    first_column = 0
     if dim == len(shape) - 1:
-        columns += spec.start
+        first_column = spec.start
     else:
         inner = math.prod(shape[dim + 1 : -1])
         run = shape[dim] * inner  # adjacent rows of the local tensor that are adjacent in the whole
@@ -108,9 +134,9 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
     before_start, before_stop = (
         element // run * real + min(element % run, real) for element in (shard.start, shard.stop)
     )
-    of_rows = signs(f"{spec.name} rows", rows)
-    of_columns = signs(f"{spec.name} columns", columns)
-    return sketch(x, of_rows, of_columns, before_stop - before_start)
+    sums, largest = sketch(x, spec.name, rows, first_column, spec.shape[-1])
+    sums[:, 0] = before_stop - before_start
+    return sums, largest
 
 
 def of_activation(x: Tensor, positions: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +144,6 @@ def of_activation(x: Tensor, positions: Tensor, samples: Tensor) -> tuple[Tensor
 
     positions: (s,), those of the tokens in their samples. samples: (b,), numbers in the step.
     """
-    of_columns = signs("channels", torch.arange(x.shape[2], device=x.device))
-    sums, largest = sketch(x, signs("positions", positions), of_columns, x[:, 0].numel())
-    sums[:, 3:] *= signs("samples", samples)
+    sums, largest = sketch(x, "activation", positions, 0, x.shape[2])
+    sums[:, 3:] *= signs("samples", samples)[:, None]
     return sums, largest

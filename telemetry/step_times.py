@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from distributed.store import StoreExchange
-from schedules.schedule import STEPS
+from schedules.schedule import VOCABULARY
 from telemetry.log import Log
 from telemetry.row_file import RowFile
 
+PASSES = {*"FBW", *VOCABULARY}  # kinds of spans that are passes of a schedule
 FIRST_STEPS = range(4, 20, 2)  # these steps are measured whatever the interval is
 LEAST_INTERVAL = 10  # steps from a measured step to the next measured step, at least
 # The interval grows by a step per this many passes of all ranks, so that gathering the rows takes
@@ -159,7 +160,7 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
             data_start = start
             data_duration = end - start
             continue
-        elif kind in STEPS:
+        elif kind in PASSES:
             pass_start = data_start if data_duration else start
             passes.append([pass_start, end, data_duration, received, *waited])
         else:

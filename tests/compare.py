@@ -7,14 +7,9 @@
 `max()` keeps its first argument beside a NaN, zip() stops at the shorter list, and a loop over
 nothing is content: here a number that is not finite, another length and no numbers at all are an
 infinite difference.
-
-Where TEST_DIFFERENCES names a file, each comparison adds a line to it: the test, the difference and
-the tolerance. benchmarks/fp32_bounds.py makes a table of these for several kinds of kernels.
 """
 
-import json
 import math
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,10 +41,6 @@ def assert_close(
 
 def assert_within(difference: float, tolerance: float, about: Any = "", numbers: str = "") -> float:
     """Fail unless the difference is at most the tolerance; the difference."""
-    if file_name := os.environ.get("TEST_DIFFERENCES"):
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
-        with open(file_name, "a") as file:
-            file.write(json.dumps([test, float(difference), float(tolerance)]) + "\n")
     assert difference <= tolerance, f"{about}: {difference} > {tolerance} {numbers}"
     return difference
 

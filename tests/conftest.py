@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 
 # By fixture of what the machine has once: the files whose tests use it. One process runs them all.
 TOGETHER = {
-    "slurm": ("supervise", "slurm", "switches", "growth", "cluster", "audit"),
+    "slurm": ("supervise", "slurm", "switches", "growth", "cluster", "launches", "audit"),
     "cuda_device": ("cuda", "nccl"),
 }
 

@@ -1,6 +1,5 @@
 """One of several ranks fails on purpose: `mpirun -n 4 python THIS KIND RANK`."""
 
-import resource
 import sys
 import time
 from datetime import timedelta
@@ -10,7 +9,6 @@ import torch
 from config.messages import UserError
 from config.run_options import Run
 from config.schema import Layout
-from distributed import job_store
 from distributed.context import start
 from distributed.launch import discover
 from distributed.mesh import Mesh
@@ -21,9 +19,6 @@ def main() -> None:
     launch = discover()
     if kind == "absent" and launch.rank == culprit:
         time.sleep(60)
-    if kind == "files":
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
-        job_store.OTHER_FILES = 997
     limit = timedelta(seconds=8 if kind == "absent" else 600)
     context = start(launch, Run(), meet_within=limit)
     with context.failing_loudly():

@@ -32,14 +32,8 @@ def seconds(config, ranks: int) -> float:
 
 def planted(config) -> str:
     """The failure that is planted for this layout, if any."""
-    values = {"hidden": config.model.hidden, "layers": config.model.layers}
-    values |= {
-        "tp": config.layout.tp,
-        "pp": config.layout.pp,
-        "mbs": config.layout.micro_batch_size,
-    }
     for failure, condition in json.loads(os.environ.get("FAKE_FAILURES", "{}")).items():
-        if all(values[name] == value for name, value in condition.items()):
+        if all(getattr(config.layout, name) == value for name, value in condition.items()):
             return failure
     return ""
 
@@ -58,23 +52,11 @@ def main() -> None:
             [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
         )
         time.sleep(600)
-    (out / "run.json").write_text(
-        json.dumps(
-            {
-                "flops_formula": "megatron-2025",
-                "cluster": {
-                    "launcher": "fake",
-                    "ranks": ranks,
-                    "nodes": ["here"],
-                    "device": "2 CPU cores",
-                    "backend": "gloo",
-                    "threads_per_rank": 1,
-                },
-                "versions": {"python": "3"},
-                "commit": "abc",
-            }
-        )
-    )
+    cluster = {"launcher": "fake", "ranks": ranks, "nodes": ["here"], "device": "2 CPU cores"}
+    cluster |= {"backend": "gloo", "threads_per_rank": 1}
+    facts = {"flops_formula": "megatron-2025", "cluster": cluster}
+    facts |= {"versions": {"python": "3"}, "commit": "abc"}
+    (out / "run.json").write_text(json.dumps(facts))
     model, batch = config.model, config.training.global_batch_size
     flops = model_stats.model_flops(model, batch)
     executed = model_stats.hardware_flops(model, batch, config.layout.recompute)
@@ -84,7 +66,7 @@ def main() -> None:
             row = {
                 "iteration": step,
                 "seconds": took,
-                "loss": math.nan if failure == "diverge" and step == 3 else 5.0 / step,
+                "loss": math.nan if failure == "diverged" and step == 3 else 5.0 / step,
                 "tokens_per_second": batch * model.seq_length / took,
                 "tflops_model": flops / took / ranks / 1e12,
                 "tflops_hardware": executed / took / ranks / 1e12,

@@ -9,6 +9,7 @@ line. stops: by line, how often the host waits for the device or for a copy in t
 import copy
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from emulator import device_guard
 
 device_guard.load()
 from emulator import rehearsal
-from emulator.recording import MESSAGES, RecordingContext, RecordingGroup
+from emulator.recording import COPY, MESSAGES, READ, RecordingContext, RecordingGroup
 
 
 def watch_groups() -> set[int]:
@@ -60,7 +61,11 @@ def run(words: str, world: int, rank: int, at_once: set[int]) -> dict:
             if in_a_phase and started.kind not in MESSAGES and started.line == event.line:
                 late.add(f"{started.kind} of {started.role} at {event.line}")
     stops: dict[str, int] = {}
-    for (_, what, line), count in record.stops.items():
+    by_line = Counter()
+    for event in record.events:
+        if event.place.startswith(f"step {rehearsal.STEPS},") and event.kind in (READ, COPY):
+            by_line[event.op, event.line] += 1
+    for (what, line), count in by_line.items():
         stops[f"{what} at {line.partition(':')[0]}"] = count
     return {"late": sorted(late), "noted": len(at_once), "stops": stops}
 

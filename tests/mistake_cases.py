@@ -1,7 +1,7 @@
 """Mistakes that a tired user makes, over all programs; test_mistakes.py says what must follow.
 
     folder = prepare(tmp_path)                 # files to be wrong with
-    outcome = run(CASES[0], folder)            # a process of its own, started in that folder
+    outcomes = run_all(folder, CASES)          # of processes that are started in that folder
 
 mistake_lines.py and mistake_lines_of_files.py have their words.
 """
@@ -16,12 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fork_server import NO_TORCH, Forked
 from mistake_lines import OF_RUNS
@@ -59,13 +57,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended; seconds of the clock and of the processor; stderr without import times."""
+    """How it ended; seconds of the processor; stderr without import times."""
 
     status: int
     out: str
     err: list[str]
     imported: frozenset[str]
-    wall: float
     processor: float
 
 
@@ -199,70 +196,63 @@ def prepare(folder: Path) -> Path:
     return folder
 
 
-def run_all(
-    folder: Path,
-    cases: list[Case],
-    at_a_time: int = 4,
-    run_one: Callable[[Case, Path], Outcome] | None = None,
-) -> list[Outcome]:
-    """The outcomes of several cases, in their order; run_one: `run`, or run_forked."""
-    with ThreadPoolExecutor(at_a_time) as pool:
-        return list(pool.map(lambda case: (run_one or run)(case, folder), cases))
+def run_all(folder: Path, cases: list[Case]) -> list[Outcome]:
+    """The outcomes of several cases, in their order, four at a time.
 
-
-def run_forked(case: Case, folder: Path) -> Outcome:
-    """Do the same as `run` in a fork of a process that has the programs' imports before torch.
-
-    A fork takes a tenth of the processor time of a whole start.
+    The first case of a program has a process of its own, and so have those that a fork would
+    change. Others are forks of a process that has the programs' imports before torch: a fork takes
+    a tenth of the processor time of a whole start.
     """
+    first = {case.program: case for case in reversed(cases)}
+    forked = [case.forkable and case is not first[case.program] for case in cases]
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(_run, cases, forked, [folder] * len(cases)))
+
+
+def _run(case: Case, forked: bool, folder: Path) -> Outcome:
+    """Run a case in that folder to its end; a hung one is killed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"}
-    words = list(case.command[1:])
+    environment |= case.environment
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        began = time.monotonic()
-        environment |= case.environment
-        process = Forked(words, environment, out.fileno(), err.fileno(), NO_TORCH, folder)
-        try:
-            status = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            status = process.wait()
-        wall = time.monotonic() - began
-        return _outcome(status, out, err, wall, process.processor)
+        files = out.fileno(), err.fileno()
+        if forked:
+            process = Forked(list(case.command[1:]), environment, *files, NO_TORCH, folder)
+        else:
+            process = _Started(case.command, environment, *files, folder)
+        timer = threading.Timer(LIMIT, os.kill, (process.pid, signal.SIGKILL))
+        timer.start()
+        status = process.wait()
+        timer.cancel()
+        out.seek(0)
+        err.seek(0)
+        printed, text = out.read().decode(), err.read().decode()
+    # One rank's line may come between another rank's sentence and the end of that line.
+    imports = {line.rpartition("|")[2].strip() for line in re.findall(IMPORT_LINE, text)}
+    said = re.sub(IMPORT_LINE, "", text).splitlines()
+    return Outcome(status, printed, said, frozenset(imports), process.processor)
+
+
+class _Started:
+    """A process of its own, with the interface of Forked."""
+
+    processor = 0.0
+
+    def __init__(self, command, environment, out: int, err: int, folder: Path):
+        nowhere = subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=nowhere, stdout=out, stderr=err
+        )
+        self.pid = self.process.pid
+
+    def wait(self) -> int:
+        """Wait for the exit status, and note the seconds of processor time."""
+        _, status, usage = os.wait4(self.pid, 0)
+        self.processor = usage.ru_utime + usage.ru_stime
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        return self.process.returncode
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file and folder with its size and the time of its last change."""
     paths = (path for path in folder.rglob("*"))
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-
-
-def run(case: Case, folder: Path) -> Outcome:
-    """Start a case in that folder and wait for its end; a hung one is killed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"}
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        began = time.monotonic()
-        process = subprocess.Popen(
-            case.command,
-            cwd=folder,
-            env={**environment, **case.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-        )
-        timer = threading.Timer(LIMIT, process.kill)
-        timer.start()
-        _, status, usage = os.wait4(process.pid, 0)
-        timer.cancel()
-        wall = time.monotonic() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
-        return _outcome(process.returncode, out, err, wall, usage.ru_utime + usage.ru_stime)
-
-
-def _outcome(status: int, out: IO[bytes], err: IO[bytes], wall: float, processor: float) -> Outcome:
-    out.seek(0)
-    err.seek(0)
-    printed, text = out.read().decode(), err.read().decode()
-    # One rank's line may come between another rank's sentence and the end of that line.
-    imports = {line.rpartition("|")[2].strip() for line in re.findall(IMPORT_LINE, text)}
-    said = re.sub(IMPORT_LINE, "", text).splitlines()
-    return Outcome(status, printed, said, frozenset(imports), wall, processor)

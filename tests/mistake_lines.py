@@ -9,78 +9,19 @@ OF_RUNS = {
     "train.py": """
 @/train.py --layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --device cpu --steps 2
 --tp 3 | tp(3) * pp(1) * dp(?) does not divide 1 ranks
---pp 6 | tp(1) * pp(6) * dp(?) does not divide 1 ranks
---dp 2 | tp(1) * pp(1) * dp(2) = 2 is not 1 ranks
---hidden 66 | heads(4) does not divide hidden(66)
 --hidden -64 | --hidden must be at least 1, not -64
 --hidden 64.5 | --hidden: invalid int value: '64.5'
---hidden 6.01e1 | --hidden: invalid int value: '6.01e1'
 --hidden 10000000 | a rank of stage 0 needs, in GB, weights 19,200,007.8, gradients 19,200,007.8
---hidden 99999999999999999999 | --hidden must be below 2^63, not a number of 67 bits
---layers four | --layers: invalid int value: 'four'
---layers 0 | --layers must be at least 1, not 0
---layers 1000000 | --layers must be at most 10000, not 1000000
---heads 5 | heads(5) does not divide hidden(64)
---kv-heads 3 | kv-heads(3) does not divide heads(4)
---hidden 12 --positions rotary | head-size(3) * rotary-fraction(1) is 3
---positions relative | --positions is one of learned, alibi, rotary, not 'relative'
 --vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
---vocab-size 50q | --vocab-size: invalid int value: '50q'
 --seq-length 1099511627776 | a rank of stage 0 needs, in GB, weights 281,475.0, gradients
 --seq-length 1099511627776 --positions rotary | a rank of stage 0 needs, in GB, weights 0.0
---seq-length 0 | --seq-length must be at least 1, not 0
---max-positions 8 | seq-length(16) is longer than the learned positions: max-positions(8)
 --pad-vocab-multiple 4611686018427387904 | a rank of stage 0 needs, in GB, weights
---norm-eps nan | --norm-eps must be a finite number, not nan
---norm-eps -1 | --norm-eps must be at least 0.0, not -1.0
---rotary-base 0 | --rotary-base must be above 0.0, not 0.0
---init-std inf | --init-std must be a finite number, not inf
 --lr inf | --lr must be a finite number, not inf
---lr 3e-4x | --lr: invalid float value: '3e-4x'
---lr -0.1 | --lr must be at least 0.0, not -0.1
---lr 1e-5 --min-lr 1e-3 | min-lr(0.001) is above lr(1e-05)
---adam-beta1 2 | --adam-beta1 must be below 1.0, not 2.0
---adam-beta2 1 | --adam-beta2 must be below 1.0, not 1.0
---adam-eps nan | --adam-eps must be a finite number, not nan
---sgd-momentum 1.5 --optimizer sgd | --sgd-momentum must be below 1.0, not 1.5
---clip-grad -1 | --clip-grad must be at least 0.0, not -1.0
---weight-decay nan | --weight-decay must be a finite number, not nan
---initial-loss-scale-power 5000 | --initial-loss-scale-power must be at most 127, not 5000
---min-loss-scale 0 | --min-loss-scale must be above 0.0, not 0.0
---precision fp8 | --precision is one of auto, fp64, fp32, bf16, fp16, not 'fp8'
---precision FP16 | --precision is one of auto, fp64, fp32, bf16, fp16, not 'FP16'
---grad-dtype bf16 | --grad-dtype bf16 needs --precision bf16, not auto
---optimizer adam | --optimizer is one of adamw, apex, adamw8bit, adafactor, muon, sgd, not 'adam'
---optimizer adamw8bit --precision fp64 | --optimizer adamw8bit keeps fp32 masters: it cannot train
 --zero 4 | --zero is one of 0, 1, 2, 3, not 4
---zero 0 --overlap-param-gather | --overlap-param-gather needs --zero 1 or 2, not 0
---zero 2 --optimizer muon | --optimizer muon needs whole matrices: use --zero 0 or 1, not 2
---schedule zigzag | --schedule is one of gpipe, 1f1b, interleaved, zb-h1, zb-v, auto, not 'zigzag'
---schedule zb-v | --schedule zb-v needs a pipeline: pp is 1
 --schedule interleaved --virtual-stages 1 | --virtual-stages must be at least 2, not 1
---virtual-stages 3 | --virtual-stages 3 needs --schedule interleaved, not 1f1b
---partition 3,2 | --partition 3,2 has 2 stages, but pp is 1
---partition 2;2 | --partition is balanced, blocks, layers or a list like 3,4,4,3, not '2;2'
---partition -1,5 | --partition: expected one argument
---recompute all | --recompute is one of none, selective, full, not 'all'
---recompute-layers 2 | --recompute-layers 2 needs --recompute selective or full
 --recompute full --recompute-layers 5 | --recompute-layers 5 is more than the model has: layers(4)
 --recompute full --recompute-blocks 5 | --recompute-blocks 5 recomputes 5 blocks, but layers is 4
 --objective prefix --seq-length 1 | samples need 2 tokens or more, not 1
---micro-batch-size 0 | --micro-batch-size must be at least 1, not 0
---micro-batch-size 3 | micro-batch-size(3) * dp(1) = 3 does not divide global-batch-size(8)
---global-batch-size 5B | --global-batch-size must be at most 1048576, not 5000000000
---global-batch-size 1000000000000 | --global-batch-size must be at most 1048576, not 1000000000000
---rampup-batch-size 2 3 | --rampup-batch-size: expected 3 arguments
---rampup-batch-size 2 4 100 --global-batch-size 8 | a ramp-up from 2 by 4 over 100 samples does not
---rampup-batch-size 2 2 100 --batch-schedule 0:8 | give one of --rampup-batch-size and
---batch-schedule 8:1B | --batch-schedule takes TOKENS:SIZE such as 5B:1024, not '8:1B'
---batch-schedule 1B:8 | --batch-schedule 1B:8: the first size is for 0 tokens, as in 0:192
---batch-schedule 0:8 5Q:16 | --batch-schedule takes TOKENS:SIZE such as 5B:1024, not '5Q:16'
---batch-schedule 0:99999999 | not '0:99999999' (SIZE: at most 1048576)
---train-samples 100 | give one of --steps and --train-samples; both were given
---lr-schedule cosin | --lr-schedule is one of cosine, linear, constant, wsd, not 'cosin'
---lr-warmup-samples -5 | --lr-warmup-samples must be at least 0, not -5
 --seed -1 | --seed must be at least 0, not -1
 --data nowhere | nowhere.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
 --data only | only.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx
@@ -90,23 +31,12 @@ OF_RUNS = {
 --data only --split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'
 --data only --split 0,0,0 | --split takes up to three shares such as 95,5,0, not '0,0,0'
 --data only --split 1,2,3,4 | --split takes up to three shares such as 95,5,0, not '1,2,3,4'
---split 90,10,0 | --split 90,10,0 needs the files of --data; now tokens are random
---order stable | --order stable needs the files of --data; now tokens are random
---cache none | --cache none needs the files of --data or --eval-data
---skip-samples 10-20 | --skip-samples takes A:B, from sample A up to but not including B, not
---skip-samples 20:10 | --skip-samples takes A:B, from sample A up to but not including B, not
---skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
 --data few --answers-only | --answers-only: few has no few.targets.bin and .idx, which mark answers
 --data cut --answers-only | cut has 100 tokens, but cut.targets has marks of 50
 --data cut --answers-only --eval-data a=few | --answers-only: few has no few.targets.bin and .idx
 --eval-data a=few:7 | --eval-data a asks for 7 samples, few has 6 of 16 tokens
 --eval-data a=few --seq-length 100 | --eval-data a: few holds 100 tokens, but one sample takes
 --data only --eval-data a=few:999999999999 | --eval-data a asks for 999999999999 samples, few has 6
---eval-samples -1 | --eval-samples must be at least 0, not -1
---steps 0 | --steps must be at least 1, not 0
---steps 1e-3 | --steps: invalid int value: '1e-3'
---steps 2.5 | --steps: invalid int value: '2.5'
---steps 1e99 | --steps must be below 2^63, not a number of 329 bits
 --steps 1000000000000 --data only | the order of 8,000,000,000,000 samples takes 96,000.0 GB or more
 --data only --eval-samples 800000000000 | the order of 800,000,000,000 samples takes 9,600.0 GB
 --out a-file | --out a-file: cannot write in
@@ -117,53 +47,22 @@ OF_RUNS = {
 --resume '' | no value, after '--resume': is a variable not set?
 --resume nowhere | --resume nowhere: there is no such folder
 --resume a-file | --resume a-file: there is no such folder
---load-weights-only | --load-weights-only needs --resume, to say which weights
 --save-switch dir | --save-switch dir is a folder, not a file that may appear
 --save-switch nowhere/x/stop | --save-switch nowhere/x/stop can never appear: there is no folder
 --kill-switch nowhere/x/stop | --kill-switch nowhere/x/stop can never appear: there is no folder
 --save-switch '' | no value, after '--save-switch': is a variable not set?
 --kill-switch dir | --kill-switch dir is a folder, not a file that may appear
 --kill-switch a-file | --kill-switch a-file exists: remove it to train
---keep-last 2 | --keep-last 2 needs --save-every or --save-every-minutes: nothing is saved
---keep-every 5 | --keep-every 5 needs --keep-last: now all are kept
---save-weights-only | --save-weights-only needs --save-every or --save-every-minutes: nothing is
---save-every -1 | --save-every must be at least 0, not -1
---save-every-minutes nan | --save-every-minutes must be a finite number, not nan
---exit-after-minutes inf | --exit-after-minutes must be a finite number, not inf
---begin-at-samples 8 | --begin-at-samples 8 needs --resume: a new run begins with 0
---expert-interval 2 | --expert-interval 2 needs --experts N, with N above 1
---pin-routing f | --pin-routing f needs --experts N, with N above 1
 --experts 2 --no-router-normalised --no-bias --record-routing f --pin-routing g | --record-routing
---stop-at-samples -1 | --stop-at-samples must be at least 0, not -1
---hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
---hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
---torch-profile -1 | --torch-profile must be at least 1, not -1
---torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
---trace-numerics 0 | --trace-numerics 0 is never reached: the run has 2 steps
---trace-numerics 1 3 | --trace-numerics 3 is never reached: the run has 2 steps
---audit-every -1 | --audit-every must be at least 0, not -1
---audit-every 5 | --audit-every 5 compares data-parallel replicas, two or more: dp is 1
---log-every 0 | --log-every must be at least 1, not 0
---sample-every 2 | --sample-every N and --sample-prompt TEXT need each other
---sample-prompt text | --sample-every N and --sample-prompt TEXT need each other
---sample-every -1 | --sample-every must be at least 0, not -1
 LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é | are not ascii
---sample-every x | --sample-every: invalid int value: 'x'
---sample-every 2 --sample-prompt | --sample-prompt: expected at least one argument
 --sample-every 2 --sample-prompt '' | no value, after '--sample-prompt': is a variable not set?
 --sample-every 2 --sample-prompt text | --sample-prompt 'text': no tokenizer was found beside
 --sample-every 2 --sample-prompt 1,x | --sample-prompt '1,x': no tokenizer was found beside
 --sample-every 2 --sample-prompt 100 | --sample-prompt: 100 is not below vocab-size(100)
 --sample-every 2 --sample-prompt '1 2 3 4 5 6 7 8 9 1 2 3 4 5 6 7' | --sample-prompt has 16 tokens:
---sample-evry 2 | unknown argument '--sample-evry'; did you mean '--sample-every'?
---device gpu | --device is one of auto, cpu, cuda, not 'gpu'
---backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt9 | no preset is called 'gpt9'
---model meta-llama/Llama-9-8B | no preset is called 'meta-llama/Llama-9-8B'
 --model '' | no value, after '--model': is a variable not set?
 --model dir | --model dir: it has no config.json, and is no run's: no run.json
---model nowhere/config.json | --model nowhere/config.json: there is no such file, and no preset of
---model dir/config.json | --model dir/config.json: there is no such file, and no preset of that name
 --model shapes/cut/config.json | shapes/cut/config.json is not JSON: Unterminated string starting at
 --model shapes/binary/config.json | shapes/binary/config.json is not JSON
 --model shapes/list/config.json | shapes/list/config.json holds a list, not an object
@@ -180,41 +79,10 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --model shapes/bias/config.json | shapes/bias/config.json: mlp_bias is True; here it is False
 --model shapes/relu6/config.json | hidden_act is 'relu6'; here it is silu or swish
 --model shapes/window/config.json | sliding_window(8) is shorter than seq-length(16)
---head-size 15 --positions rotary | head-size(15) * rotary-fraction(1) is 15
---head-size 0 | --head-size must be at least 1, not 0
---rotary-fraction 1.5 --positions rotary | --rotary-fraction must be at most 1.0, not 1.5
---rotary-fraction 0.5 | --rotary-fraction 0.5 needs --positions rotary
---rotary-scaling linear:2 | --rotary-scaling linear:2 needs --positions rotary
---rotary-scaling yarn:2 --positions rotary | --rotary-scaling is none, linear:FACTOR or llama3:
---rotary-scaling llama3:8:1 --positions rotary | HIGH:POSITIONS with numbers above 0 like
---qk-norm all | --qk-norm is one of none, head, full, not 'all'
---block serial | --block is one of pre-norm, post-norm, parallel, not 'serial'
---activation tanh | --activation is one of gelu, gelu_tanh, relu, swiglu, not 'tanh'
 --wandb '' | no value, after '--wandb': is a variable not set?
---wandb | --wandb: expected one argument
---tensorbord | unknown argument '--tensorbord'; did you mean '--tensorboard'?
---modle gpt2-124m | unknown argument '--modle'
---foo 3 --learning_rate 1 | unknown arguments: --foo, --learning-rate (did you mean '--lr'?)
---tensor-parallel 2 | unknown argument '--tensor-parallel'; did you mean '--tp'?
---context_length 8 | unknown argument '--context-length'; did you mean '--seq-length'?
---num-layers 2 | --layers and --num-layers are one option, --layers: give one
---fp16 --bf16 | --fp16 and --bf16 are one option, --precision: give one
---attention-backend flash | --attention-backend flash: torch picks the kernel
---dropout 0.1 | --dropout 0.1: there is no dropout here
---tensor-paralel 2 | unknown argument '--tensor-paralel'; did you mean '--tp'?
---context-parallel-size 2 | tp(1) * pp(1) * cp(2) * dp(?) does not divide 1 ranks
---hidden-dropout 0.1 | --hidden-dropout 0.1: there is no dropout here
---num-layers-per-virtual-pipeline-stage 1 | give --schedule interleaved --virtual-stages N
---eval-iters ten | --eval-iters takes a number, not 'ten'
---lr-warmup-fraction | --lr-warmup-fraction takes a number, not ''
---lr-decay-iters -1 | --lr-decay-iters must be at least 0 and below 2^53, not -1
 --load nowhere | --resume nowhere: there is no such folder
---lr-decay-style inverse | --lr-schedule is one of cosine, linear, constant, wsd, not 'inverse'
 --tp | --tp: expected one argument
---tp=two | --tp: invalid int value: 'two'
--tp 2 | unknown argument '-tp'
 run.toml | unknown argument 'run.toml'
---config | --config: expected one argument
 --config nowhere.toml | cannot read --config nowhere.toml: No such file or directory
 --config dir | cannot read --config dir: Is a directory
 --config /dev/zero | --config /dev/zero is not TOML: it has more than 1,048,576 bytes
@@ -287,8 +155,6 @@ layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
 layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
 layouts --model 176b --nodes two | --nodes: invalid int value: 'two'
-layouts --model 176b --rehearse -1 | --rehearse must be above 0, not -1
-layouts --model 176b --rehearse 0 | --rehearse must be above 0, not 0
 layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
@@ -319,8 +185,7 @@ timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or d
 timeline --schedule auto --pp 8 --layers 32 --trace nowhere/t.json | cannot write nowhere/t.json
 rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write dir: Is a directory
 calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
-gap nowhere --json nowhere/gap.json | cannot write nowhere/gap.json: No such file or directory
-gap nowhere --picture dir | cannot write dir: Is a directory
+gap nowhere --json | cannot read nowhere: No such file or directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were
 smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)

@@ -88,14 +88,14 @@ a.txt | the following arguments are required: --out
 --out '' a.txt | no value, after '--out': is a variable not set?
 --out dir/ a.txt | --out dir/ is a folder: name a prefix in it, as data/books
 --out a-file/c a.txt | the folder of --out, a-file: cannot write in
---out c --vocab-size 1000000000 a.txt | --vocab-size(1000000000) must be at most 4194304
---out c --vocab-size 0 a.txt | --vocab-size(0) must hold 256 bytes and the end token
+--out c --vocab-size 1000000000 a.txt | --vocab-size(1000000000) must be in 257..4194304
+--out c --vocab-size 0 a.txt | --vocab-size(0) must be in 257..4194304
 --out c --vocab-size 32kk a.txt | --vocab-size: invalid int value: '32kk'
 --out c --vocab-size 300 --tokenizer a.txt a.txt | --vocab-size is for a new tokenizer; --tokenizer
 --out c --tokenizer a.txt a.txt | --tokenizer a.txt is not a tokenizer
 --out c --tokenizer '' a.txt | no value, after '--tokenizer': is a variable not set?
---out c --tokenizer-mb nan a.txt | --tokenizer-mb(nan) must be above 0 and below 1e9
---out c --tokenizer-mb -1 a.txt | --tokenizer-mb(-1.0) must be above 0 and below 1e9
+--out c --tokenizer-mb nan a.txt | --tokenizer-mb(nan) must be in 1e-06..1000000000.0
+--out c --tokenizer-mb -1 a.txt | --tokenizer-mb(-1.0) must be in 1e-06..1000000000.0
 --out c --shuffle-seed -1 a.txt | --shuffle-seed(-1) must be in 0..4294967295
 --out c --json-key body bad.jsonl | bad.jsonl:1 has no key 'body'
 --out d latin.txt | none of the 1 documents has text in UTF-8
@@ -103,14 +103,14 @@ a.txt | the following arguments are required: --out
     "plot_loss.py": """
 @/scripts/plot_loss.py
 | the following arguments are required: folder
-nowhere | cannot read nowhere/metrics.jsonl: No such file or directory
-dir | cannot read dir/metrics.jsonl: No such file or directory
-a-file | cannot read a-file/metrics.jsonl: Not a directory
-binary-run | binary-run/metrics.jsonl is not a text: byte 0 is not UTF-8
-garbage-run | garbage-run/metrics.jsonl, line 1, is not JSON
-empty-run | empty-run has no rows of steps: it is not the --out of a run of train.py
-other-run | other-run is not the --out of a run of train.py: KeyError('model')
-no-config-run | no-config-run/run.json is not a JSON object
+nowhere | nowhere is no folder of a run: cannot read nowhere/run.json: No such file or directory
+dir | dir is no folder of a run: cannot read dir/run.json: No such file or directory
+a-file | a-file is no folder of a run: cannot read a-file/run.json: Not a directory
+binary-run | binary-run is no folder of a run: cannot read binary-run/run.json
+garbage-run | garbage-run is no folder of a run: cannot read garbage-run/run.json
+empty-run | empty-run/run.json is no run.json: it has no configuration of a run
+other-run | other-run/run.json is no run.json: it has no configuration of a run
+no-config-run | no-config-run/run.json holds a list, not an object
 dir dir | unrecognized arguments: dir
 """,
     "benchmarks": """
@@ -136,5 +136,34 @@ tune_replay.py --tables binary.toml | --tables needs ROWS.csv
 tune_replay.py --gain -1 | --gain must be at least 0 and below 1000, not -1.0
 precision.py | the following arguments are required: folder
 precision.py a-file | FOLDER a-file: cannot write in
+""",
+    "supervise.py": """
+@/supervise.py
+| no program after --
+-- mpirun -n 2 hostname | no program after --
+-- python train.py | a restart continues by --resume auto: give it to train.py
+-- python train.py --resume x | give it to train.py, not x
+-- torchrun train.py --resume auto | torchrun does not pass on the status
+--max-slowdown 2 -- x.py --resume auto | need --gpu NAME
+--gpu cpu -- srun x.py --resume auto | --gpu cpu is for other numbers of nodes, which needs a Slurm
+--gpu cpu --max-slowdown 0.9 -- srun x.py --resume auto | --max-slowdown must be at least 1 and
+--spare-nodes 1 -- python t.py --resume auto | --spare-nodes(1) needs a Slurm job
+--spare-nodes -1 -- x.py | --spare-nodes must be at least 0, not -1
+--spare-nodes -- x.py | --spare-nodes: expected one argument
+-- mpirun -n 2 python train.py --resume auto --out | argument --out: expected one argument
+-- mpirun -n 2 python train.py --resume auto --out --tp 2 | argument --out: expected one argument
+-- mpirun -n 2 python train.py --out new --resume | argument --resume: expected one argument
+-- mpirun -n 2 python train.py --out new --config | argument --config: expected one argument
+""",
+    "rehearse.py": """
+@/rehearse.py --layers 4 --hidden 64 --heads 4 --global-batch-size 8
+--gpus 6 --tp 4 | tp(4) * pp(1) * dp(?) does not divide 6 ranks
+--gpus 8 --nodes 3 | nodes(3) does not divide gpus(8)
+--gpus 2305843009213693951 | from 1 to 1000000, not 2305843009213693951
+--gpus 0 | --gpus must be from 1 to 1000000, not 0
+--gpu h10 --json nowhere/x.json | cannot write nowhere/x.json: No such file
+--gpu h10 --json . | cannot write .: Is a directory
+--gpu h10 | no machine is called 'h10'
+--optimizer adamw8bit | --optimizer adamw8bit is not rehearsed: bitsandbytes' kernels
 """,
 }

@@ -2,13 +2,12 @@
 
     python tests/planting_launcher.py RANKS train.py --micro-batch-size 2 ...
 
-2: the last rank never joins. 4: the last rank raises an exception before it joins. 8: each rank may
-allocate 2 GiB more than it starts with, and asks torch for 3. All other sizes: as forkrun.py.
+4: the last rank raises an exception before it joins. 8: each rank may allocate 2 GiB more than it
+starts with, and asks torch for 3. All other sizes: as forkrun.py.
 """
 
 import resource
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -27,16 +26,12 @@ def plant(size: str, last: bool) -> None:
         limit = psutil.Process().memory_info().vms + SPARE
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         torch.empty(SPARE + 2**30, dtype=torch.uint8)
-    if size == "2" and last:
-        time.sleep(600)
     if size == "4" and last:
         raise RuntimeError("planted")
 
 
 def main(arguments: list[str]) -> int:
-    size = "1"
-    if "--micro-batch-size" in arguments:
-        size = arguments[arguments.index("--micro-batch-size") + 1]
+    size = arguments[arguments.index("--micro-batch-size") + 1]
     last = int(arguments[0]) - 1
     run_path = forkrun.runpy.run_path
 

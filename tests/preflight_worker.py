@@ -32,10 +32,7 @@ def plant(fault: str, context) -> None:
     if context.rank == CULPRIT and fault == "torch":
         preflight.versions = lambda config: OWN["versions"](config) | {"torch": "1.13.1"}
     if context.rank == CULPRIT and fault == "broken":
-        preflight.try_device = lambda *device: {"error": "CUDA error: uncorrectable ECC error"}
-    if fault == "slow":
-        slow = context.rank == CULPRIT
-        preflight.try_device = lambda *device: {"flops": 1e12 if slow else 5e12}
+        preflight.try_device = lambda *device: "CUDA error: uncorrectable ECC error"
 
 
 def look(fault: str, config, context, seconds: float) -> None:
@@ -72,7 +69,7 @@ def main() -> None:
         parse([*words.split(), "--out", sys.argv[1], "--save-every", "1"]), launch.size
     )
     with context.failing_loudly():
-        for fault in ("nothing", "torch", "broken", "slow"):
+        for fault in ("nothing", "torch", "broken"):
             look(fault, config, context, 30.0)
         room("enough", saving, context, 10**6)
         preflight.free_bytes = lambda folder: 5 * 10**9

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 
 import trainer
-from checkpointing import folders
 from config import validation
 from config.command_line import parse
 from distributed.launch import discover
@@ -38,23 +37,12 @@ def fail() -> None:
     raise ValueError("planned")
 
 
-def damage(checkpoint: Path) -> None:
-    """Overwrite the middle of each file of a checkpoint when it is complete."""
-    while not (checkpoint / "manifest.json").exists():
-        time.sleep(0.05)
-    for file in checkpoint.glob("*.h5"):
-        with open(file, "r+b") as written:
-            written.seek(file.stat().st_size // 2)
-            written.write(bytes(range(256)) * 8)
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 FAULTS = {
     "kill": kill,
-    "damage": kill,
     "stop": stop,
     "hang": lambda: time.sleep(3600),
     "raise": fail,
@@ -81,8 +69,6 @@ def main() -> None:
         if fault and launch.rank == fault["rank"] and done + 1 == fault["step"]:
             time.sleep(0.5)  # until the writer has written the row of the step before
             Path(config.run.out, "fault").write_text(str(time.time()))
-            if fault["fault"] == "damage":
-                damage(Path(config.run.out, "checkpoints", folders.folder_name(fault["step"] - 1)))
             if fault["fault"] == "nan":
                 for stage in state.stages:
                     next(stage.parameters()).data.fill_(float("nan"))

@@ -4,7 +4,6 @@ wrong.
 
 import csv
 import math
-import re
 
 import allreduce
 import bandwidth
@@ -13,7 +12,6 @@ import ranks
 import timed_collectives
 from bandwidth import Measured, bus_factor, calibration, fit
 
-from config.messages import UserError
 from planner import hardware
 
 
@@ -41,16 +39,6 @@ def test_the_fit_finds_alpha_and_beta_again(operation):
         seconds = bandwidth.hops(operation, n) * alpha + bus_factor(operation, n) * size / beta
         rows.append(measured(operation, n, size, seconds))
     assert fit(rows) == pytest.approx((alpha, beta), rel=1e-6)
-
-
-def test_fits_stay_physical():
-    assert fit([measured(seconds=1.0)])[0] == 0.0
-    alpha, beta = fit([measured(size=2**20, seconds=1.0), measured(size=2**22, seconds=5.0)])
-    assert alpha == 0.0
-    assert beta > 0
-    alpha, beta = fit([measured(size=2**20, seconds=1.0), measured(size=2**22, seconds=0.9)])
-    assert alpha > 0
-    assert 0 < beta < math.inf
 
 
 def test_calibration_reads_back_as_the_planner_has_it(tmp_path):
@@ -101,20 +89,13 @@ def test_line_rates(tmp_path):
     assert allreduce.line_rate(tmp_path)[0] == 200e9
     (tmp_path / "net/eth0/speed").write_text("-1\n")
     row = measured(seconds=1.0, size=10**9, n=2, crosses=True)
-    assert bandwidth.percent(row, 16e9) == "  50.0%"
-    assert bandwidth.percent(measured(), 16e9).strip() == "-"
-
-
-def test_mistakes_are_sentences():
-    with pytest.raises(UserError, match="--operations are of"):
-        allreduce.parse(["--operations", "broadcast"])
-    with pytest.raises(UserError, match=r"tp\(3\) \* pp\(1\) \* dp\(\?\) does not divide 4"):
-        allreduce.placed({"tp": 3, "pp": 1}, 4)
+    assert bandwidth.columns(row, 16e9)["percent_of_line"] == "50.0"
+    assert bandwidth.columns(measured(), 16e9)["percent_of_line"] == "-"
 
 
 @pytest.mark.slow
 def test_on_real_ranks(tmp_path):
-    """Every group and operation has its rows, a plain loop is timed beside it, files are written.
+    """Every group and operation has its rows, and files are written.
 
     Measured speeds are not tested: benchmarks/results has the comparison.
     """
@@ -130,15 +111,10 @@ def test_on_real_ranks(tmp_path):
     assert len(kinds) == len(groups) * len(bandwidth.OPERATIONS)
     for row in table:
         factor = bus_factor(row["operation"], int(row["ranks"]))
-        assert float(row["busbw_GBps"]) == pytest.approx(
-            factor * float(row["algbw_GBps"]), rel=1e-4
-        )
-        assert float(row["busbw_Gbps"]) == pytest.approx(8 * float(row["busbw_GBps"]), rel=1e-4)
-        assert float(row["p10_s"]) <= float(row["median_s"]) <= float(row["p90_s"])
+        rate = factor * float(row["algbw_GBps"])
+        assert float(row["busbw_GBps"]) == pytest.approx(rate, rel=1e-4)
     assert "6 pairs" in done.out
-    assert re.search(r"ms in a plain loop of .*; busbw differs by [+-][\d.]+ %", done.out)
     machine = hardware.load("cpu", str(tmp_path / "calibration.toml"))
     assert machine.node == 4
     assert 0 < machine.nvlink.speed < math.inf
     assert 0 < machine.gemm_fraction < math.inf
-    assert (tmp_path / "allreduce.png").stat().st_size > 1000

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.batch_schedule import BatchSchedule, Level, by_tokens, ramp
+from config.batch_schedule import Level, by_tokens, ramp
 from config.command_line import parse
 from config.validation import check
 
@@ -77,13 +77,6 @@ def test_steps_by_tokens():
     assert by_tokens(("0:8", "2m:8", "1T:16"), 1).starts == ((0, 8), (10**12, 16))
 
 
-def test_rounding_down_keeps_the_thresholds():
-    schedule = ramp(192, 16, 9_765_625, 2048).rounded(32)
-    assert [level.batch for level in schedule.levels()] == list(range(192, 2049, 32))
-    assert all(schedule.batch(n) % 32 == 0 for n in range(0, 10_000_000, 9_999))
-    assert BatchSchedule(((0, 100),)).rounded(32) == BatchSchedule(((0, 96),))
-
-
 def test_a_run_has_the_steps_of_its_schedule():
     config = configure("--rampup-batch-size 8 8 64 --global-batch-size 24 --train-samples 130")
     # 4 steps of 8 to 32, 2 of 16 to 64, 2 of 24 to 112; 18 samples are left unread.
@@ -95,5 +88,3 @@ def test_a_run_has_the_steps_of_its_schedule():
     assert (config.total_steps, config.total_samples) == (9, 136)
     config = configure("--batch-schedule 0:8 1K:16 --steps 3")
     assert (config.training.global_batch_size, config.total_samples) == (16, 32)
-    words = "--global-batch-size 100 --micro-batch-size 32 --decrease-batch-size-if-needed"
-    assert configure(words + " --steps 2").total_samples == 192

@@ -83,7 +83,7 @@ def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, mo
         data.Synthetic, "sample", lambda self, k: [read.append(k), sample(self, k)][1]
     )
     for module in (parallel, loss):
-        monkeypatch.setattr(module, "compile_kernel", lambda function: function)
+        monkeypatch.setattr(module, "compile_kernel", lambda function, _=False: function)
     monkeypatch.setattr(start_checks, "check_compiler", lambda *_: None)
     words = (
         "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 5 --device cpu "

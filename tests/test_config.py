@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from ranks import ROOT
@@ -10,8 +11,8 @@ from ranks import ROOT
 from config import messages
 from config.command_line import parse, parse_request
 from config.messages import VERSION, UserError, whole_number
-from config.needs import NEEDS
-from config.schema import Config, ModelShape
+from config.needs import is_met
+from config.schema import GROUPS, Config, ModelShape
 from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
@@ -61,7 +62,11 @@ def test_an_option_that_changes_nothing_is_refused_and_says_what_it_needs(line):
 
 
 def test_every_option_that_needs_another_is_tried_and_says_nothing_at_its_default():
-    named = [name for names, _, _ in NEEDS for name in names]
+    options = [field for group in GROUPS.values() for field in fields(group)]
+    named = [field.name for field in options if field.metadata["needs"]]
+    for field in options:
+        for need in field.metadata["needs"]:
+            is_met(configure(BASE), need)  # an error if it names no option
     tried = {words.split()[0].removeprefix("--no-").lstrip("-") for words in USELESS}
     assert {name.replace("_", "-") for name in named} == tried
     same = "--sgd-momentum 0.9 --max-positions 32 --positions alibi --async-save --loss-scale 0"

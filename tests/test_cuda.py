@@ -150,10 +150,10 @@ def test_waits_of_a_stream_are_timed_and_seen(cuda_device, monkeypatch):
     recorder.begin_step(1)
     operation = recorder.group_log("dp", (0, 1)).enter("all_reduce", 4).under_way(Work())
     operation.wait()
-    assert recorder.device_waits_for() is operation
+    assert recorder.stream.not_passed() is operation
     assert recorder.snapshot(1)["wait"]["number"] == 1
     torch.cuda.synchronize()
-    assert recorder.device_waits_for() is None
+    assert recorder.stream.not_passed() is None
     assert recorder.take_waited() > 0.01  # whatever the clock rate, the cycles take longer
 
 

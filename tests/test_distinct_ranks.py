@@ -49,19 +49,6 @@ def test_every_stage_and_every_pair_of_places_is_run(config):
         assert there == {(kind(config, one, r), kind(config, two, r)) for r in ran}
 
 
-@given(worlds)
-@settings(max_examples=60, deadline=None)
-def test_a_rank_is_taken_as_one_of_its_stage_with_its_place(config):
-    ran = rehearsal.chosen(config)
-    taken = rehearsal.taken_as(config, ran)
-    heads = config.layout.over_heads(config.model)
-    assert set(taken) == set(ran)
-    for rank, other in enumerate(taken):
-        mine, its = (coordinates(each, config.layout.axes) for each in (rank, other))
-        assert rank not in ran or other == rank
-        assert (mine["pp"], mine["cp"] // heads) == (its["pp"], its["cp"] // heads)
-
-
 def rehearsed(config, does: dict) -> World:
     """The world as the ranks that are run do it; does[rank]: whether it enters an all-reduce along
     each axis.

@@ -7,8 +7,6 @@ import pictures
 import pytest
 from ranks import ROOT
 
-from planner.picture import PALETTE
-
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
 README_LINES = range(120, 151)
@@ -100,22 +98,6 @@ def test_names_are_in_their_files(page):
         if not re.search(rf"\b(def|class) {last}\b|^{last}\b", (ROOT / path).read_text(), re.M):
             missing.append((path, wanted))
     assert missing == []
-
-
-@pytest.mark.parametrize("name", ["planner", "schedules"])
-def test_pictures_have_plain_colours_and_dark_ones_for_dark_screens(name):
-    """rsvg-convert and Inkscape know neither CSS variables nor the screen: they read the first."""
-    text = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
-    style, shapes = re.fullmatch(r".*?<style>(.*)</style>(.*)", text, re.DOTALL).groups()
-    assert "var(" not in text
-    colors = set(re.findall(r"(fill|stroke): (#\w+)", shapes))
-    assert ("fill", PALETTE["back"][0]) in colors
-    assert ("fill", PALETTE["mark"][0]) in colors
-    dark = dict(PALETTE.values())
-    media = style[style.index("@media (prefers-color-scheme: dark)") :]
-    for kind, color in colors & {(kind, light) for kind in ("fill", "stroke") for light in dark}:
-        rule = f'[style*="{kind}: {color}"] {{ {kind}: {dark[color]} !important; }}'
-        assert rule in media
 
 
 def sentences(text: str) -> list[str]:

@@ -4,7 +4,9 @@ Random layouts on 2, 4 and 8 ranks equal the run on one rank in fp64, replicas a
 and a run goes on under another ep. test_families.py compares with transformers.
 """
 
+import functools
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -13,16 +15,18 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_within
-from ranks import start, start_ranks
-from test_golden import check_lines, distance, lines_of, reference, run_cases
+from ranks import Job, mpi_command, results_of, start
+from test_golden import check_lines, distance, lines_of, reference
 
+import parallel
 import trainer
 from config import schema, validation
 from config.messages import UserError
 from distributed.mesh import Mesh
 from emulator.matching import World, mismatches
 from emulator.recording import Event
-from experts import ExpertMLP, Router, product_by_expert, product_in_one_kernel
+from experts import ExpertMLP, HeldExperts, Router, product_by_expert, product_in_one_kernel
+from model import ACTIVATIONS
 from optim.balance import Penalty
 from parallel import ParamFactory
 
@@ -51,33 +55,43 @@ def test_every_layout_of_experts_equals_the_single_rank_run(tmp_path):
     ("optimizer", "before", "after"),
     [("adamw", "--tp 2 --ep 4", "--pp 2 --ep 2"), ("adafactor", "--ep 4", "--pp 2 --ep 2")],
 )
-def test_a_checkpoint_is_resumed_under_another_ep(optimizer, before, after, tmp_path):
-    """The last rows are those of the run that went on; biases and loads come along."""
+def test_a_killed_run_is_resumed_under_another_ep(optimizer, before, after, tmp_path):
+    """The rows after its checkpoint are those of the killed run; biases and loads come along."""
     model = "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --no-bias --experts 8"
     model += " --experts-per-token 2 --router sigmoid --balance bias --balance-rate 0.05"
-    run = f"train.py {model} --precision fp64 --steps 4 --global-batch-size 8 --data synthetic"
-    run += f" --optimizer {optimizer}"
-    first, then = tmp_path / "first", tmp_path / "then"
-    ways = {
-        first: f"{before} --save-every 2",
-        then: f"{after} --resume {first}/checkpoints/step_00000002",
-    }
+    run = f"train.py {model} --precision fp64 --steps 100 --global-batch-size 8 --data synthetic"
+    run += f" --optimizer {optimizer} --save-every 2 --out"
+    killed, then = tmp_path / "killed", tmp_path / "then"
+    checkpoint = killed / "checkpoints" / "step_00000002"
+    command = [*mpi_command(4), sys.executable, *run.split(), str(killed), *before.split()]
     rows = {}
-    for folder, way in ways.items():
-        outcome = start_ranks(4, *run.split(), *way.split(), "--out", str(folder), timeout=120)
-        assert outcome.status == 0, outcome.err
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        rows[folder] = {row["iteration"]: row for row in lines if "loss" in row}
-    assert sorted(rows[then]) == [3, 4]
+    with Job(command, killed, OMP_NUM_THREADS="1") as job:
+        job.wait_for(lambda: len(steps_of(job)) >= 4 and checkpoint.exists())
+    assert job.status() == -signal.SIGKILL, "the run has ended before it was killed"
+    rows[killed] = steps_of(job)
+    resumed = f"{after} --resume {checkpoint}".split()
+    command = [*mpi_command(4), sys.executable, *run.split(), str(then), *resumed]
+    with Job(command, then, OMP_NUM_THREADS="1") as job:
+        job.wait_for(lambda: len(steps_of(job)) >= 2)
+    rows[then] = steps_of(job)
+    assert min(rows[then]) == 3
     for iteration in (3, 4):
-        ours, theirs = rows[first][iteration], rows[then][iteration]
+        ours, theirs = rows[killed][iteration], rows[then][iteration]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
         assert ours["expert_loads"] == theirs["expert_loads"]
         assert len(ours["expert_loads"]) == 4
         assert max(ours["expert_loads"]) > 1
+        assert ours["largest_expert_share"] == max(ours["expert_loads"]) / 8
 
 
-def routed_comparison(ranks: int, every: list[dict], folder: Path) -> list[dict]:
+def steps_of(job: Job) -> dict[int, dict]:
+    """Return the rows of the steps that a run has done so far, by iteration."""
+    return {row["iteration"]: row for row in job.rows if "loss" in row}
+
+
+def routed_comparison(
+    ranks: int, every: list[dict], folder: Path, timeout: float = 900
+) -> list[dict]:
     """How layouts with experts differ from one rank, a row for each case.
 
     Each layout is run twice. In fp64 it records the experts of every token, as one rank does; in
@@ -93,7 +107,7 @@ def routed_comparison(ranks: int, every: list[dict], folder: Path) -> list[dict]
         cases.append(exact | {"record_routing": many})
         expected.append(reference(pinned | {"record_routing": fp32}))
         cases.append(pinned | {"pin_routing": fp32})
-    results = run_cases(ranks, cases, folder)
+    results = results_of("tests/golden_worker.py", ranks, cases, folder, timeout)
     differences = [distance(*both) for both in zip(results, expected, strict=True)]
     rows = []
     for number, case in enumerate(every):
@@ -151,22 +165,23 @@ def test_a_bias_changes_the_choice_and_not_the_weights():
     router = router_of(model_with(router="sigmoid", router_normalised=False))
     x = torch.randn(20, 16, dtype=torch.float64)
     router.bias[3] = 10.0
-    experts, weights = router(x, torch.arange(20), 1, [])
+    experts, weights, counts = router(x, torch.arange(20), 1, [])
     assert (experts == 3).any(-1).all()
     scores = (x @ router.weight.t()).sigmoid()
     assert_close(weights, scores.gather(-1, experts), 1e-12)
+    assert counts.tolist() == torch.bincount(experts.flatten(), minlength=8).tolist()
 
 
 def test_groups_limit_the_choice():
     router = router_of(model_with(router_groups=4, router_groups_per_token=1))
-    experts, _ = router(torch.randn(50, 16, dtype=torch.float64), torch.arange(50), 1, [])
+    experts, _, _ = router(torch.randn(50, 16, dtype=torch.float64), torch.arange(50), 1, [])
     assert (experts[:, 0] // 2 == experts[:, 1] // 2).all()
 
 
 def test_the_choice_that_was_kept_is_taken_again():
     router = router_of(model_with())
     kept = [torch.tensor([[0, 7]] * 5)]
-    experts, _ = router(torch.randn(5, 16, dtype=torch.float64), torch.arange(5), 1, kept)
+    experts, _, _ = router(torch.randn(5, 16, dtype=torch.float64), torch.arange(5), 1, kept)
     assert experts.tolist() == kept[0].tolist()
 
 
@@ -174,7 +189,7 @@ def penalty_of(model: schema.ModelShape, kind: str, x: torch.Tensor) -> torch.Te
     """The gradient that a balance of rate 1 gives the router's weight, for one sample."""
     router = router_of(model)
     router.balance = Penalty(kind, 1.0, 0.0, 1.0)
-    _, weights = router(x, torch.arange(len(x)), 1, [])
+    _, weights, _ = router(x, torch.arange(len(x)), 1, [])
     (weights * 0).sum().backward()
     return router.weight.grad
 
@@ -228,6 +243,23 @@ def test_experts_without_rows_have_a_gradient_of_zero():
     mlp(x, kept).sum().backward()
     used = [bool(part.any()) for part in mlp.held_experts.up.grad]
     assert used == [i == 5 for i in range(8)]
+
+
+def test_compiled_experts_take_any_number_of_rows(monkeypatch):
+    """By one graph: torch.compile ends with an error at the ninth graph of a function."""
+    compiled = functools.partial(torch.compile, fullgraph=True, backend="eager")
+
+    def compile_kernel(function, dynamic=False):
+        return compiled(function, dynamic=dynamic)
+
+    monkeypatch.setattr(parallel, "compile_kernel", compile_kernel)
+    torch.compiler.reset()
+    factory = ParamFactory(Mesh(), torch.float64, compile=True)
+    model = model_with(experts_per_token=1)
+    held = HeldExperts(factory, "mlp", model, 0.02, ACTIVATIONS["swiglu"])
+    for rows in range(2, 13):
+        x = torch.randn(rows, 16, dtype=torch.float64)
+        assert held(x, [rows, *[0] * 7]).shape == x.shape
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 0], [0, 0, 0, 9], [1, 1, 1, 1]])

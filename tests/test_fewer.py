@@ -25,7 +25,7 @@ def asked(words: str, nodes: int = 3, tasks: int = 2, gpu: str = "cpu", **option
     names = tuple(f"n{number}" for number in range(nodes))
     job = SlurmJob("7.0", names, tasks)
     command = Command((*PROGRAM, *words.split()), "OUT", job, names, nodes)
-    allowed = {"calibration": None, "max_slowdown": 3.0, "keep": frozenset()} | options
+    allowed = {"calibration": None, "max_slowdown": 3.0} | options
     return Fewer(command, parse(words.split()), Options(gpu, **allowed))
 
 
@@ -51,41 +51,24 @@ def test_the_options_but_for_the_layout_stay(tmp_path):
     assert parse(started[7:]) == after
 
 
-@pytest.mark.parametrize(
-    ("given", "keep"),
-    [
-        ("--tp 1 --pp 3", {"tp"}),
-        ("--tp 2 --recompute full --recompute-layers 1", {"recompute", "tp"}),
-        ("--micro-batch-size 2 --zero 0", {"micro_batch_size", "zero"}),
-    ],
-)
-def test_what_is_kept_stays_as_given(given, keep, monkeypatch):
-    monkeypatch.setattr(Fewer, "_rehearse", lambda self, row: (True, "not asked"))
-    words = f"{SHAPE} {TRAINED} {given}"
-    found = asked(words, keep=frozenset(keep))
-    before, after = parse(words.split()).layout, parse(found.words(found.best(2).flags)).layout
-    keep |= {"recompute_layers"} if "recompute" in keep else set()
-    assert {name: getattr(after, name) for name in keep} == {
-        name: getattr(before, name) for name in keep
-    }
+def test_what_the_planner_does_not_choose_stays_as_given(monkeypatch):
+    monkeypatch.setattr(Fewer, "_rehearse", lambda self, found: (True, "not asked"))
+    words = f"{SHAPE} {TRAINED} --schedule gpipe --pp 3 --pad-vocab-multiple 64"
+    found = asked(words)
+    layout = parse(found.words(found.best(2).flags)).layout
+    assert (layout.schedule, layout.pad_vocab_multiple) == ("gpipe", 64)
 
 
 @pytest.mark.parametrize(
     ("given", "options", "sentence"),
     [
-        ("--decrease-batch-size-if-needed", {}, "another layout has other batches"),
         ("--tp 4", {}, r"does not price the layout as given: tp\(4\) \* pp\(1\) \* dp\(\?\) does"),
         (
             "",
-            {"max_slowdown": 1.0, "keep": frozenset({"micro_batch_size", "tp", "pp"})},
-            r"on 2 nodes a step 1\.\d+ times as long, as predicted on cpu: above --max-slowdown 1$",
+            {"max_slowdown": 0.1},
+            r"on 2 nodes a step 0\.\d+ times as long, as predicted on cpu: above --max",
         ),
-        # 12 samples first: dp 4, the only layout that is left, does not divide them by 2
-        (
-            "--rampup-batch-size 12 12 240 --micro-batch-size 2",
-            {"keep": frozenset({"micro_batch_size", "tp", "pp"})},
-            "finds no layout on 2 nodes",
-        ),
+        ("--cp 3 --seq-length 36", {}, "finds no layout on 2 nodes"),
     ],
 )
 def test_why_there_is_no_layout(given, options, sentence):
@@ -103,34 +86,28 @@ def test_a_mistake_is_found_when_the_supervisor_starts():
 def test_what_the_rehearsal_rejects_is_not_started(monkeypatch):
     """The next layout is tried; without an answer the run decides."""
     found, said = asked(f"{SHAPE} {TRAINED}"), []
-    run = fewer._run
 
-    def rehearsed(program, words, seconds):
-        if program == "plan.py":
-            return run(program, words, seconds)
+    def rehearsed(words):
         said.append(words)
         finding = "rank 1 waits" if len(said) == 1 else ""
         with open(words[words.index("--json") + 1], "w") as file:
             json.dump({"finding": finding}, file)
-        return subprocess.CompletedProcess(words, 1 if finding else 0, "", "")
+        return ""
 
-    monkeypatch.setattr(fewer, "_run", rehearsed)
+    monkeypatch.setattr(fewer, "_run_rehearsal", rehearsed)
     first = found.best(2)
     assert len(said) == 2
     assert said[0] != said[1]
     assert said[1][:4] == ["--gpus", str(2 * first.nodes), "--nodes", str(first.nodes)]
     failed = subprocess.CompletedProcess([], 1, "", "Traceback\nKeyError: 3\n")
-    monkeypatch.setattr(
-        fewer,
-        "_run",
-        lambda program, *rest: failed if program != "plan.py" else run(program, *rest),
-    )
+    monkeypatch.undo()
+    monkeypatch.setattr(fewer.subprocess, "run", lambda *words, **options: failed)
     assert found.best(2).reason.endswith("; not rehearsed: KeyError: 3")
 
 
 def test_of_7_nodes_those_are_used_that_divide_the_batch(monkeypatch):
     """On 8 nodes of 8 GPUs, one of which is gone."""
-    monkeypatch.setattr(Fewer, "_rehearse", lambda self, row: (True, "not asked"))
+    monkeypatch.setattr(Fewer, "_rehearse", lambda self, found: (True, "not asked"))
     words = f"--model 1b3 --micro-batch-size 2 --global-batch-size 768 {TRAINED} --precision bf16"
     found = asked(words, 8, 8, "a100-80", max_slowdown=2)
     best = found.best(7)

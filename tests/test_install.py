@@ -88,33 +88,27 @@ def test_lm_eval_of_texts_or_what_it_needs(tmp_path):
     texts.write_text(json.dumps({"text": "a text of words " * 40}) + "\n")
 
     def run(*words):
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-        }
-        return subprocess.run(
-            [str(word) for word in words], cwd=ROOT, env=os.environ | environment,
-            capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        return ranks.start([str(word) for word in words], OMP_NUM_THREADS="1", PATH=path)
 
     script = ["bash", "scripts/lm_eval.sh", tmp_path / "run", tmp_path / "c.tokenizer.json"]
     if any(importlib.util.find_spec(name) is None for name in ("lm_eval", "accelerate")):
         done = run(*script, texts)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "has lm_eval: pip install -r requirements-lm-eval.txt" in done.stderr
+        assert (done.status, done.out) == (2, "")
+        assert "has lm_eval: pip install -r requirements-lm-eval.txt" in done.err
         assert (ROOT / "requirements-lm-eval.txt").exists()
         return
     words = ["--out", tmp_path / "c", "--vocab-size", "300", texts, texts]
-    assert run(sys.executable, "scripts/prepare_data.py", *words).returncode == 0
+    assert run(sys.executable, "scripts/prepare_data.py", *words).status == 0
     words = [*SMALL.split(), "--vocab-size", "300", "--steps", "1", "--save-every", "1"]
-    assert run(sys.executable, "train.py", *words, "--out", tmp_path / "run").returncode == 0
+    assert run(sys.executable, "train.py", *words, "--out", tmp_path / "run").status == 0
     script[2] = tmp_path / "run/checkpoints/step_00000001"
     done = run(*script, texts, "--device", "cpu", "--output_path", tmp_path / "results")
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     (found,) = (tmp_path / "results").rglob("*.json")
     bits = json.loads(found.read_text())["results"]["texts"]["bits_per_byte,none"]
     assert 0.5 < bits < 9.0, "random weights: log2(300) = 8.2 bits for a token of one byte or more"
-    assert run(*script, tmp_path / "none.jsonl").returncode == 2
+    assert run(*script, tmp_path / "none.jsonl").status == 2
 
 
 def declared() -> list[str]:

@@ -14,7 +14,6 @@ from ranks import ROOT
 
 from config import command_line, messages, validation
 from config.messages import UserError, check_file
-from distributed.launch import check_launch, discover
 from distributed.placement import threads_asked_for
 from planner import memory
 
@@ -31,17 +30,8 @@ def test_every_mistake_is_one_sentence_and_creates_nothing(tmp_path):
     assert len({str((case.command, case.environment)) for case in CASES}) == len(CASES) >= 300
     folder = mistake_cases.prepare(tmp_path)
     before = mistake_cases.contents(folder)
-    wrong, started = {}, set()
-
-    def run_one(case, where):
-        """The first of a program in a process of its own, and those that a fork would change."""
-        first = case.program not in started
-        started.add(case.program)
-        return (mistake_cases.run if first or not case.forkable else mistake_cases.run_forked)(
-            case, where
-        )
-
-    for case, outcome in zip(cases, mistake_cases.run_all(folder, cases, run_one=run_one)):
+    wrong = {}
+    for case, outcome in zip(cases, mistake_cases.run_all(folder, cases)):
         one_line = len(outcome.err) == 1 and outcome.err[0].startswith("error: ")
         silent = outcome.out == "" or "see the reasons above" in case.sentence
         quick = case.after_torch or outcome.processor < MOST_PROCESSOR_SECONDS
@@ -106,15 +96,6 @@ def test_closed_standard_streams_are_replaced_so_that_no_file_gets_their_numbers
 def test_the_first_of_a_list_of_threads_counts(monkeypatch, text, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     assert threads_asked_for() == threads
-
-
-def test_what_launchers_set_is_accepted():
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    torchrun |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-    assert discover(torchrun).rank == 1
-    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
-    assert (discover(slurm).rank, discover(slurm).size) == (3, 4)
-    assert check_launch(discover(torchrun), torchrun) is None
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):

@@ -2,17 +2,26 @@
 compared.
 """
 
+import contextlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 from peer_sides import LOSS_ERROR, NORM_ERROR, Side, SideError, check_equal
 from ranks import start
 
 BENCHMARK = [sys.executable, "benchmarks/peers.py"]
-# A rank that gives the answer it was started with, whatever it is asked.
-ECHO = "import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(sys.argv[1], flush=True)"
+END = "nothing to read"
+# A rank that gives the answer it was started with, whatever it is asked, or ends.
+ECHO = f"""
+import os, sys
+word = sys.argv[1 + int(os.environ["RANK"])]
+print("{{}}", flush=True)
+for line in sys.stdin:
+    sys.exit(word) if word == "{END}" else print(word, flush=True)
+"""
 
 
 def answer(losses: list, norms: list, seconds: float = 1.0) -> str:
@@ -21,25 +30,20 @@ def answer(losses: list, norms: list, seconds: float = 1.0) -> str:
     return json.dumps(found)
 
 
-@pytest.fixture
-def side(tmp_path):
-    """Makes sides whose ranks give the same answer, and ends them."""
-    sides = []
-
-    def make(words: list[str], ranks: int = 1) -> Side:
-        sides.append(Side(f"side {len(sides)}", words, ranks, tmp_path / str(len(sides))))
-        return sides[-1]
-
-    yield make
-    for each in sides:
-        each.end()
-    assert [p.pid for each in sides for p in each.ranks if p.poll() is None] == []
-
-
-def echo(side, losses: list, norms: list) -> Side:
-    made = side(["-c", ECHO, answer(losses, norms)])
-    made.wait_until_ready()
-    return made
+@contextlib.contextmanager
+def sides_that_answer(tmp_path, *answers: list[str]) -> Iterator[list[Side]]:
+    """Sides of as many ranks as each has answers, which they give whatever they are asked."""
+    made = []
+    try:
+        for number, words in enumerate(answers):
+            command = ["-c", ECHO, *words]
+            made.append(Side(f"side {number}", command, len(words), tmp_path / str(number)))
+            made[-1].wait_until_ready()
+        yield made
+    finally:
+        for side in made:
+            side.end()
+        assert [p.pid for side in made for p in side.ranks if p.poll() is None] == []
 
 
 @pytest.mark.slow
@@ -87,43 +91,41 @@ def test_experts_by_hand_and_on_one_rank_compute_the_same():
 
 
 @pytest.mark.parametrize("what", ["losses", "norms"])
-def test_sides_that_differ_are_an_error(side, what):
+def test_sides_that_differ_are_an_error(tmp_path, what):
     values = {"losses": [9.0, 8.9, 8.8], "norms": [3.0, 2.0, 1.0]}
     error = {"losses": LOSS_ERROR, "norms": NORM_ERROR}[what]
     other = values | {what: [*values[what][:2], values[what][2] * (1 + 2 * error)]}
-    sides = [echo(side, **values), echo(side, **other)]
-    with pytest.raises(SideError, match=f"{what} of side 0 and of side 1 differ by"):
+    with (
+        sides_that_answer(tmp_path, [answer(**values)], [answer(**other)]) as sides,
+        pytest.raises(SideError, match=f"{what} of side 0 and of side 1 differ by"),
+    ):
         check_equal(sides)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_an_error(side, bad):
-    for losses, norms in (([9.0, bad], [1.0, 1.0]), ([9.0, 9.0], [bad, 1.0])):
-        with pytest.raises(SideError, match=r"side \d: losses \[9"):
-            echo(side, losses, norms).run(2)
+NAN, INFINITE = float("nan"), float("inf")
 
 
-def test_ranks_that_disagree_on_the_norm_are_an_error(side):
-    program = ECHO.replace("sys.argv[1]", "sys.argv[1 + int(__import__('os').environ['RANK'])]")
-    made = side(["-c", program, answer([1.0], [1.0]), answer([1.0], [1.1])], ranks=2)
-    made.wait_until_ready()
-    with pytest.raises(SideError, match="ranks have unequal gradient norms"):
-        made.run(1)
-
-
-def test_a_rank_that_ends_is_named_with_what_it_printed(side):
-    program = "import os, sys\nprint('{}', flush=True)\nsys.stdin.readline()\n"
-    program += "if os.environ['RANK'] == '1': sys.exit('nothing to read')\nsys.stdin.readline()"
-    made = side(["-c", program], ranks=2)
-    made.wait_until_ready()
-    with pytest.raises(SideError, match=r"side 0: rank 1 ended:\nnothing to read"):
-        made.run(1)
+@pytest.mark.parametrize(
+    ("answers", "sentence"),
+    [
+        ([answer([9.0, NAN], [1.0, 1.0])], r"side 0: losses \[9"),
+        ([answer([9.0, 9.0], [INFINITE, 1.0])], r"side 0: losses \[9"),
+        ([answer([1.0], [1.0]), answer([1.0], [1.1])], "ranks have unequal gradient norms"),
+        (["{}", END], f"side 0: rank 1 ended:\n{END}"),
+    ],
+)
+def test_what_is_not_finite_or_not_equal_or_ends_is_an_error(tmp_path, answers, sentence):
+    with (
+        sides_that_answer(tmp_path, answers) as (side,),
+        pytest.raises(SideError, match=sentence),
+    ):
+        side.run(1)
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--rows", "tp3"], "--rows: there is no tp3; the rows are one, tp2, pp2-auto, "),
+        (["--rows", "tp3"], "--rows: invalid choice: 'tp3' (choose from "),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )

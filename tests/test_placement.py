@@ -37,12 +37,6 @@ def test_ranks_share_whole_cores(cores, ranks, expected):
     assert shares == expected
 
 
-def test_cores_are_those_of_this_machine():
-    allowed = placement.allowed_cores()
-    cores = placement.physical_cores(allowed)
-    assert sorted(cpu for core in cores for cpu in core) == sorted(allowed)
-
-
 @pytest.mark.parametrize(
     ("local_rank", "local_size", "visible", "sharing", "gpu"),
     [(3, 4, 4, False, 3), (1, 2, 8, False, 1), (3, 4, 1, False, 0), (3, 4, 2, True, 1)],
@@ -78,32 +72,16 @@ def test_the_switch_of_the_nccl_tests(monkeypatch):
     assert [os.environ[name] for name in names] == ["rank3", "lo", "1"]
 
 
-def test_ranks_that_share_a_gpu_are_told_so():
-    sentences = placement.placement_warnings(places("aabb", gpus="xxyz"), Layout(dp=4))
-    assert len(sentences) == 1
-    assert sentences[0].startswith("ranks 0-1 share one GPU (x)")
-    assert placement.SHARE_FOR_TESTS in sentences[0]
-
-
-CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
-
-
 @pytest.mark.parametrize(
-    ("capability", "built", "runs"),
+    ("capability", "advice"),
     [
-        ((7, 0), CUDA_13, False),  # a V100, with the default wheel of torch 2.13
-        ((7, 0), ["sm_70", *CUDA_13], True),
-        ((8, 9), CUDA_13, True),  # code of a lower minor version runs
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), ["sm_90a"], True),
-        ((10, 3), ["sm_100a", "sm_90"], False),  # only on the very one
-        ((13, 0), CUDA_13, True),  # compiled when it is loaded
-        ((9, 0), [], False),
+        ((7, 0), r"install torch's build for CUDA 12.6 \(\+cu126\)"),
+        ((13, 0), "a build of"),
     ],
 )
-def test_a_gpu_that_torch_has_no_kernels_for_is_refused(capability, built, runs, monkeypatch):
+def test_a_gpu_that_torch_has_no_kernels_for_is_refused(capability, advice, monkeypatch):
     facts = {"is_available": True, "device_count": 1, "get_device_name": "Tesla V100-SXM2-32GB"}
-    facts |= {"get_device_capability": capability, "get_arch_list": built, "set_device": None}
+    facts |= {"get_device_capability": capability, "set_device": None, "synchronize": None}
     facts["get_device_properties"] = SimpleNamespace(uuid="x")
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -112,13 +90,16 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_refused(capability, built, runs,
     def choose():
         return rendezvous._choose_device(Run(device="cuda"), launch, local, "n1")
 
-    if runs:
-        assert choose() == (torch.device("cuda", 0), "GPU-x", "none")
-        return
+    def fails(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available\nmore")
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: ones(1))
+    assert choose() == (torch.device("cuda", 0), "GPU-x", "none")
+    monkeypatch.setattr(torch, "ones", fails)
     sm = "sm_{}{}".format(*capability)
     sentence = rf"V100-SXM2-32GB has compute capability {capability[0]}.{capability[1]} \({sm}\)"
-    found = ", ".join(built) or "no GPU"
-    with pytest.raises(UserError, match=f"{sentence}, but torch .* has kernels for {found}:"):
+    with pytest.raises(UserError, match=f"{sentence}, .* no kernel image is available; .*{advice}"):
         choose()
 
 
@@ -150,11 +131,9 @@ def test_a_good_placement_has_no_warnings():
 
 
 def test_table():
-    lines = placement.table(places("aabb", cores=4), Layout(tp=2, pp=2, dp=1)).splitlines()
-    assert lines[3].split() == ["2", "b", "0", "cpu", "0-3", "0", "1", "0"]
-    many = placement.table(places("a" * 40 + "b" * 40), Layout(tp=2, pp=2, dp=20)).splitlines()
-    assert [line.split()[0] for line in many[1:]] == ["a", "b"]
-    assert many[2].split()[-1] == "40-79"
+    _, first, second = placement.table(places("aabb", cores=4)).splitlines()
+    assert first.split() == ["a", "2", "0-3", "0-1"]
+    assert second.split() == ["b", "2", "0-3", "2-3"]
 
 
 def test_number_ranges():
@@ -239,7 +218,3 @@ def test_a_driver_that_torch_cannot_use_is_explained(tmp_path):
     assert "install torch's build for CUDA 12.6" in why
     assert "is built for CPUs" in gpus.unusable_driver("2.13.0+cpu", None, str(path))
     assert gpus.unusable_driver("2.13.0", "13.0", str(tmp_path / "none")) == ""
-    with pytest.raises(UserError, match=r"V100.*sm_70.*build for CUDA 12.6 \(\+cu126\)"):
-        gpus.check_kernels("Tesla V100", (7, 0), ["sm_75", "sm_80"], "2.13.0")
-    with pytest.raises(UserError, match="install a build of torch for it"):
-        gpus.check_kernels("Next", (13, 0), ["sm_80"], "2.13.0")

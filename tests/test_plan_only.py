@@ -245,7 +245,6 @@ def test_fp8_is_faster_where_there_is_any(capsys):
             r"experts-per-token\(9\) is more than experts\(8\)",
         ),
         ("model --model 1b3 --experts 0", "--experts must be at least 1, not 0"),
-        ("layouts --model 1b3 --gpu h100 --fp8 --rehearse 1", "the engine has no fp8"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(line, message):

@@ -13,7 +13,7 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from config.validation import check
-from planner import hardware, layouts, memory, memory_terms, ranking, step_time
+from planner import hardware, layouts, memory, memory_terms, step_time
 from planner.enumeration import Asked
 from planner.job import Job
 from schedules import orders
@@ -121,7 +121,7 @@ def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
         step_time.step_parts,
         memory.stages,
         memory.fullest,
-        ranking.does_not_fit,
+        layouts.does_not_fit,
     ):
         with pytest.raises(UserError, match=message):
             ask(job)

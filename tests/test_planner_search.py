@@ -1,4 +1,4 @@
-"""The planner's search: if this failed, its command would not start, or its bound hide a layout."""
+"""The planner's search: if this failed, its command would not start, or a fast layout be missed."""
 
 import random
 import shlex
@@ -107,12 +107,12 @@ def test_the_printed_command_starts_as_it_stands(tmp_path):
     [(1, []), (8, ["mpirun", "-n", "8"]), (16, ["srun", "--mpi=pmi2", "-n", "16"])],
 )
 def test_the_command_has_a_launcher_a_length_and_data_for_any_number_of_gpus(gpus, launcher):
-    data = plan.ask(f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64".split()).data
+    line = f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64 --risk 0.1"
+    data = plan.ask(line.split()).data
     assert data["launcher"] == launcher
     assert data["command"][-4:] == ["--data", "synthetic", "--steps", "1000"]
     validation.check(command_line.parse(data["command"][2:]), gpus)  # train.py's own check
-    words = f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64 --data my/corpus --steps 7"
-    data = plan.ask(words.split()).data
+    data = plan.ask(f"{line} --data my/corpus --steps 7".split()).data
     assert data["command"].count("--data") == data["command"].count("--steps") == 1
     assert "my/corpus" in data["command"]
 
@@ -173,15 +173,14 @@ def test_no_more_blocks_are_recomputed_than_memory_asks():
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3))
-def test_no_schedule_is_faster_than_its_bound(seed, batches):
+def test_no_schedule_is_much_faster_than_its_closed_form(seed, batches):
     chance = random.Random(seed)
     layout = None
     while layout is None:
         layout = accepted(drawn(chance))
     training = replace(TRAINING, global_batch_size=64 * batches)
     job = Job(MODEL, layout, training, A100)
-    found = predict(*job).seconds * (1 + 1e-9)
-    assert least_of(job) <= found
+    assert least_of(job) <= 1.02 * predict(*job).seconds
 
 
 @pytest.mark.parametrize("name", ["zb-v", "zb-h1"])

@@ -66,7 +66,7 @@ def test_plan_rehearsal_and_tuner_decide_by_the_machine(name, expected, tmp_path
     assert hardware.load(name).precision == expected
     for words in ([], ["--precision", "auto"]):
         options, rest = plan.parser().parse_known_args(["layouts", "--gpu", name, *RUN, *words])
-        question, _ = plan.question_of(options, rest)
+        question = plan.question_of(options, rest)
         assert question.config.training.precision == expected
         tuned = [*RUN, "--gpus", "8", "--launch", "true {ranks}", "--out", str(tmp_path)]
         tuned = session.Session(*tune.parser().parse_known_args([*tuned, "--gpu", name, *words]))

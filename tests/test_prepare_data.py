@@ -4,19 +4,19 @@ import gzip
 import io
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
 from scripts import prepare_data
-from scripts.text_sources import BadTexts, parse_line, parse_lines
 
+SCRIPT = Path(prepare_data.__file__)
 END = "<|endoftext|>"
 
 
@@ -94,6 +94,27 @@ def test_the_seed_decides_the_order_and_nothing_else_does(texts, tmp_path):
     assert sorted(read(tmp_path / "other")[0]) == sorted(read(tmp_path / "first")[0])
 
 
+def test_files_are_taken_in_one_order_on_every_machine(texts):
+    folder, _ = texts
+    names = [str(path.relative_to(folder)) for path in prepare_data.find_files([folder], False)]
+    assert names == ["a.py", "d.jsonl", "deep/b.txt", "deep/c.md", "empty.py", "latin.txt"]
+
+
+def test_a_tokenizer_is_used_again(texts, tmp_path):
+    folder, _ = texts
+    prepare(tmp_path / "first", "--vocab-size", 290, folder)
+    (tmp_path / "new.txt").write_text("quite another text")
+    tokenizer = tmp_path / "first.tokenizer.json"
+    prepare(tmp_path / "second", "--tokenizer", tokenizer, tmp_path / "new.txt")
+    back, second = read(tmp_path / "second")
+    assert back == ["quite another text"]
+    assert second.to_str() == Tokenizer.from_file(str(tokenizer)).to_str()
+    with pytest.raises(UserError, match=r"has no token '</s>'"):
+        prepare(tmp_path / "x", "--tokenizer", tokenizer, "--end-token", "</s>", folder)
+    with pytest.raises(UserError, match="--tokenizer has its own"):
+        prepare(tmp_path / "x", "--tokenizer", tokenizer, "--vocab-size", 300, folder)
+
+
 def test_a_tokenizers_own_processing_is_not_applied(texts, tmp_path):
     """Many published tokenizers add a special token first, truncate and pad."""
     folder, documents = texts
@@ -107,29 +128,46 @@ def test_a_tokenizers_own_processing_is_not_applied(texts, tmp_path):
     assert sorted(read(tmp_path / "again")[0]) == documents
 
 
-LINES = (
-    rb"""{"text": "a"}| {"text": "\u00fc", "b": [1]}|{"text": "a", "text": "b"}|"""
-    rb"""{"text": "a"},{"text": "b"}|{"text": "a"|}|{"text": [1|2]}||{"text": "\ud800"}|"""
-    rb"""{"text": "\ude00"}|"text"|[]|{"text": ""}|{"text": " "}|{"text": 1}|{"b": "a"}|"""
-    rb"""{"text": "a"}] [|1, 2"""
-).split(b"|")
-LINES += [b'{"text": "\xc3', b'\xbc"}', b' {"text": "\xc3\xbc"}\n\n']
+def test_a_tokenizer_is_trained_on_the_first_bytes_only(tmp_path):
+    lines = [json.dumps({"text": word * 100}) for word in ("ab", "cd", "ef", "gh")]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    merges = []
+    for name, megabytes in (("all", 1), ("some", 0.00001)):
+        prepare(tmp_path / name, "--tokenizer-mb", megabytes, tmp_path / "t.jsonl")
+        merges.append(read(tmp_path / name)[1].get_vocab_size() - 257)
+    assert merges[0] > 3 * merges[1] > 0
 
 
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(LINES), min_size=1, max_size=6))
-@example(LINES[:3] * 2)
-@example([b'{"text": "a"},{"text": "b"}', b'{"text": [1', b"2]}", b'{"text": "a"}'])
-def test_lines_that_are_parsed_at_once_are_those_that_are_good_one_by_one(lines):
-    """None begins in a line and ends in the next, and no two are in one."""
-    single = []
-    for line in lines:
-        try:
-            single.append(parse_line(line, "line", "text", BadTexts(limit=1)))
-        except UnicodeDecodeError:
-            single.append(None)
-    good = all(text and not text.isspace() for text in single)
-    assert parse_lines(lines, "text") == (single if good else None)
+def test_stdlib_leaves_out_packages_and_tests(tmp_path, monkeypatch):
+    library = tmp_path / "lib"
+    for name in ("a.py", "pack/b.py", "pack/test/c.py", "site-packages/d.py", "notes.txt"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(name)
+    monkeypatch.setattr(prepare_data.sysconfig, "get_path", lambda name: str(library))
+    prepare(tmp_path / "c", "--stdlib", "--vocab-size", 257)
+    assert sorted(read(tmp_path / "c")[0]) == ["a.py", "pack/b.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"bad\.jsonl:4 is not JSON"),
+        ('{"body": "b"}', r"bad\.jsonl:4 has no key 'text'"),
+        ('["text"]', r"bad\.jsonl:4 has no key 'text'"),
+        ('{"text": 7}', r"bad\.jsonl:4 has a int as 'text', not a text"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, line, message):
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n' + line + "\n")
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path / "out" / "c", tmp_path / "bad.jsonl")
+    assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+
+def test_the_key_of_json_lines(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"body": "b", "text": 1}\n')
+    prepare(tmp_path / "c", "--json-key", "body", tmp_path / "t.jsonl")
+    assert read(tmp_path / "c")[0] == ["b"]
 
 
 def test_standard_input_is_read_and_what_is_not_read_is_counted(tmp_path, monkeypatch, capsys):
@@ -150,48 +188,77 @@ def test_standard_input_is_read_and_what_is_not_read_is_counted(tmp_path, monkey
 def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):
     good = json.dumps({"text": "good"})
     bad = ['{"text": "cut', '{"body": 1}', '{"text": 7}', '{"text": "\\ud800"}', "[" * 100_000]
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join([good, "", *bad, good]).encode()))
-    prepare(tmp_path / "c", "--skip-bad", 5, path)
-    assert read(tmp_path / "c")[0] == ["good"] * 2
-    assert f"5 bad ({tmp_path}/c.bad.txt)" in capsys.readouterr().out
+    for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack("\n".join([good, "", *bad, good]).encode()))
+    both = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
+    prepare(tmp_path / "c", "--skip-bad", 10, *both)
+    assert read(tmp_path / "c")[0] == ["good"] * 4
+    assert f"10 bad ({tmp_path}/c.bad.txt)" in capsys.readouterr().out
     listed = sorted((tmp_path / "c.bad.txt").read_text().splitlines())
-    assert [line.split()[0] for line in listed] == [f"{path}:{n}" for n in range(3, 8)]
-    problems = ("is not JSON", "has no key 'text'", "has a int as 'text', not a text")
-    for line, problem in zip(listed, (*problems, "half of a character, U+D800, at place 0")):
-        assert problem in line
-    with pytest.raises(UserError, match=r"\(--skip-bad 4 skips that many\)"):
-        prepare(tmp_path / "d", "--skip-bad", 4, path)
+    assert [line.split()[0] for line in listed] == [f"{p}:{n}" for p in both for n in range(3, 8)]
+    assert "has half of a character, U+D800, at place 0" in listed[3]
+    with pytest.raises(UserError, match=r"\(--skip-bad 9 skips that many\)"):
+        prepare(tmp_path / "d", "--skip-bad", 9, *both)
     assert not list(tmp_path.glob("d.*"))
+    (tmp_path / "e.txt").write_text("good")
+    prepare(tmp_path / "c", tmp_path / "e.txt")
+    assert not (tmp_path / "c.bad.txt").exists(), "of the run before"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("rows.parquet", r"rows\.parquet needs the package pyarrow: pip install pyarrow"),
-        ("a.txt --tokenizer a.model", "a.model needs the package sentencepiece: pip install"),
-        ("a.txt --tokenizer a.tiktoken", "a.tiktoken needs the package tiktoken: pip install"),
-        ("a.txt.zst", r"a\.txt\.zst needs the package zstandard: pip install zstandard"),
-        ("text.csv", r"text\.csv has no column 'text' in its first line"),
-        ("latin.jsonl.gz", r"latin\.jsonl\.gz:1 is not UTF-8"),
-        ("long.jsonl", r"long\.jsonl:1 is not JSON: Exceeds the limit"),
-        ("text.csv --skip-bad -1", r"--skip-bad\(-1\) must be at least 0"),
-        ("a.txt --tokenizer gpt2", "names of a hub are not fetched"),
+        ([], "nothing to prepare"),
+        (["a.txt", "--vocabsize", "300"], "unrecognized arguments: --vocabsize"),
+        (["missing"], "missing does not exist"),
+        (["picture.png"], r"picture\.png is not one of \.py"),
+        (["nothing"], r"no \.py, .* file in nothing"),
+        (["rows.parquet"], r"rows\.parquet needs the package pyarrow: pip install pyarrow"),
+        (["a.txt.zst"], r"a\.txt\.zst needs the package pyarrow: pip install pyarrow"),
+        (["cut.txt.gz"], r"cut\.txt\.gz is damaged, or not what its name says"),
+        (["text.csv"], r"text\.csv has no column 'text' in its first line"),
+        (["noise.jsonl.gz"], r"noise\.jsonl\.gz is damaged, or not what its name says"),
+        (["noise.jsonl.bz2"], r"noise\.jsonl\.bz2 is damaged, or not what its name says"),
+        (["noise.jsonl.xz"], r"noise\.jsonl\.xz is damaged, or not what its name says"),
+        (["latin.jsonl.gz"], r"latin\.jsonl\.gz:1 is not UTF-8"),
+        (["long.jsonl"], r"long\.jsonl:1 is not JSON: Exceeds the limit"),
+        (["a.txt", "--skip-bad", "-1"], r"--skip-bad\(-1\) must be in 0\.\.1000000000"),
+        (["latin.txt"], "none of the 1 documents has text in UTF-8"),
+        (["a.txt", "--vocab-size", "256"], r"--vocab-size\(256\) must be in 257\.\.4194304"),
+        (["a.txt", "--shuffle-seed", "-1"], r"--shuffle-seed\(-1\) must be in"),
+        (["a.txt", "--tokenizer", "missing.json"], r"cannot read --tokenizer missing\.json"),
+        (["a.txt", "--tokenizer", "gpt2"], "names of a hub are not fetched"),
+        (["a.txt", "--tokenizer", "a.txt"], r"--tokenizer a\.txt is not a tokenizer"),
+        (["a.txt", "--out", "a.txt/c"], r"folder of --out, a\.txt: cannot write in"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    for name, content in (
-        ("latin.jsonl.gz", gzip.compress(b'{"text": "\xfc"}')),
-        ("long.jsonl", b'{"text": ' + 5000 * b"1" + b"}"),
-        ("text.csv", b"body\n1\n"),
-        ("rows.parquet", b""),
-        ("a.txt", b"a text"),
-        ("a.txt.zst", b""),
-    ):
-        (tmp_path / name).write_bytes(content)
-    for package in ("pyarrow", "pyarrow.parquet", "zstandard", "sentencepiece", "tiktoken"):
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "picture.png").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"\xfc")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a text" * 100)[:-9])
+    for suffix, magic in (("gz", b"\x1f\x8b\x08\0"), ("bz2", b"BZh9"), ("xz", b"\xfd7zXZ\0")):
+        (tmp_path / f"noise.jsonl.{suffix}").write_bytes(magic + bytes(range(256)))
+    (tmp_path / "latin.jsonl.gz").write_bytes(gzip.compress(b'{"text": "\xfc"}'))
+    (tmp_path / "long.jsonl").write_text('{"text": ' + 5000 * "1" + "}")
+    (tmp_path / "text.csv").write_text("body\n1\n")
+    for package in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, package, None)
+    for name in ("rows.parquet", "a.txt.zst"):
+        (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=message):
-        prepare("c", *arguments.split())
+        prepare("c", *arguments)
     assert not list(tmp_path.glob("c.*"))
+
+
+def test_as_typed(tmp_path):
+    """From another folder, without the repository on the path: status 0, or 2 and a sentence."""
+    (tmp_path / "a.txt").write_text("a text")
+    command = [sys.executable, str(SCRIPT), "--out", "c", "a.txt"]
+    good = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert good.stdout.startswith("c: 1 documents, ")
+    bad = subprocess.run([*command, "b.txt"], cwd=tmp_path, capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", "error: b.txt does not exist\n")

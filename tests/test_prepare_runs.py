@@ -1,9 +1,13 @@
-"""prepare_data: if this failed, a stop, parts or more processes would change the corpus."""
+"""prepare_data: if this failed, a kill or more processes would change the corpus."""
 
-import base64
+import contextlib
 import gzip
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -11,14 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ranks import ROOT
 from test_prepare_data import prepare, read
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import Split
 
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
-from scripts import documents, encode_documents, encoders, partial_pair, prepare_data, word_cache
-from scripts.journal import Journal
+from scripts import documents, encode_documents, encoders, prepare_data, progress, word_cache
+from scripts.partial_job import PartialJob
 
 NAMES = (".bin", ".idx", ".tokenizer.json", ".sha256")
 
@@ -48,13 +53,11 @@ def write_texts(folder: Path, lines: int = 300) -> Path:
 def small(monkeypatch):
     """Parts and chunks of some hundred bytes."""
     for module, name, value in (
-        (documents, "LONG", 4000),
         (documents, "BLOCK", 700),
-        (encode_documents, "CHUNK", 4000),
-        (encode_documents, "PART", 300),
-        (encode_documents, "BATCH", 900),
+        (documents, "PART", 300),
+        (documents, "SECONDS_BETWEEN_SAVES", 0.0),
+        (encode_documents, "CHUNK", 900),
         (encoders, "CHECKED", 40),
-        (partial_pair, "SECONDS_BETWEEN_ENTRIES", 0.0),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -62,13 +65,20 @@ def small(monkeypatch):
 def test_long_documents_in_parts_are_the_same_tokens(tmp_path, request, capsys):
     folder = write_texts(tmp_path / "texts")
     words = "--vocab-size", 400, "--skip-bad", 1, folder
-    prepare(tmp_path / "whole", "--processes", 2, *words)
+    prepare(tmp_path / "whole", *words)
     request.getfixturevalue("small")
     prepare(tmp_path / "parts", *words)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     printed = capsys.readouterr().out
     assert printed.count("skipped 1 not in UTF-8, 1 empty, 1 bad") == 2
     assert "cuts of long documents" not in printed
+
+
+def test_a_text_without_places_to_cut_is_cut_and_counted(tmp_path, small, capsys):
+    (tmp_path / "a.txt").write_text("x" * 5000)
+    prepare(tmp_path / "c", "--vocab-size", 300, tmp_path / "a.txt")
+    assert "cuts of long documents where a token may differ" in capsys.readouterr().out
+    assert read(tmp_path / "c")[0] == ["x" * 5000]
 
 
 def stop_after(monkeypatch, chunks: int) -> None:
@@ -94,18 +104,55 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, monkeypatch, capsys, ch
     with pytest.raises(SystemExit) as stopped:
         prepare(tmp_path / "c", *words)
     assert stopped.value.code == 75
-    lines = Path(f"{tmp_path}/c.partial.journal").read_text().splitlines()
-    done = [tuple(json.loads(line)["next"]) for line in lines if '"next"' in line]
-    assert len(done) == chunks
-    begun, encoded = [], encode_documents.Work.run
-    monkeypatch.setattr(
-        encode_documents.Work, "run", lambda work, c: begun.append(c.next) or encoded(work, c)
-    )
+    state = json.loads(Path(f"{tmp_path}/c.partial.json").read_text())
+    done = tuple(state["encoded"]["next"])
+    begun = []
+    encoded = encode_documents.encode_chunk
+
+    def encode(source, chunk):
+        begun.append(chunk.pieces[0].following)
+        return encoded(source, chunk)
+
+    monkeypatch.setattr(encode_documents, "encode_chunk", encode)
     prepare(tmp_path / "c", *words)
     assert contents(tmp_path / "c") == contents(tmp_path / "whole")
-    assert f"going on from {tmp_path}/c.partial.journal" in capsys.readouterr().out
+    assert f"going on from {tmp_path}/c.partial.json" in capsys.readouterr().out
     assert not list(tmp_path.glob("c.partial*"))
-    assert min(begun) > done[-1]
+    assert min(begun) > done
+
+
+def killed(prefix: Path, words: list, turn: int) -> int:
+    """Kill a preparation after its state has changed; its status.
+
+    Every second one has three processes, the last of five gets SIGTERM.
+    """
+    state = Path(f"{prefix}.partial.json")
+    before = state.stat().st_mtime_ns if state.exists() else 0
+    command = [sys.executable, "scripts/prepare_data.py", "--out", prefix, *words]
+    command += ["--processes", 1 + 2 * (turn % 2)]
+    program = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while program.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if state.stat().st_mtime_ns > before:
+                break
+        time.sleep(0.002)
+    time.sleep(0.05 * turn)
+    program.send_signal(signal.SIGTERM if turn == 4 else signal.SIGKILL)
+    return program.wait(120)
+
+
+def test_kills_and_processes_do_not_change_a_byte(tmp_path):
+    """While it copies, trains, encodes with 1 or 3 processes, or renames."""
+    folder = write_texts(tmp_path / "texts", 20_000)
+    words = ["--vocab-size", 400, "--skip-bad", 1, folder]
+    prepare(tmp_path / "whole", *words)
+    statuses = [killed(tmp_path / "c", words, turn) for turn in range(5)]
+    prepare(tmp_path / "c", *words, "--processes", 2)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob("c.partial*"))
+    assert set(statuses) <= {-signal.SIGKILL, -signal.SIGTERM, 75, 0}
+    assert -signal.SIGKILL in statuses
 
 
 def test_another_job_of_that_name_begins_anew_and_two_do_not_meet(
@@ -121,10 +168,17 @@ def test_another_job_of_that_name_begins_anew_and_two_do_not_meet(
     prepare(tmp_path / "c", *words)
     assert "going on" not in capsys.readouterr().out
     assert "other" in read(tmp_path / "c")[0]
-    journal = Journal(f"{tmp_path}/d", {})
+    job = PartialJob(f"{tmp_path}/d", {})
     with pytest.raises(UserError, match=r"another process writes .*/d now"):
         prepare(tmp_path / "d", *words)
-    journal.remove()
+    job.remove()
+
+
+def test_progress_is_lines_in_a_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    prepare(tmp_path / "c", tmp_path / "a.txt")
+    assert "encoding: 100 % of 0 MB, " in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------
@@ -132,31 +186,37 @@ def test_another_job_of_that_name_begins_anew_and_two_do_not_meet(
 # ------------------------------------------------------------------------------------------------
 
 
-def test_arrays_of_tokens(tmp_path, small, monkeypatch):
+def test_arrays_of_tokens(tmp_path, small):
     rows = np.arange(6000).reshape(3, 2000)
-    flat = np.arange(5000, dtype=np.uint16)
-    monkeypatch.chdir(tmp_path)
-    with h5py.File("rows.h5", "w") as file:
+    flat, lengths = np.arange(5000, dtype=np.uint16), [2000, 0, 3000]
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
         file["tokens"] = rows
-    with h5py.File("flat.hdf5", "w") as file:
-        file["ids"], file["lengths"], file["words"] = flat, [2000, 0, 3000], ["a"]
-    Path("t.txt").write_text("a text")
-    Path("noise.h5").write_bytes(b"noise")
-    parts = [flat[:2000].tolist(), flat[2000:].tolist()]
-    for words, expected in (("rows.h5", rows.tolist()), ("--hdf5-key ids flat.hdf5", parts)):
-        prepare("c", "--vocab-size", 6000, *words.split())
-        found = IndexedDataset("c")
+    with h5py.File(tmp_path / "flat.hdf5", "w") as file:
+        file["ids"], file["lengths"] = flat, lengths
+        file["words"] = ["a"]
+    prepare(tmp_path / "a", "--vocab-size", 6000, tmp_path / "rows.h5")
+    prepare(tmp_path / "b", "--vocab-size", 6000, "--hdf5-key", "ids", tmp_path / "flat.hdf5")
+    for name, expected in (
+        ("a", rows.tolist()),
+        ("b", [flat[:2000].tolist(), flat[2000:].tolist()]),
+    ):
+        found = IndexedDataset(f"{tmp_path}/{name}")
         assert sorted(found.get(i).tolist() for i in range(len(found))) == expected
-    assert not Path("c.tokenizer.json").exists()
+    assert not (tmp_path / "a.tokenizer.json").exists()
+    (tmp_path / "t.txt").write_text("a text")
+    (tmp_path / "noise.h5").write_bytes(b"noise")
     for words, message in (
-        ("rows.h5", "give their --vocab-size or --tokenizer"),
-        ("rows.h5 t.txt", "name their tokenizer with --tokenizer"),
-        ("rows.h5 --vocab-size 5999", r"token id 5999 of an array is not in 0\.\.5998"),
-        ("flat.hdf5 --vocab-size 9999", "has no array of integers 'tokens', but ids,"),
-        ("noise.h5 --vocab-size 9999", r"noise\.h5 is damaged, or not what its name says"),
+        (["rows.h5"], "give their --vocab-size or --tokenizer"),
+        (["rows.h5", "t.txt"], "name their tokenizer with --tokenizer"),
+        (["rows.h5", "--vocab-size", "5999"], r"token id 5999 of an array is not in 0\.\.5998"),
+        (["flat.hdf5", "--vocab-size", "9999"], "has no array of integers 'tokens', but ids,"),
+        (["noise.h5", "--vocab-size", "9999"], r"noise\.h5 is damaged, or not what its name says"),
     ):
         with pytest.raises(UserError, match=message):
-            prepare("d", *words.split())
+            prepare(
+                tmp_path / "c",
+                *(word if word[0] == "-" or word.isdigit() else tmp_path / word for word in words),
+            )
 
 
 def test_a_folder_of_datasets(tmp_path, capsys):
@@ -189,7 +249,7 @@ ALPHABET = "ab Zé9'.,:s\n\r\t  ()\u00a0\u0301\u200b\u3000世👍🏽\x1c"
 
 
 @pytest.fixture(scope="module")
-def byte_levels() -> list[encoders.TokenizersEncoder]:
+def byte_levels() -> list[encoders.Encoder]:
     """Tokenizers that split as GPT-2, Llama 3 and Qwen 2, and one that adds a space in front."""
     level = pre_tokenizers.ByteLevel
     whole = [level(add_prefix_space=False), level(add_prefix_space=True)]
@@ -208,7 +268,7 @@ def byte_levels() -> list[encoders.TokenizersEncoder]:
         )
         texts = ["a word's end. ab Zéa 99 (a b) ... \n\n  b's:\n" * 3, ALPHABET * 3]
         tokenizer.train_from_iterator(texts, trainer)
-        made.append(encoders.TokenizersEncoder(tokenizer, "<|endoftext|>"))
+        made.append(encoders.Encoder(tokenizer, "<|endoftext|>"))
     made[-1].tokenizer.normalizer = normalizers.NFC()
     return made
 
@@ -227,27 +287,36 @@ def test_tokens_by_words_are_those_of_the_text(byte_levels, texts):
         assert found == [[np.array(ids, "<i4").tobytes() for ids in whole * n] for n in (10, 1)]
 
 
+def test_a_cache_of_words_is_bounded_and_texts_of_new_words_pass_by(byte_levels, monkeypatch):
+    cache = word_cache.WordCache(byte_levels[0])
+    cache.encode(["ab Zé 9"])
+    assert not cache._known
+    cache.encode(["ab Zé ab Zé ab Zé ab Zé"])
+    assert set(cache._known) == {"ab", " Zé", " ab"}
+    monkeypatch.setattr(word_cache, "MOST_COST", 10)
+    cache.encode(["b b b b b b b"])
+    assert not cache._known
+
+
 def test_other_tokenizers_are_given_whole_texts(byte_levels):
-    level, split = pre_tokenizers.ByteLevel, word_cache.splits_at_spaces
-    bare = level(add_prefix_space=False, use_regex=False)
-    over_spaces = pre_tokenizers.Sequence([Split(Regex(r"\S+ \S+|."), "isolated"), bare])
-    for name, value in (
-        ("pre_tokenizer", bare),
-        ("pre_tokenizer", pre_tokenizers.Metaspace()),
-        ("pre_tokenizer", over_spaces),
-        ("normalizer", normalizers.Replace(" ", "_")),
-        ("model", models.BPE(dropout=0.1)),
-        ("", "a b"),  # an added token
-    ):
+    def changed(**values) -> encoders.Encoder:
         tokenizer = Tokenizer.from_str(byte_levels[0].tokenizer.to_str())
-        assert split(encoders.TokenizersEncoder(tokenizer, "<|endoftext|>"))
-        if name:
+        for name, value in values.items():
             setattr(tokenizer, name, value)
-        else:
-            tokenizer.add_tokens([value])
-        assert not split(encoders.TokenizersEncoder(tokenizer, "<|endoftext|>"))
-    assert not split(encoders.BytesEncoder())
-    assert not split(None)
+        return encoders.Encoder(tokenizer, "<|endoftext|>")
+
+    level, split = pre_tokenizers.ByteLevel, word_cache.splits_at_spaces
+    assert split(changed())
+    other = Split(Regex(r"\S+ \S+|."), "isolated")
+    bare = level(add_prefix_space=False, use_regex=False)
+    assert not split(changed(pre_tokenizer=bare))
+    assert not split(changed(pre_tokenizer=pre_tokenizers.Metaspace()))
+    assert not split(changed(pre_tokenizer=pre_tokenizers.Sequence([other, bare])))
+    assert not split(changed(normalizer=normalizers.Replace(" ", "_")))
+    assert not split(changed(model=models.BPE(dropout=0.1)))
+    added = changed()
+    added.tokenizer.add_tokens(["a b"])
+    assert not split(added)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -278,43 +347,5 @@ def test_bytes_and_a_folder_of_hugging_face(tmp_path, small):
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON that describes"):
         prepare(tmp_path / "c", "--tokenizer", tmp_path / "hf", tmp_path / "a.txt")
     (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json; transformers writes one"):
         prepare(tmp_path / "c", "--tokenizer", tmp_path / "none", tmp_path / "a.txt")
-
-
-def test_tiktoken(tmp_path, small):
-    tiktoken = pytest.importorskip("tiktoken")
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    ranks |= {b"wo": 256, b"rd": 257, b"word": 258, b" word": 259, b" i": 260}
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
-    (tmp_path / "own.tiktoken").write_text("".join(lines))
-    (tmp_path / "a.txt").write_text(TEXT)
-    words = "--tokenizer", tmp_path / "own.tiktoken", tmp_path / "a.txt"
-    prepare(tmp_path / "c", "--tiktoken-pattern", "gpt2", *words)
-    oracle = tiktoken.Encoding(
-        "own", pat_str=encoders.PATTERNS["gpt2"], mergeable_ranks=ranks, special_tokens={}
-    )
-    assert tokens_of(tmp_path / "c") == [*oracle.encode(TEXT), 261]
-    assert (tmp_path / "c.tokenizer.tiktoken").read_text() == "".join(lines)
-    with pytest.raises(UserError, match="needs --tiktoken-pattern, gpt2, cl100k or a pattern"):
-        prepare(tmp_path / "d", *words)
-
-
-def test_sentencepiece(tmp_path, small):
-    """It puts a space before a text: a part begins after the space at which it was cut."""
-    package = pytest.importorskip("sentencepiece")
-    (tmp_path / "a.txt").write_text(TEXT)
-    package.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.split(". ")),
-        model_prefix=str(tmp_path / "own"),
-        vocab_size=80,
-        model_type="bpe",  # unigram sums 32-bit scores over a text, so equal ones depend on it
-        minloglevel=2,
-    )
-    model = package.SentencePieceProcessor(model_file=str(tmp_path / "own.model"))
-    prepare(tmp_path / "c", "--tokenizer", tmp_path / "own.model", tmp_path / "a.txt")
-    assert tokens_of(tmp_path / "c") == [*model.encode(TEXT), model.eos_id()]
-    assert (tmp_path / "c.tokenizer.model").read_bytes() == (tmp_path / "own.model").read_bytes()
-    (tmp_path / "bad.model").write_bytes(b"noise")
-    with pytest.raises(UserError, match=r"bad\.model is not of sentencepiece"):
-        prepare(tmp_path / "d", "--tokenizer", tmp_path / "bad.model", tmp_path / "a.txt")

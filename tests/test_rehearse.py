@@ -15,8 +15,7 @@ from planted_mismatches import KINDS, Cannot, plant
 from ranks import ROOT, start
 from rehearsal_cases import CASES, IN_SUITE
 
-import rehearse
-from emulator.matching import World, deadlock, kinds, mismatches
+from emulator.matching import World, deadlock, mismatches
 from emulator.recording import LOAD, READ, Event
 from planner import memory
 from schedules.orders import ORDERS
@@ -62,7 +61,6 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
     for record in run.records:
         assert {"build", "forward", "backward", "optimizer", "check"} <= set(record.peaks)
         assert record.peak >= record.step_peak > 0
-    assert sum(r.saved for r in run.records) > 0, "what is saved is counted"
 
 
 @pytest.mark.slow
@@ -220,14 +218,6 @@ def test_launches_that_block_the_host():
     assert "rank 1 waits for send 2 of backward" in deadlock(world, blocking=True)
 
 
-def test_ranks_are_simulated_once_where_they_and_their_neighbours_are_alike():
-    one, two = [reduction("tp", 1)], [reduction("tp", 1)]
-    rows = {"tp": [(0, 1), (2, 3), (4, 5)]}
-    assert kinds(World(rows, [one] * 6)) == [0] * 6
-    refined = kinds(World(rows, [one, one, one, two, one, one]))
-    assert refined[0] == refined[1] == refined[4] != refined[2] != refined[3]
-
-
 # ---- The command ---------------------------------------------------------------------------------
 
 
@@ -248,7 +238,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
         assert question in done.stdout
     assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.stdout
     answers = json.loads(out.read_text())
-    assert answers["good"] is True
+    assert answers["finding"] == ""
     assert answers["ranks_run"] == [0, 1, 2, 3]
     stage = answers["stages"][0]
     assert stage["step_peak"] == sum(stage["held"].values())
@@ -261,14 +251,6 @@ def test_progress_is_on_standard_error():
     assert done.returncode == 0, done.stderr
     shown = [line.partition(",")[0] for line in done.stderr.splitlines()]
     assert shown == [f"ranks rehearsed: {count} of 2" for count in range(3)]
-
-
-def test_a_pipe_has_few_lines_of_progress(capsys):
-    show = rehearse.Progress(400)
-    for done in range(1, 401):
-        show(done)
-    lines = capsys.readouterr().err.splitlines()
-    assert [int(line.split()[2]) for line in lines] == [0, 100, 200, 300, 400]
 
 
 @pytest.mark.slow
@@ -315,37 +297,6 @@ def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
         assert any(event.kind == LOAD for event in rehearsal.world.traces[0]), case
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_is_a_finding():
-    words = ["--hidden", "8192", "--heads", "64", "--layers", "2", "--precision", "bf16"]
-    done = run("--gpus", "1", "--gpu", "v100-16", *words, "--global-batch-size", "1")
-    assert done.returncode == 1, done.stderr
-    assert "Will it fit? No: rank 0 of stage 0 needs" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--gpus", "6", "--tp", "4"], "tp(4) * pp(1) * dp(?) does not divide 6 ranks"),
-        (["--gpus", "8", "--nodes", "3"], "nodes(3) does not divide gpus(8)"),
-        (["--gpus", "2305843009213693951"], "from 1 to 1000000, not 2305843009213693951"),
-        (["--gpus", "0"], "--gpus must be from 1 to 1000000, not 0"),
-        (["--gpu", "h10", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: No such file"),
-        (["--gpu", "h10", "--json", "."], "cannot write .: Is a directory"),
-        (["--gpu", "h10"], "no machine is called 'h10'"),
-        (
-            ["--optimizer", "adamw8bit"],
-            "--optimizer adamw8bit is not rehearsed: bitsandbytes' kernels",
-        ),
-    ],
-)
-def test_mistakes_are_one_sentence(words, sentence):
-    done = run(*SHAPE.split(), *words)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # A launcher that notes that it was called, as Slurm's would be.
 SRUN = "#!/bin/sh\ntouch $CALLED\n"
 SCONTROL = "#!/bin/sh\necho n1\n"  # the hostnames of the job
@@ -382,15 +333,3 @@ def test_a_batch_job_ends_before_srun_if_it_is_rejected(gpu, words, status, sent
     assert (tmp_path / "called").exists() == (status == 0)
     assert ("rehears" in outcome.out) == (gpu != "none")
     assert ("GPU=none sbatch ... skips it" in outcome.err) == (status == 2)
-
-
-@pytest.mark.slow
-def test_the_planner_has_its_first_layouts_rehearsed():
-    words = "plan.py layouts --model gpt2-124m --layers 4 --gpus 2 --global-batch-size 8 --pp 2"
-    command = [sys.executable, *words.split(), "--rehearse", "1", "--top", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    line = done.stdout.partition("rehearsed:\n")[2]
-    assert line.count("\n") == 1
-    assert "pp 2" in line
-    assert "every operation of the ranks that were run meets, fits with" in line

@@ -65,14 +65,6 @@ def test_a_lock_of_another_user_is_not_taken_for_a_run(tmp_path, monkeypatch):
     assert not in_use(str(tmp_path))
 
 
-def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    with holder(tmp_path) as other:
-        other.kill()
-    assert not in_use(str(tmp_path))
-    RunLock(str(tmp_path)).release()
-    assert not in_use(str(tmp_path / "nowhere"))
-
-
 def test_without_file_locks_a_line_says_so(tmp_path, monkeypatch, capfd):
     def refuse(*arguments):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -52,46 +52,35 @@ def copied(folder, tmp_path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copied"))
 
 
-def test_list_shows_the_last_values_and_the_options_that_differ(folder):
-    rows, notes = table.table(folder, "run")
-    assert notes == []
-    high, low = rows
-    assert (high["run"], low["run"]) == ("deep/high", "low")
-    assert high["options"] == {"lr": 0.004}
-    assert low["options"] == {"lr": 0.001}
-    for row in rows:
-        held = rows_of(folder / row["run"])
-        assert row["loss"] == next(r["loss"] for r in reversed(held) if "loss" in r)
-        assert (
-            row["validation"] == [r for r in held if "validation_loss" in r][-1]["validation_loss"]
-        )
+def test_list_shows_the_last_values_and_the_options_that_differ(folder, capsys):
+    assert runs.run_command(["list", str(folder), "--json", "--sort", "run"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"] == []
+    rows = {row["run"]: row for row in found["runs"]}
+    assert {name: row["options"] for name, row in rows.items()} == {
+        "deep/high": {"lr": 0.004},
+        "low": {"lr": 0.001},
+    }
+    for name, row in rows.items():
+        held = rows_of(folder / name)
+        for key, column in (("loss", "loss"), ("validation", "validation_loss")):
+            assert row[key] == next(r[column] for r in reversed(held) if column in r)
         assert row["tokens"] == held[-1]["consumed_tokens"]
-    assert [row["state"] for row in rows] == ["finished", "finished"]
-    assert [(row["step"], row["of"]) for row in rows] == [(8, 8), (6, 6)]
-    assert (low["layout"], low["parameters"]) == ("tp1 pp1 cp1 dp1", 4416)
-
-
-def test_the_text_and_the_json_of_list(folder, capsys):
+        assert (row["state"], row["step"]) == ("finished", row["of"])
+    assert [row["of"] for row in rows.values()] == [8, 6]
+    assert (rows["low"]["layout"], rows["low"]["parameters"]) == ("tp1 pp1 cp1 dp1", 4416)
     assert runs.run_command(["list", str(folder), "--sort", "loss"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == [*table.FORMATS, "lr"]
     losses = [float(line.split()[5]) for line in lines]
     assert losses == sorted(losses)
-    assert runs.run_command(["list", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["options"]["lr"] for row in found["runs"]] == [0.001, 0.004], "by date"
-
-
-def test_a_resumed_run_has_the_rows_of_all_its_parts(folder):
-    record = read(folder / "deep/high")
-    assert record.parts == ["", ".1"]
-    assert [row["iteration"] for row in record.steps] == [*range(1, 9)]
-    assert read(folder / "low").parts == [""]
 
 
 def test_the_steps_that_a_resumed_run_repeats_are_taken_from_its_last_part(copied):
     run = copied / "deep/high"
     held = read(run).steps
+    assert [row["iteration"] for row in held] == [*range(1, 9)]
+    assert read(run).parts == ["", ".1"]
     repeated = [row | {"loss": 99.0} for row in held[4:6]]
     with open(run / "metrics.jsonl.1", "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in repeated)
@@ -119,14 +108,16 @@ def test_a_run_that_trains_is_running(copied):
         other.stdin.close()
 
 
-def test_a_run_of_an_older_version_is_listed_with_a_note(copied, capsys):
-    shutil.copytree(OLD, copied / "old")
-    assert runs.run_command(["list", str(copied), "--sort", "run"]) == 0
+def test_a_run_of_an_older_version_is_listed_and_shown_with_a_note(tmp_path, capsys):
+    shutil.copytree(OLD, tmp_path / "old")
+    assert runs.run_command(["list", str(tmp_path)]) == 0
     *_, old, lacks, unknown = capsys.readouterr().out.splitlines()
     assert old.split()[:3] == ["old", "finished", "6"]
-    assert lacks.startswith(f"note: {copied}/old/run.json is of an older version: it lacks")
-    assert unknown.startswith(f"note: {copied}/old/run.json has options of another version: ")
+    assert lacks.startswith(f"note: {tmp_path}/old/run.json is of an older version: it lacks")
+    assert unknown.startswith(f"note: {tmp_path}/old/run.json has options of another version: ")
     assert "profile_step" in unknown
+    assert runs.run_command(["show", str(OLD)]) == 0
+    assert "is of an older version" in headings(capsys.readouterr().out)["notes"]
 
 
 def test_damaged_runs_do_not_hide_the_others(copied):
@@ -141,13 +132,12 @@ def test_damaged_runs_do_not_hide_the_others(copied):
     assert any("cannot read" in note for note in notes)
 
 
-def test_a_folder_without_runs_is_refused(tmp_path):
-    for folder in (tmp_path, tmp_path / "missing"):
+def test_what_is_no_folder_of_a_run(copied, tmp_path):
+    for folder in (tmp_path / "copied/low/checkpoints", tmp_path / "missing"):
         with pytest.raises(UserError, match="has no folder with a"):
             runs.run_command(["list", str(folder)])
-
-
-def test_checkpoints_are_not_searched(copied):
+    with pytest.raises(UserError, match="is no folder of a run"):
+        runs.run_command(["show", str(copied)])
     shutil.copy(copied / "low/run.json", copied / "low/checkpoints/run.json")
     assert [path.name for path in find(copied)] == ["high", "low"]
 
@@ -193,16 +183,6 @@ def test_show_names_spikes_and_steps_without_a_loss(copied, capsys):
     assert "lowest nan" not in shown["loss"]
     (found,) = (row for row in table.table(copied, "loss")[0] if row["run"] == "low")
     assert found["loss"] is None
-
-
-def test_show_reads_runs_of_older_versions_and_runs_without_steps(copied, capsys):
-    assert runs.run_command(["show", str(OLD)]) == 0
-    assert "is of an older version" in headings(capsys.readouterr().out)["notes"]
-    (copied / "low/metrics.jsonl").write_text("")
-    assert runs.run_command(["show", str(copied / "low")]) == 0
-    assert headings(capsys.readouterr().out)["run"] == f"{copied}/low: empty, resumed 0 times"
-    with pytest.raises(UserError, match="is no folder of a run"):
-        runs.run_command(["show", str(copied)])
 
 
 def test_a_curve_has_the_tokens_the_seconds_and_the_flops_of_all_parts(folder):

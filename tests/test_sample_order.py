@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import ROOT
 from test_data import VOCAB, write_corpus
 
-from benchmarks.data_cases import REASONS, compare_all, mutate_all
+from benchmarks.data_cases import REASONS, compare_all
 from benchmarks.megatron_data import Megatron
 from config.messages import UserError
 from corpora import sample_order
@@ -141,9 +141,3 @@ def test_random_runs_are_megatrons_or_refused_for_a_reason_that_the_docs_name(me
     assert outcomes["equal"] >= 15
     page = " ".join((ROOT / "docs" / "data.md").read_text().split())
     assert [words for words in REASONS.values() if words not in page] == []
-
-
-def test_damaged_files_are_sentences():
-    outcomes = mutate_all(range(100))
-    assert outcomes["pair: a sentence"] + outcomes["pair: seen by verify, opens"] == 50
-    assert outcomes["source: a sentence"] > 20

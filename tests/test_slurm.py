@@ -94,15 +94,14 @@ def test_a_time_limit_loses_nothing(tmp_path, limited_job):
     for number, line in enumerate(endings):
         last = number == len(endings) - 1
         assert f"start {number}: status {0 if last else 75}" in line, output(out)
-    starts = [read(path) for path in sorted(out.glob("metrics.jsonl.*"))] + [
-        read(out / "metrics.jsonl")
+    earlier = sorted(out.glob("metrics.jsonl.*"))
+    rows = [row for path in [*earlier, out / "metrics.jsonl"] for row in read(path)]
+    assert [row["iteration"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in rows] == [
+        row["loss"] for row in read(straight / "metrics.jsonl")
     ]
-    assert [row["iteration"] for rows in starts for row in rows] == list(range(1, STEPS + 1))
-    losses = [row["loss"] for rows in starts for row in rows]
-    assert losses == [row["loss"] for row in read(straight / "metrics.jsonl")]
     logs = sorted(path.name.split(".")[1] for path in (out / "logs").iterdir())
     assert logs == ["0", "1"]  # by node number: both nodes have this host's name
-    print(f"{len(endings)} starts, of {[len(rows) for rows in starts]} steps, bitwise one run")
 
 
 def submit(out, limit: int, later: float = PAUSE) -> str:
@@ -203,38 +202,36 @@ def test_a_lost_rank_is_requeued_three_times_without_a_new_checkpoint(tmp_path):
     assert not lose("7.2", "failed", 8)[0]
 
 
+def requeued(tmp_path, status: int, *words: str, fails: int = 0, **environment: str):
+    """scripts/requeue.py beside a scontrol that fails so often before it answers; its calls."""
+    scontrol, log = tmp_path / "scontrol", tmp_path / "calls"
+    scontrol.write_text(f"""#!/bin/sh
+echo $@ >>{log}
+[ $(wc -l <{log}) -gt {fails} ] || {{ echo unable to contact slurm controller >&2; exit 1; }}
+cat <<'E'
+{JOB.format("RUNNING", "None", 0, "None")}E
+""")
+    scontrol.chmod(0o755)
+    command = [sys.executable, "scripts/requeue.py", str(status), "train.py", "--tp", "2", *words]
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    return start(command, **environment), log.read_text().splitlines()
+
+
 @pytest.mark.parametrize(("array", "calls"), [({}, 2), ({"SLURM_ARRAY_JOB_ID": "7"}, 1)])
 def test_an_element_of_an_array_is_not_requeued(array, calls, tmp_path):
-    scontrol, log = tmp_path / "scontrol", tmp_path / "calls"
-    text = JOB.format("RUNNING", "None", 0, "None")
-    scontrol.write_text(f"#!/bin/sh\necho $@ >>{log}\ncat <<'E'\n{text}E\n")
-    scontrol.chmod(0o755)
-    words = ["75", "train.py", "--tp", "2", "--out", str(tmp_path)]
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **array}
-    outcome = start([sys.executable, "scripts/requeue.py", *words], **environment)
+    outcome, called = requeued(tmp_path, 75, "--out", str(tmp_path), **array)
     assert outcome.status == 0, outcome.err
     expected = "not requeued: " if array else "requeued: "
     assert outcome.out.startswith(f"job 7: {expected}stopped early, everything is saved")
-    assert log.read_text().splitlines() == ["show job 7", "requeue 7"][:calls]
+    assert called == ["show job 7", "requeue 7"][:calls]
 
 
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_busy_controller_is_asked_again_and_the_folder_is_that_of_the_config(answers, tmp_path):
-    scontrol, log = tmp_path / "scontrol", tmp_path / "calls"
-    text, asked = JOB.format("RUNNING", "None", 0, "None"), 1 if answers else 4
-    scontrol.write_text(f"""#!/bin/sh
-echo $@ >>{log}
-[ $(wc -l <{log}) -gt {asked} ] || {{ echo unable to contact slurm controller >&2; exit 1; }}
-cat <<'E'
-{text}E
-""")
-    scontrol.chmod(0o755)
+@pytest.mark.parametrize("fails", [1, 4])
+def test_a_busy_controller_is_asked_again_and_the_folder_is_that_of_the_config(fails, tmp_path):
     (tmp_path / "run.toml").write_text(f'[run]\nout = "{tmp_path}"\n')
     Journal(str(tmp_path), "7.0").add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
-    words = ["137", "train.py", "--tp", "2", "--config", str(tmp_path / "run.toml")]
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    outcome = start([sys.executable, "scripts/requeue.py", *words], **environment)
-    if answers:
+    outcome, _ = requeued(tmp_path, 137, "--config", str(tmp_path / "run.toml"), fails=fails)
+    if fails == 1:
         assert outcome.out.startswith("job 7: requeued: a rank was lost (dead), 1 times since")
         assert outcome.status == 0
         return

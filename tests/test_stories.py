@@ -3,10 +3,8 @@
 import json
 import tomllib
 
-import pytest
 from ranks import ROOT
 
-from config.messages import UserError
 from scripts import make_stories
 
 
@@ -32,12 +30,6 @@ def test_a_story_is_about_one_child(tmp_path):
         assert 1 <= len(set(children)) <= 2, text
         wrong = {"he", "his", "He", "His"} if " girl " in text else {"her", "She", "Her"}
         assert not wrong & set(words), text
-
-
-def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write"):
-        make_stories.write_stories(tmp_path / "file" / "a.jsonl", 1, seed=1)
 
 
 def test_the_demo_trains_on_the_stories():

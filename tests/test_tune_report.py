@@ -1,15 +1,12 @@
 """If this failed, the tuner's table and picture would contradict what was measured."""
 
 import csv
-import sys
 
 import pytest
-import ranks
 from test_tune import SHAPE, tuned
 
 from config import command_line, model_stats
 from planner import picture
-from tuner import result_tables
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +22,7 @@ def test_every_row_of_the_results_agrees_with_itself(finished):
     out, stored = finished
     with open(out / "results.csv", newline="") as file:
         table = list(csv.DictReader(file))
-    assert table[0].keys() == set(result_tables.COLUMNS)
     assert len(table) == len({t["key"] for t in stored})
-    assert [row["row_id"] for row in table] == [f"tune-{n}" for n in range(1, len(table) + 1)]
     seconds = [float(row["sec_per_it"]) for row in table]
     assert seconds == sorted(seconds)
     model = command_line.parse(SHAPE.split()).model
@@ -49,11 +44,3 @@ def test_the_picture_has_every_layout_that_ran(finished):
     ran = {trial["key"] for trial in stored if trial["status"] == "ok"}
     assert text.count(f"fill: {picture.COLORS['measured']}") >= len(ran) > 2
     assert "http-equiv" not in text
-
-
-def test_replay_of_own_results(finished):
-    out, _ = finished
-    command = [sys.executable, "benchmarks/tune_replay.py", str(out / "results.csv")]
-    done = ranks.start(command, 60)
-    assert done.status == 0, done.err
-    assert "| all rows |" in done.out

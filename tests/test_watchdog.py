@@ -21,8 +21,6 @@ from handmade_records import Ranks
 from ranks import ROOT, Job, Outcome, mpi_command, mpirun, none_left, start
 
 from config import schema as configuration
-from config import validation
-from config.messages import UserError
 from config.schema import Layout
 from telemetry.step_stats import StepStats, StragglerCheck
 from watchdog import flight_recorder, heartbeat, monitor
@@ -68,17 +66,6 @@ def test_steps_whose_waits_were_not_timed_are_not_compared():
     assert "of the last 3, 80% longer" in line
     assert all(check.add(untimed) == [] for _ in range(4)), "it waits for a measured step"
     assert len(check.add(timed)) == 1
-
-
-def test_what_cannot_be_watched_or_drawn_is_refused():
-    from config.command_line import parse
-
-    words = ["--layers=1", "--hidden=8", "--heads=1", "--steps=4", "--torch-profile=5"]
-    with pytest.raises(UserError, match="--torch-profile 5 is never reached: the run has 4 steps"):
-        validation.check(parse(words), 1)
-    words = [*words[:-1], "--no-watchdog", "--hang-timeout=9"]
-    with pytest.raises(UserError, match="--hang-timeout 9 needs the watchdog; now it is off"):
-        validation.check(parse(words), 1)
 
 
 # ---- The monitor ---------------------------------------------------------------------------------
@@ -149,9 +136,8 @@ def test_of_hundreds_of_ranks_the_culprit_is_named(tmp_path):
     assert f"CULPRIT: rank {result['culprit']} (" in report
 
 
-@pytest.mark.parametrize("safe", ["", "1"], ids=["", "PYTHONSAFEPATH"])
-@pytest.mark.parametrize("path", ["", "{user}"], ids=["", "PYTHONPATH"])
-def test_the_monitor_starts_from_any_folder_and_environment(tmp_path, path, safe):
+@pytest.mark.parametrize("path", ["", "{user}"], ids=["PYTHONSAFEPATH", "PYTHONPATH"])
+def test_the_monitor_starts_from_any_folder_and_environment(tmp_path, path):
     """The user's folder has modules of the same names as ours, which the monitor must not take."""
     (tmp_path / "watchdog").mkdir()
     for name in ("watchdog/__init__.py", "watchdog/monitor.py", "config.py"):
@@ -164,6 +150,7 @@ def test_the_monitor_starts_from_any_folder_and_environment(tmp_path, path, safe
         "heartbeat.Watchdog(FlightRecorder(), address, 0, 'n', os._exit).close(); "
         "sys.exit(process.wait(60))"
     )
+    safe = "" if path else "1"
     environment = {"PYTHONPATH": path.format(user=tmp_path), "PYTHONSAFEPATH": safe}
     outcome = start([sys.executable, "-c", code], **environment)
     assert (outcome.status, outcome.err) == (0, "")
@@ -175,7 +162,7 @@ def calls_to_find_a_hang(size: int) -> int:
     ranks.collective("world", tuple(range(size)), [n for n in range(size) if n != size // 3])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         job = {"size": size, "node": "n", "out": "out", "limit": 3.0, "key": ""}
-        watched = monitor.Monitor(listener, job)
+        watched = monitor.Monitor(listener, monitor.Job(**job))
     for number, recorder in enumerate(ranks.recorders):
         recorder.steps_done = 100
         rank = watched.ranks[number] = monitor.Rank(number, heard=1000.0, moved=900.0)
@@ -201,26 +188,16 @@ def test_the_check_for_a_hang_grows_with_the_ranks_and_not_with_their_square():
     assert many < 5 * few
 
 
-def test_process_states():
-    own = os.getpid()
-    assert heartbeat.process_state(own, heartbeat.start_time(own)) in ("running", "asleep")
-    assert heartbeat.process_state(own, 1) == "gone"
-    assert heartbeat.start_time(2**22 + 1) is None
-
-
 # ---- Real faults ---------------------------------------------------------------------------------
 
 # Each fault; every axis alone and with another; rank 0 and other culprits.
 JOBS = [
     ("--tp 2", 2, "killed", 1),
     ("--pp 2", 2, "killed", 0),
-    ("--tp 2", 2, "stopped", 0),
     ("--tp 2 --pp 2", 4, "stopped", 3),
     ("--zero 3", 2, "stopped", 1),
     ("--zero 3 --tp 2", 4, "loop", 2),
     ("", 2, "data", 1),
-    ("--tp 2 --pp 2", 4, "data", 1),
-    ("--pp 2", 2, "loop", 1),
     ("--pp 2", 4, "gil", 2),
     ("", 2, "raise", 1),
     ("--tp 2", 4, "raise", 0),

@@ -3,7 +3,7 @@
 session        one use of the tuner: reads the command line, measures layouts, writes the report
 search_space   the layouts that can run, as configurations of train.py
 search         chooses the layout to measure next, and when to stop
-trials         rehearses, runs and stores a trial; estimates how much repeated trials vary
+trials         runs and stores a trial; estimates how much repeated trials vary
 result_tables  table.md, results.csv and layouts.svg
 
 tune.py uses `session`; benchmarks replay measured rows with `search`.

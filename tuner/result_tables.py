@@ -123,7 +123,7 @@ def top_line(row: LayoutResult) -> str:
 
 
 def summary(result: SearchResult) -> list[str]:
-    """Return lines about the number of trials, the planner's error, and the rehearsals."""
+    """Return lines about the number of trials and the planner's error."""
     ranked = result.ranked
     failed = Counter(trial.status for trial in result.trials if trial.status != "ok")
     failures = "".join(f", {count} {status}" for status, count in sorted(failed.items()))
@@ -138,14 +138,6 @@ def summary(result: SearchResult) -> list[str]:
         deviation = statistics.mean(abs(ratio / median - 1) for ratio in ratios)
         error = f"median {median:.2f}, mean deviation from it {deviation:.0%}"
         lines.append(f"Measured over predicted: {error}.")
-    rehearsed = [trial for trial in result.trials if trial.rehearsal]
-    if rehearsed:
-        seconds = sum(trial.rehearsal for trial in rehearsed)
-        rejected = [trial for trial in rehearsed if not trial.command]
-        lines.append(
-            f"{len(rehearsed)} layouts were rehearsed on fake GPUs before their first trial, "
-            f"{seconds:.0f} s in all; {len(rejected)} of them rejected."
-        )
     return lines
 
 

@@ -19,7 +19,7 @@ from config.command_line import check_option, to_words
 from config.messages import UserError
 from config.run_options import Run
 from config.schema import GROUPS, Config, Layout
-from config.validation import check_any_length
+from config.validation import refusal
 from planner import layouts
 from planner.enumeration import Asked, Rejected
 from planner.hardware import Machine
@@ -35,7 +35,6 @@ AXES = (
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
 )
-RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # the least memory first
 ALL_BLOCKS = 0.1  # share of the predicted layouts that may be added to recompute all blocks
 
 
@@ -122,13 +121,9 @@ def candidates(
     UserError if the model itself is impossible.
     """
 
-    def refusal(layout: Layout) -> str:
+    def refused(layout: Layout) -> str:
         """Return train.py's error for a layout, or an empty text."""
-        try:
-            check_any_length(replace(config, layout=layout), ranks)
-        except UserError as error:
-            return str(error)
-        return ""
+        return refusal(replace(config, layout=layout), ranks)
 
     runs: dict[tuple, Candidate] = {}  # by program: layouts with the same program run alike
     rejected: dict[tuple, Rejected] = {}  # by layout and reason, since tables overlap
@@ -136,9 +131,9 @@ def candidates(
     for fixed, share in _tables(config, given):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
         if fixed.get("schedule") == "auto":
-            answer = layouts.rank(asked, refusal, accepted)
+            answer = layouts.rank(asked, refused, accepted)
         else:
-            answer = layouts.rank(asked, refusal, accepted, share * most, every=True)
+            answer = layouts.rank(asked, refused, accepted, share * most, every=True)
         slower += answer.slower
         for ranked in answer.ranked:
             if ranked.prediction.risk > accepted:
@@ -211,32 +206,18 @@ def _program(config: Config, layout: Layout) -> tuple:
 def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
     """Return whether a candidate surely needs at least the memory of the other candidate.
 
-    This is certain only if their layouts differ in micro-batch size and recomputation alone.
+    This is certain if their layouts differ in micro-batch size and recomputation alone, and the
+    candidate recomputes as the other one does, or not at all.
     """
     a = candidate.config.layout
     b = other.config.layout
-    names = ("micro_batch_size", "recompute", "recompute_layers")
+    recomputation = ("recompute", "recompute_layers")
+    keeps_as_much = a.recompute == "none" or all(
+        getattr(a, name) == getattr(b, name) for name in recomputation
+    )
+    names = ("micro_batch_size", *recomputation)
     others_are_equal = replace(a, **{name: getattr(b, name) for name in names}) == b
-    is_as_large = a.micro_batch_size >= b.micro_batch_size
-    return others_are_equal and is_as_large and _keeps_more(a, b)
-
-
-def _keeps_more(a: Layout, b: Layout) -> bool:
-    """Return whether layout `a` surely keeps at least the activations that layout `b` keeps."""
-    blocks_a = _recomputed_blocks(a)
-    blocks_b = _recomputed_blocks(b)
-    if a.recompute == b.recompute:
-        return blocks_a <= blocks_b
-    more = RECOMPUTE_BY_MEMORY.index(a.recompute) > RECOMPUTE_BY_MEMORY.index(b.recompute)
-    # A kind that keeps more of a block keeps more in total if `b` recomputes all blocks.
-    return more and (a.recompute == "none" or blocks_b == math.inf)
-
-
-def _recomputed_blocks(layout: Layout) -> float:
-    """Return the number of recomputed blocks of a stage that is given; infinite if it is not."""
-    if layout.recompute_layers is None:
-        return math.inf
-    return layout.recompute_layers
+    return keeps_as_much and others_are_equal and a.micro_batch_size >= b.micro_batch_size
 
 
 # ---- Values that the user names ------------------------------------------------------------------

@@ -28,14 +28,13 @@ from tuner import result_tables, search_space, trials
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, features
 from tuner.search_space import Candidate
-from tuner.trials import Outcome, Rehearser, Runner, Trial, TrialStore
+from tuner.trials import STOPPING, Runner, Trial, TrialStore
 
 TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # numbers on the command line must be below
 PREDICTED = 200  # a search chooses from these many layouts, which are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 DEFAULT_GAIN = 1.0  # per cent of a step's seconds
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
 
 
 class StoppedBySignal(BaseException):
@@ -94,10 +93,9 @@ class Budget:
     def spent(self, stored: list[Trial]) -> bool:
         """Return whether another trial, of the median duration so far, would exceed the budget.
 
-        stored: all trials, those of earlier sessions first. Trials without a command did not run,
-        since the rehearsal rejected them, and do not count.
+        stored: all trials, those of earlier sessions first.
         """
-        ran = [trial for trial in stored[self.earlier_trials :] if trial.command]
+        ran = stored[self.earlier_trials :]
         median_seconds = 0.0
         if ran:
             median_seconds = statistics.median([trial.wall for trial in ran])
@@ -117,10 +115,7 @@ class Budget:
         if self.minutes < math.inf:
             return f"{max(0.0, self.seconds_left() / 60):.0f} minutes left"
         if self.trials < math.inf:
-            trials_left = max(0, self.trials - done)
-            seconds_per_trial = self.elapsed() / max(1, done)
-            minutes = trials_left * seconds_per_trial / 60
-            return f"at most {trials_left} trials left, {minutes:.0f} minutes"
+            return f"{max(0, self.trials - done)} trials left"
         return f"{self.elapsed() / 60:.0f} minutes so far"
 
 
@@ -172,13 +167,6 @@ class Session:
         check_folder("--out", self.config.run.out)
         self.store = TrialStore(self.out / "trials.jsonl")
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
-        self.rehearser: Rehearser | None = None
-        on_gpus = self.machine.device != "CPU" and self.config.run.device != "cpu"
-        if on_gpus and not options.no_rehearse:
-            self.rehearser = Rehearser(self.machine.name, options.calibration)
-        else:
-            # Forget the layouts that a rehearsal rejected in an earlier session: they may run now.
-            self.store.trials = [trial for trial in self.store.trials if trial.command]
         if not shutil.which(launcher):
             raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
         self.rejected: list[Rejected] = []
@@ -309,25 +297,17 @@ class Session:
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run a trial of a candidate; store, print and return the trial.
 
-        A candidate without trials is rehearsed before, if this session rehearses, and is not run if
-        the rehearsal rejects it. tag: why it runs, if not for the search. Raise BudgetSpent if the
-        budget does not allow the trial, or ends while it runs.
+        tag: why it runs, if not for the search. Raise BudgetSpent if the budget does not allow the
+        trial, or ends while it runs.
         """
-        number = len(self.store.trials)
-        rehearsal = Outcome()
-        if self.rehearser and not self.store.of(candidate.key):
-            say(f"rehearsing {candidate.label} on fake GPUs")
-            rehearsal = self.rehearser.rehearse(candidate, self._runner(), number)
-            say(f"rehearsed {candidate.label} in {rehearsal.text}")
-        if rehearsal.finding:
-            trial = trials.rejected(candidate, rehearsal.finding, rehearsal.seconds, tag)
-        else:
-            runner = self._runner()
-            trial = trials.run(candidate, runner, number, tag)
-            if trial.status == "hang" and runner != self.runner:
-                say(f"{candidate.label}: stopped, the budget is spent; not stored")
-                raise BudgetSpent
-            trial = dataclasses.replace(trial, rehearsal=rehearsal.seconds)
+        if self.budget.spent(self.store.trials):
+            raise BudgetSpent
+        limit = min(self.runner.time_limit, self.budget.seconds_left())
+        runner = dataclasses.replace(self.runner, time_limit=limit)
+        trial = trials.run(candidate, runner, len(self.store.trials), tag)
+        if trial.status == "hang" and runner != self.runner:
+            say(f"{candidate.label}: stopped, the budget is spent; not stored")
+            raise BudgetSpent
         self.store.add(trial)
         self._print_outcome(trial)
         return trial
@@ -344,19 +324,8 @@ class Session:
             )
             if all(trial.median < earlier.median for earlier in ran_before):
                 text += " best so far"
-            run_trials = [finished for finished in self.finished if finished.command]
-            text += f"; {self.budget.left(len(run_trials))}"
+            text += f"; {self.budget.left(len(self.finished))}"
         say(f"trial {len(self.finished):3} {trial.label:36} {text}")
-
-    def _runner(self) -> Runner:
-        """Return the runner with a time limit that ends with the budget at the latest.
-
-        Raise BudgetSpent if the budget does not allow another trial.
-        """
-        if self.budget.spent(self.store.trials):
-            raise BudgetSpent
-        limit = min(self.runner.time_limit, self.budget.seconds_left())
-        return dataclasses.replace(self.runner, time_limit=limit)
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:

@@ -3,12 +3,9 @@
     trial = run(candidate, Runner("mpirun -n {ranks}", Path("runs/tune/trials")), number=0)
     TrialStore(Path("runs/tune/trials.jsonl")).add(trial)
 
-    outcome = Rehearser("a100-80").rehearse(candidate, runner, number=0)    # before the first trial
-    outcome.finding         # why the layout must not be run, or empty
-
-Every trial has a status and a reason: ok, rejected by train.py itself or by rehearse.py, out of
-memory, hang (over the time limit), crash, divergence. When `run` returns, all processes of the
-trial on this machine have ended.
+Every trial has a status and a reason: ok, rejected by train.py itself, out of memory, hang (over
+the time limit), crash, divergence. When `run` returns, all processes of the trial on this machine
+have ended.
 """
 
 import contextlib
@@ -23,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +32,6 @@ from tuner.search import LEAST_NOISE
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "train.py")
-REHEARSAL = str(ROOT / "rehearse.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
 TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -43,10 +39,12 @@ MOST_CHARACTERS = 300  # of a line of output in a trial's reason
 OUTPUT_BYTES = 65536  # at the end of a trial's output, in which its reason is looked for
 _PRCTL = ctypes.CDLL(None).prctl  # looked up now, since loading after a fork is not safe
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
+CHECK_SECONDS = 0.05  # between two looks at whether a trial has ended
 RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # columns of metrics.jsonl
 
 # Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
-OUT_OF_MEMORY = re.compile(
+OUT_OF_MEMORY = (
     "out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|"
     "MemoryError|bad_alloc|oom-kill|oom_kill"
 )
@@ -73,10 +71,9 @@ class Trial:
     cluster: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
-    command: str = ""  # of the run; empty if the rehearsal rejected it
+    command: str = ""
     started: str = ""
     wall: float = 0.0  # seconds of the whole trial, start-up included
-    rehearsal: float = 0.0  # seconds of the rehearsal before it; 0: there was none
     tag: str = ""  # why it ran, if not for the search: confirm, all
 
     @property
@@ -161,11 +158,15 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
     facts: dict[str, Any] = {}  # stays empty if train.py ended before it had written run.json
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         facts = json.loads((out / "run.json").read_text())
-    figures = _figures(rows) if status == "ok" else {}
-    return _trial(
-        candidate,
+    figures = _figures(rows) if status == "ok" else {"seconds": []}
+    return Trial(
+        candidate.key,
+        candidate.label,
+        candidate.ranks,
         status,
         reason,
+        predicted=candidate.prediction.seconds,
+        config=json.loads(json.dumps(candidate.config.as_dict())),  # lists for tuples, as in JSON
         formula=facts.get("flops_formula", ""),
         cluster={name: v for name, v in facts.get("cluster", {}).items() if name != "places"},
         versions=facts.get("versions", {}),
@@ -176,24 +177,6 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
         tag=tag,
         **figures,
     )
-
-
-def rejected(candidate: search_space.Candidate, finding: str, seconds: float, tag: str) -> Trial:
-    """Return the trial of a candidate that is not run, because its rehearsal rejected it.
-
-    finding: the reason. seconds: the duration of the rehearsal. tag: why it would have run.
-    """
-    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    reason = f"by the rehearsal: {finding}"
-    return _trial(candidate, "rejected", reason, started=started, tag=tag, rehearsal=seconds)
-
-
-def _trial(candidate: search_space.Candidate, status: str, reason: str, **facts: Any) -> Trial:
-    """Return a candidate's trial; facts: further attributes of the Trial by name."""
-    identity = candidate.key, candidate.label, candidate.ranks
-    config = json.loads(json.dumps(candidate.config.as_dict()))  # lists for tuples, as in JSON
-    seconds = facts.pop("seconds", [])
-    return Trial(*identity, status, reason, seconds, candidate.prediction.seconds, config, **facts)
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -210,64 +193,6 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"seconds": seconds, "peak_memory": memory, "loss": last_row["loss"], **rates}
 
 
-# ---- The rehearsal before the first trial --------------------------------------------------------
-
-# A rehearsal never runs beside a trial: the trial's ranks may share this machine's cores, and would
-# be measured too slow. On CPUs nothing is rehearsed, because rehearse.py finds what goes wrong on
-# GPUs only (their memory, NCCL's rules), and because a failed trial costs less there.
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a rehearsal; with neither finding nor failure the layout can be run."""
-
-    seconds: float = 0.0  # the duration of the rehearsal
-    finding: str = ""  # why the layout must not be run, or empty
-    failure: str = ""  # why the rehearsal has no answer, or empty; a trial is run then
-
-    @property
-    def text(self) -> str:
-        """The rehearsal's seconds and its verdict, for a printed line."""
-        verdict = "every operation of the ranks that were run meets, and it fits"
-        if self.failure:
-            verdict = f"no answer, the trial decides: {self.failure}"
-        elif self.finding:
-            verdict = "rejected"
-        return f"{self.seconds:.0f} s: {verdict}"
-
-
-@dataclass(frozen=True)
-class Rehearser:
-    """Rehearses layouts on fake GPUs; gpu: their name; calibration: a file of measured costs."""
-
-    gpu: str
-    calibration: str | None = None
-
-    def rehearse(self, candidate: search_space.Candidate, runner: Runner, number: int) -> Outcome:
-        """Rehearse a candidate under the runner's time limit, and return the outcome.
-
-        Output and answers are written into the folder of the trial with the number `number`. When
-        this method returns or raises, all processes of the rehearsal have ended.
-        """
-        out = runner.out(candidate, number)
-        began = time.monotonic()
-        answers = out / "rehearsal.json"
-        log = out / "rehearsal.txt"
-        answers.unlink(missing_ok=True)  # a search that was stopped may have left this file
-        command = [sys.executable, REHEARSAL, "--gpus", str(candidate.ranks), "--gpu", self.gpu]
-        if self.calibration:
-            command += ["--calibration", self.calibration]
-        command += ["--json", str(answers), *search_space.to_cli_args(candidate.config)]
-        status, output = execute(command, log, number, runner.time_limit)
-        seconds = time.monotonic() - began
-        if answers.exists() and status in (0, 1):
-            return Outcome(seconds, json.loads(answers.read_text())["finding"])
-        if status is None:
-            return Outcome(seconds, failure=f"not done within {runner.time_limit:g} s")
-        lines = output.strip().splitlines() or ["no output"]
-        return Outcome(seconds, failure=lines[-1][:MOST_CHARACTERS])
-
-
 # ---- Processes -----------------------------------------------------------------------------------
 
 
@@ -280,30 +205,44 @@ def execute(
     """Run a command to its end or for `time_limit` seconds, then end all processes it started.
 
     Return its exit status (None: over the limit) and the end of its output, OUTPUT_BYTES. log: the
-    file of the output. number: that of the trial. Raise UserError if it cannot be started.
+    file of the output. number: that of the trial. Raise UserError if it cannot be started, and what
+    the handler of a signal of STOPPING raises. The handler is called here, because Python would
+    call it between any two operations: its exception could leave a lock of Popen taken, for which
+    Popen.wait then waits for ever, or be dropped in Popen.__del__.
     """
     trial_id = f"{os.getpid()}-{number}"
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
     options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     # In a session of its own: Ctrl-C reaches the search, which then ends the trial.
     options |= {"start_new_session": True, "preexec_fn": _end_with_search}
+    handlers: Any = {number: signal.getsignal(number) for number in STOPPING}
+    handled = [number for number in STOPPING if callable(handlers[number])]
+    until = time.monotonic() + time_limit
     process = None
     with open(log, "wb") as output:
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
             process = subprocess.Popen(command, env=environment, stdout=output, **options)
-            status = process.wait(time_limit)
+            while process.poll() is None and time.monotonic() < until:
+                if sent := signal.sigtimedwait(handled, CHECK_SECONDS):
+                    handlers[sent.si_signo](sent.si_signo, None)
+            status = process.poll()
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
-        except subprocess.TimeoutExpired:
-            status = None
         finally:
             _terminate(process, trial_id)
+            process = None  # its __del__ runs now
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     return status, printable(log.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace"))
 
 
 def _end_with_search() -> None:
-    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed."""
+    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed.
+
+    The launcher would inherit that the search has blocked the signals of STOPPING.
+    """
     _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
@@ -366,23 +305,26 @@ def classify(
         return "ok", "", rows
     if exit_status == 0:
         return "crash", f"ended with status 0 after {len(rows)} of {steps} steps", rows
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    of_memory = [line for line in lines if OUT_OF_MEMORY.search(line)]
-    if of_memory:
-        return "oom", of_memory[-1][:MOST_CHARACTERS], rows
+    if line := _last_line(log, OUT_OF_MEMORY):
+        return "oom", line, rows
     # Popen and shells report SIGKILL as -9 or 137, MPICH's mpirun as 9, with a line about it.
     kill = signal.SIGKILL
     killed_by_mpich = exit_status == kill and "(signal 9)" in log
     if exit_status in (-kill, 128 + kill) or killed_by_mpich:
         return "oom", "killed from outside, as the kernel does when memory runs out", rows
-    errors = [line for line in lines if "error: " in line]
-    if exit_status == 2 and errors:
-        return "rejected", errors[-1][:MOST_CHARACTERS].removeprefix("error: "), rows
-    cause = "no output"
-    for text in ("", ": DEAD: ", "Error"):  # the last line of output, or a more telling line
-        matching = [line for line in lines if text in line]
-        cause = matching[-1] if matching else cause
-    return "crash", f"status {exit_status}: {cause[:MOST_CHARACTERS]}", rows
+    error = _last_line(log, "error: ")
+    if exit_status == 2 and error:
+        return "rejected", error.removeprefix("error: "), rows
+    cause = _last_line(log, "Error") or _last_line(log, ": DEAD: ") or _last_line(log, "")
+    return "crash", f"status {exit_status}: {cause or 'no output'}", rows
+
+
+def _last_line(log: str, pattern: str) -> str:
+    """Return the last line in which a regular expression is found, shortened; empty: none."""
+    for line in reversed(log.splitlines()):
+        if line.strip() and re.search(pattern, line):
+            return line.strip()[:MOST_CHARACTERS]
+    return ""
 
 
 # ---- The file of trials --------------------------------------------------------------------------
@@ -404,7 +346,9 @@ class TrialStore:
         *lines, incomplete_line = text.split("\n")
         for number, line in enumerate(lines, start=1):
             try:
-                self.trials.append(Trial(**json.loads(line)))
+                values = json.loads(line)
+                known = {f.name: values[f.name] for f in fields(Trial) if f.name in values}
+                self.trials.append(Trial(**known))
             except (ValueError, TypeError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}, is no trial: {error}") from None
         if incomplete_line:  # a search was killed while it wrote; lines are appended to this file

@@ -70,11 +70,15 @@ class Operation:
         recorder = self.group_log.recorder
         began = self.waited_since = time.monotonic()
         recorder.waiting = self
-        marks = recorder.wait_for(self)
+        marks = None
+        if recorder.stream:
+            marks = recorder.stream.wait_for(self, recorder.stamp)
+        else:
+            self.handle.wait()
         self.handle = None
         self.ended = now = time.monotonic()
         recorder.waiting = None
-        if recorder.new_event is None:
+        if recorder.stream is None:
             recorder.waited += now - began
         recorder.progress += 1
         if recorder.spans is not None:
@@ -128,6 +132,59 @@ class GroupLog:
         return Operation(self, "receive", number, size, source)
 
 
+class StreamWaits:
+    """The waits of the device's stream over NCCL, where a wait does not make the host wait.
+
+    new_event: makes a CUDA event without a time stamp. timed: for each wait of a measured step, the
+    timing events before and after it.
+    """
+
+    def __init__(self, new_event: Callable[[], Any]):
+        self.new_event = new_event
+        # The last waits, each with an event that the stream passes after it.
+        self._last: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
+        self.timed: list[tuple[Any, Any]] = []
+
+    def wait_for(
+        self, operation: Operation, stamp: Callable[[], Any] | None
+    ) -> tuple[Any, Any] | None:
+        """Make the stream wait for the operation's handle, and record an event after the wait.
+
+        In a hang the event shows whether the stream has passed the operation; this thread never
+        queries it. stamp: makes a timing event, or None; then return None. Otherwise return the
+        timing events before and after the wait.
+        """
+        first = stamp() if stamp else None
+        operation.handle.wait()
+        # If DEVICE_WAITS events are kept, the stream has passed the oldest event: use it again.
+        reuses = len(self._last) == DEVICE_WAITS
+        passed = self._last[0][1] if reuses else self.new_event()
+        passed.record()
+        self._last.append((operation, passed))
+        if stamp is None:
+            return None
+        self.timed.append((first, stamp()))
+        return self.timed[-1]
+
+    def take_seconds(self) -> float:
+        """Return the seconds of the timed waits since the step began or since the last call."""
+        timed = self.timed
+        self.timed = []
+        return sum(first.elapsed_time(last) for first, last in timed) / 1e3
+
+    def not_passed(self) -> Operation | None:
+        """Return the first operation that the stream has not passed yet, or None.
+
+        The queries ask the driver, which may wait for a lock that another thread holds. After an
+        error of the device every query raises that error again: then return None, because the main
+        thread reports the error.
+        """
+        waits = list(self._last)
+        with suppress(RuntimeError):
+            return next((operation for operation, passed in waits if not passed.query()), None)
+        return None
+
+
 class FlightRecorder:
     """The records of one rank: its last operations and actions, and its current action.
 
@@ -157,11 +214,7 @@ class FlightRecorder:
         self.stamp: Callable[[], Any] | None = None  # returns a span's time; None: monotonic clock
         self._mark: Any = None  # the time of a span at which the current action began
         self.spent: dict[str, float] = defaultdict(float)  # seconds by phase; `log`: between steps
-        self.new_event = new_event
-        # The last waits of the device's stream, each with an event that the stream passes after it.
-        self._on_stream: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
-        # For each wait of a measured step: the timing events, made by `stamp`, before and after it.
-        self._timed_waits: list[tuple[Any, Any]] = []
+        self.stream = StreamWaits(new_event) if new_event else None
         self._seen = -1, 0.0  # the last new progress in a snapshot, and the time of that snapshot
 
     def group_log(self, role: str, ranks: tuple[int, ...]) -> GroupLog:
@@ -173,7 +226,8 @@ class FlightRecorder:
     def begin_step(self, step: int) -> None:
         """Record that a training step begins."""
         self.waited = 0.0  # the waits between steps do not count
-        self._timed_waits = []
+        if self.stream:
+            self.stream.timed = []
         self._move(("train", step, "begin", None))
         self._step_began = self.since
 
@@ -244,50 +298,11 @@ class FlightRecorder:
         which are timed only while spans with a `stamp` are kept; otherwise return NaN. Called when
         the device has done the step, so that the stream has passed every wait.
         """
-        if self.new_event is None:
+        if self.stream is None:
             waited = self.waited
             self.waited = 0.0
             return waited
-        if self.stamp is None:
-            return math.nan
-        timed = self._timed_waits
-        self._timed_waits = []
-        return sum(first.elapsed_time(last) for first, last in timed) / 1e3
-
-    def wait_for(self, operation: Operation) -> tuple[Any, Any] | None:
-        """Wait for the operation's handle; over NCCL the stream waits and the host goes on.
-
-        Over NCCL an event is recorded after the wait: in a hang, it shows whether the stream has
-        passed the operation. The event has no time stamp, and this thread never queries it. While
-        spans with a `stamp` are kept, timing events before and after the wait are recorded too, and
-        returned. Otherwise return None.
-        """
-        if self.new_event is None:
-            operation.handle.wait()
-            return None
-        first = self.stamp() if self.stamp else None
-        operation.handle.wait()
-        # If DEVICE_WAITS events are kept, the stream has passed the oldest event: use it again.
-        reuses = len(self._on_stream) == DEVICE_WAITS
-        passed = self._on_stream[0][1] if reuses else self.new_event()
-        passed.record()
-        self._on_stream.append((operation, passed))
-        if self.stamp is None:
-            return None
-        self._timed_waits.append((first, self.stamp()))
-        return self._timed_waits[-1]
-
-    def device_waits_for(self) -> Operation | None:
-        """Return the first operation that the device's stream has not passed yet, or None.
-
-        The queries ask the driver, which may wait for a lock that another thread holds. After an
-        error of the device every query raises that error again: then return None, because the main
-        thread reports the error.
-        """
-        waits = list(self._on_stream)
-        with suppress(RuntimeError):
-            return next((operation for operation, passed in waits if not passed.query()), None)
-        return None
+        return self.stream.take_seconds() if self.stamp else math.nan
 
     # -- for the watchdog's thread ----------------------------------------------------------
 
@@ -301,7 +316,7 @@ class FlightRecorder:
         if progress != self._seen[0]:
             self._seen = progress, now
         is_still = now - self._seen[1] >= SECONDS_TO_ASK
-        device = self.device_waits_for() if is_still else None
+        device = self.stream.not_passed() if is_still and self.stream else None
         waiting = self.waiting
         other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):

@@ -49,6 +49,21 @@ def connect(address: Address, kind: str, process: Process) -> socket.socket:
     return connection
 
 
+def receive_all(connection: socket.socket) -> tuple[bytes, bool]:
+    """Return the bytes that have arrived, and whether the other side closed the connection."""
+    parts: list[bytes] = []
+    while True:
+        try:
+            data = connection.recv(1 << 20)
+        except BlockingIOError:
+            return b"".join(parts), False
+        except OSError:
+            data = b""
+        if not data:
+            return b"".join(parts), True
+        parts.append(data)
+
+
 class Entrance:
     """The monitor's listening socket and the connections that have not sent their hello yet.
 

@@ -209,7 +209,6 @@ def format_report(case: Case, ranks: Ranks, out: str) -> str:
         lines.append(f"and {len(culprits) - SHOWN_CULPRITS} more: ranks {_ranges(culprits)}")
     if not culprits:
         lines.append(_describe_no_culprit(graph))
-    lines += _shortened(mismatches(graph))
     lines += ["who waits for whom:", *_describe_waits(graph)]
     lines += ["where the ranks are:", *_describe_places(ranks)]
     if out:
@@ -304,28 +303,6 @@ def _describe_no_culprit(graph: WaitGraph) -> str:
             "the network or the devices between them"
         )
     return f"NO CULPRIT: ranks {_ranges(graph.waits)} wait for one another in a cycle"
-
-
-def mismatches(graph: WaitGraph) -> list[str]:
-    """Return a line for each rank whose collective differs from that of another rank.
-
-    Two ranks are compared if both wait in a collective with the same group and number: then the
-    kind and the number of bytes must be equal too.
-    """
-    first_waits: dict[tuple, tuple[int, dict]] = {}  # by collective: the first rank and its wait
-    lines = []
-    for number, wait in graph.waits.items():
-        if "role" not in wait or wait["peer"] is not None:
-            continue
-        collective = (wait["role"], tuple(wait["ranks"]), wait["number"])
-        first, first_wait = first_waits.setdefault(collective, (number, wait))
-        if (wait["kind"], wait["bytes"]) != (first_wait["kind"], first_wait["bytes"]):
-            sizes = [f"{w['kind']} of {w['bytes']:,} bytes" for w in (first_wait, wait)]
-            lines.append(
-                f"ranks {first} and {number} entered different operations as {wait['number']} of "
-                f"{wait['role']}: {' and '.join(sizes)}"
-            )
-    return lines
 
 
 def _describe_waits(graph: WaitGraph) -> list[str]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from watchdog import hang_report
-from watchdog.handshake import Entrance, Process
+from watchdog.handshake import Entrance, Process, receive_all
 from watchdog.hang_report import Case, Ranks, WaitGraph, find_culprits
 from watchdog.heartbeat import encode, kill_process, process_state
 
@@ -50,6 +50,21 @@ SUSPENDED_SECONDS = 2.0  # a longer time between two searches: this process was 
 QUIET_SECONDS = 3.0  # without a heartbeat: then the kernel's state of the rank's process is read
 RAW_BYTES = 1 << 16  # the newest bytes that are kept of faulthandler's output
 MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of a rank take 1.5 MB
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that is watched, as start_monitor describes it.
+
+    size: the number of ranks. node: the monitor's node. out: the run's --out, or empty. limit:
+    --hang-timeout in seconds; None: MIN_HANG_TIMEOUT and MEDIAN_STEPS decide. key: the secret.
+    """
+
+    size: int
+    node: str
+    out: str
+    limit: float | None
+    key: str
 
 
 @dataclass
@@ -116,13 +131,9 @@ class Connection:
 class Monitor:
     """Watches the ranks of one job until all have left, or until it has ended them."""
 
-    def __init__(self, listener: socket.socket, job: dict[str, Any]):
-        """job: size, node, out, limit (seconds or None) and key, from start_monitor."""
-        self.size = job["size"]
-        self.node = job["node"]
-        self.out = job["out"]
-        self.given_limit = job["limit"]
-        self.limit = self.given_limit or MIN_HANG_TIMEOUT  # seconds without progress
+    def __init__(self, listener: socket.socket, job: Job):
+        self.job = job
+        self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
         # Ranks whose connection for stacks closed, or that sent a bad message, and the time.
         self.closed: list[tuple[Rank, float]] = []
@@ -134,7 +145,7 @@ class Monitor:
         self.began = self.checked = time.monotonic()
         self.poll = select.epoll()
         self.listening = listener.fileno()
-        self.entrance = Entrance(listener, self.size, job["key"], self.poll)
+        self.entrance = Entrance(listener, job.size, job.key, self.poll)
         self.connections: dict[int, Connection] = {}  # by descriptor
 
     def run(self) -> None:
@@ -192,7 +203,7 @@ class Monitor:
     def _read(self, number: int) -> None:
         connection = self.connections[number]
         rank = connection.rank
-        data, closed = _receive_all(connection.sock)
+        data, closed = receive_all(connection.sock)
         if connection.stacks:
             rank.raw = (rank.raw + data)[-RAW_BYTES:]
         else:
@@ -278,15 +289,15 @@ class Monitor:
     def _find_case(self, now: float) -> Case | None:
         """Return the case for which the job must end, or None."""
         if self.dead:
-            return Case("dead", self.size, first=self.dead[0])
+            return Case("dead", self.job.size, first=self.dead[0])
         if self.failures:
             rank, when = self.failures[0]
             if now - when < FAILURE_DELAY:
                 return None
-            return Case("failed", self.size, first=rank)
-        if len(self.ranks) < self.size and now - self.began > ALL_RANKS_TIMEOUT:
-            missing = sorted(set(range(self.size)) - set(self.ranks))
-            return Case("missing", self.size, missing=missing, limit=ALL_RANKS_TIMEOUT)
+            return Case("failed", self.job.size, first=rank)
+        if len(self.ranks) < self.job.size and now - self.began > ALL_RANKS_TIMEOUT:
+            missing = sorted(set(range(self.job.size)) - set(self.ranks))
+            return Case("missing", self.job.size, missing=missing, limit=ALL_RANKS_TIMEOUT)
         if now - self.checked < POLL_SECONDS:  # do not search for a hang after every message
             return None
         self.checked = now
@@ -294,7 +305,7 @@ class Monitor:
 
     def _find_hang(self, now: float) -> Case | None:
         """Return a hang if a rank is stalled; None if its chains of waits end at moving ranks."""
-        if not self.given_limit:
+        if not self.job.limit:
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
             self.limit = max(MIN_HANG_TIMEOUT, MEDIAN_STEPS * max(steps, default=0.0))
         alive = [rank for rank in self.ranks.values() if rank.state == "alive"]
@@ -310,7 +321,7 @@ class Monitor:
         if causes and all(now - rank.moved < self._limit_of(rank) for rank in causes):
             return None
         slowest = min(stalled, key=lambda rank: rank.moved)
-        return Case("hang", self.size, still=slowest.rank, limit=self._limit_of(slowest))
+        return Case("hang", self.job.size, still=slowest.rank, limit=self._limit_of(slowest))
 
     def _limit_of(self, rank: Rank) -> float:
         """Return the limit for one rank in seconds; it is longer during the rank's first steps."""
@@ -342,7 +353,7 @@ class Monitor:
         status = self.ranks[case.first].exit_status if failed else 0
         if not status:
             case.culprits = find_culprits(case, WaitGraph(ranks))
-            report(case, ranks, self.out)
+            report(case, ranks, self.job.out)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
         self._end_ranks(status or 1, [] if failed else silent)
 
@@ -364,7 +375,7 @@ class Monitor:
                 until = time.monotonic() + STATUS_TIMEOUT
                 missing = silent
         for rank in asked:
-            if rank.status is None and rank.state == "alive" and rank.node == self.node:
+            if rank.status is None and rank.state == "alive" and rank.node == self.job.node:
                 rank.process = process_state(rank.pid, rank.started)
 
     def _let_print(self, first: Rank) -> None:
@@ -387,7 +398,7 @@ class Monitor:
         while self.connections and time.monotonic() < until:
             self._receive()
         for rank in self.ranks.values():
-            if rank.node == self.node:
+            if rank.node == self.job.node:
                 kill_process(rank.pid, rank.started)
 
 
@@ -417,34 +428,19 @@ def report(case: Case, ranks: Ranks, out: str) -> None:
     time.sleep(FLUSH_SECONDS)
 
 
-def _receive_all(connection: socket.socket) -> tuple[bytes, bool]:
-    """Return the bytes that have arrived, and whether the other side closed the connection."""
-    parts: list[bytes] = []
-    while True:
-        try:
-            data = connection.recv(1 << 20)
-        except BlockingIOError:
-            return b"".join(parts), False
-        except OSError:
-            data = b""
-        if not data:
-            return b"".join(parts), True
-        parts.append(data)
-
-
 def _print(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Watch a job. Argument: the listening socket's descriptor; stdin: Monitor's `job` as JSON."""
+    """Watch a job. Argument: the listening socket's descriptor; stdin: the Job as JSON."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Slurm sends these to all processes of a step
     with contextlib.suppress(OSError):  # use all cores of the job, not only those of rank 0
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    job = json.load(sys.stdin)
+    job = Job(**json.load(sys.stdin))
     Monitor(socket.socket(fileno=int(sys.argv[1])), job).run()
     os._exit(0)  # unlike sys.exit, this does not wait for a thread that hangs in writing

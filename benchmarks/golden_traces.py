@@ -1,0 +1,155 @@
+"""Traces the golden set, and asks `runs.py diff` whether it accuses a right run.
+
+    python benchmarks/golden_traces.py --keep RESULTS.jsonl [--minutes 7]
+
+The layouts are those of results/golden.md (`cases` of tests/test_golden.py), each in fp64, fp32 and
+bf16. Every run is compared with the run of the same model on one rank. Both have 4 steps, of which
+steps 1, 2 and 4 are traced. A pair is accused if diff says that they differ.
+
+Results are kept in RESULTS.jsonl, and the runs on one rank in a folder next to it, so that the
+list can be run in parts. Each part writes results/golden_traces.md.
+"""
+
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
+
+import test_golden
+from kept import Kept, machine
+from ranks import results_of
+
+from config.messages import Parser, UserError, exit_with
+from numerics import diff
+from numerics.traces import Pair, read
+
+RESULTS = ROOT / "benchmarks" / "results" / "golden_traces.md"
+PRECISIONS = ("fp32", "bf16", "fp64")
+TRACED = {"steps": 4, "trace_numerics": [1, 2, 4]}
+AT_ONCE = 12  # runs of one start of ranks
+Case = dict[str, Any]  # options, as tests/golden_worker.py takes them
+
+
+def cases(ranks: int) -> list[Case]:
+    """Return the layouts of a world in each precision; every pair of values occurs early."""
+    layouts: dict[str, Case] = {}
+    few = test_golden.cases(ranks, full=False)
+    for case in few + test_golden.cases(ranks, full=ranks < 8):
+        if "rampup_batch_size" in case:
+            continue
+        without_precision = case | TRACED
+        del without_precision["precision"]
+        layouts[json.dumps(without_precision, sort_keys=True)] = without_precision
+    found = []
+    for number, case in enumerate(layouts.values()):
+        for shift in range(len(PRECISIONS)):
+            precision = PRECISIONS[(number + shift) % len(PRECISIONS)]
+            found.append((shift, case | {"precision": precision}))
+    found.sort(key=lambda pair: pair[0])  # each layout in one precision before it is in the next
+    return [case for _, case in found]
+
+
+def run_all(jobs: list[Case], ranks: int) -> None:
+    """Run cases, whose option `out` is their folder, in one start of ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = [{"case": case, "plant": None} for case in jobs]
+        results_of("tests/plants_worker.py", ranks, plain, Path(folder), timeout=1500)
+
+
+def reference(folder: Path, case: Case) -> Path:
+    """Return the folder of the run on one rank with which a case is compared."""
+    options = test_golden.without_layout(case)
+    words = [f"{name}-{options[name]}" for name in sorted(options) if name not in TRACED]
+    return folder / "_".join(words)
+
+
+def compared(folder: Path, ranks: int, chunk: tuple[Case, ...]) -> list[dict[str, Any]]:
+    """Run cases and the references that are missing; return a row per case."""
+    missing = {}
+    for case in chunk:
+        path = reference(folder, case)
+        if not (path / "weights.json").exists():
+            missing[path] = test_golden.without_layout(case) | {"out": str(path)}
+    if missing:
+        run_all(list(missing.values()), 1)
+    rows = []
+    with tempfile.TemporaryDirectory() as made:
+        outs = [Path(made) / str(number) for number in range(len(chunk))]
+        run_all([case | {"out": str(out)} for case, out in zip(chunk, outs)], ranks)
+        for case, out in zip(chunk, outs):
+            of_reference = reference(folder, case)
+            found = diff.compare(of_reference, out)
+            row = {"ranks": ranks, "case": case, "accused": found["differs"]}
+            row["largest"] = largest_share(of_reference, out)
+            if found["differs"]:
+                row["text"] = diff.text(found)
+            rows.append(row)
+            print(ranks, row["accused"], f"{row['largest']:.3f}", case, flush=True)
+    return rows
+
+
+def largest_share(a: Path, b: Path) -> float:
+    """Return the largest difference of all traced tensors over the difference that is explained."""
+    shares = [0.0]
+    for path in sorted((a / "numerics").iterdir()):
+        for row in Pair(read(path), read(b / "numerics" / path.name)).rows():
+            shares.append(row.difference / max(row.explained, 1e-300))
+    return max(shares)
+
+
+def report(rows: list[dict[str, Any]], totals: dict[int, int]) -> str:
+    """Return the text of the results file; totals: the number of cases, by ranks."""
+    lines = ["# The golden set, traced, and what `runs.py diff` says", ""]
+    lines += ["    python benchmarks/golden_traces.py --keep RESULTS.jsonl [--minutes 7]", ""]
+    lines += [(__doc__ or "").split("\n\n")[2], "", f"{machine()}.", ""]
+    lines += ["| ranks | precision | pairs | of | accused | largest share of what is explained |"]
+    lines += ["| --: | --- | --: | --: | --: | --: |"]
+    for ranks, total in totals.items():
+        for precision in PRECISIONS:
+            some = [row for row in rows if row["case"]["precision"] == precision]
+            some = [row for row in some if row["ranks"] == ranks]
+            accused = sum(row["accused"] for row in some)
+            largest = max((row["largest"] for row in some), default=0.0)
+            of = total // len(PRECISIONS)
+            lines += [f"| {ranks} | {precision} | {len(some)} | {of} | {accused} | {largest:.2f} |"]
+    accused_rows = [row for row in rows if row["accused"]]
+    lines += ["", f"{len(rows)} of {sum(totals.values())} pairs were run; diff accuses "]
+    lines[-1] += f"{len(accused_rows)} of them."
+    for row in accused_rows:
+        lines += ["", f"{row['ranks']} ranks, {row['case']}:", "", "```", row["text"], "```"]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Run cases that are missing in the file of results, the fewest ranks first."""
+    parser = Parser("golden_traces.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--keep", type=Path, required=True, metavar="FILE", help="of results")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no start begins")
+    parser.add_argument("--ranks", type=int, nargs="+", default=test_golden.WORLDS)
+    given = parser.parse_args()
+    keep = Kept(given.keep, given.minutes)
+    folder = given.keep.with_suffix(".runs").absolute()
+    totals = {}
+    for ranks in test_golden.WORLDS:
+        every = cases(ranks)
+        totals[ranks] = len(every)
+        if ranks not in given.ranks:
+            continue
+        done = [row["case"] for row in keep.rows() if row["ranks"] == ranks]
+        left = [case for case in every if case not in done]
+        chunks = [tuple(left[i : i + AT_ONCE]) for i in range(0, len(left), AT_ONCE)]
+        keep.run(partial(compared, folder, ranks), chunks)
+    RESULTS.write_text(report(keep.rows(), totals))
+    print(f"written: {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        exit_with(error)

@@ -1,0 +1,110 @@
+"""Sketches of the forward pass of a model of transformers, for `runs.py diff`.
+
+The model reads the samples of a step that a run has traced. Its outputs are sketched like those of
+telemetry/numerics_trace.py, so that they can be compared layer by layer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import data
+from config.messages import UserError, installed
+from config.schema import Config, Layout
+from distributed.collectives import Group
+from telemetry.sketches import Sketches, of_activation
+
+DTYPES = {"fp64": torch.float64}  # by the run's precision; other runs are compared with fp32
+
+
+@torch.no_grad()
+def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarray:
+    """Return sketches of the activations that transformers' model has, (activations x bins, 12).
+
+    folder: of transformers, with config.json and weights. config: that of the run. about: the facts
+    of the run's trace. Sketches of other activations, such as gradients, are 0. Raise UserError if
+    transformers is not installed, or cannot read the folder.
+    """
+    with installed("a comparison needs transformers, `pip install transformers`"):
+        import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES.get(about["precision"], torch.float32),
+            attn_implementation="eager",
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"transformers cannot read {folder}: {error}") from None
+    model.eval()
+    samples = data.build(config).train
+    names = about["activations"]
+    bins = about["bins"]
+    table = Sketches(len(names) * bins, torch.device("cpu"))
+    positions = torch.arange(config.model.seq_length)
+    one_sample = Layout(dp=1, micro_batch_size=1)
+
+    def add(number: int, name: str, x: Tensor) -> None:
+        """Add an activation of sample `number` of the step: (1, s, h), or (1, s)."""
+        with_channels = x.reshape(1, len(positions), -1).transpose(0, 1)
+        row = names.index(name) * bins + number * bins // about["samples"]
+        sketch = of_activation(with_channels, positions, torch.tensor([number]))
+        table.add(torch.tensor([row]), *sketch)
+
+    for number in range(about["samples"]):
+        first = about["first_sample"]
+        tokens, labels = data.micro_batch(samples, first, number, one_sample, dp_rank=0)
+        with _observed(model, config.model.layers, partial(add, number)):
+            logits = model(tokens).logits
+        losses = nn.functional.cross_entropy(logits[0], labels[0], reduction="none")
+        add(number, "tokens", tokens)
+        add(number, "labels", labels)
+        add(number, "loss", losses)
+    return table.total(Group())
+
+
+@contextmanager
+def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
+    """Inside this context, call add(name, x) with the outputs of a pass through the model.
+
+    Raise UserError if the model has not one list of `layers` layers.
+    """
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    of_layers = [part for part in lists if len(part) == layers and _attention(part[0])]
+    if len(of_layers) != 1:
+        have = f"the model of transformers has {len(of_layers)} lists of {layers} layers"
+        raise UserError(f"{have} with attention; one is needed")
+
+    def before(name: str, module: nn.Module, inputs: tuple) -> None:
+        add(name, inputs[0])
+
+    def after(name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+        add(name, output[0] if isinstance(output, tuple) else output)
+
+    (blocks,) = of_layers
+    handles = [blocks[0].register_forward_pre_hook(partial(before, "embedding"))]
+    for number, block in enumerate(blocks):
+        handles.append(block.register_forward_hook(partial(after, f"blocks.{number}")))
+        attention = _attention(block)
+        if not hasattr(attention, "hidden_dropout"):  # BLOOM's attention adds its input
+            after_attention = partial(after, f"blocks.{number}.attention")
+            handles.append(attention.register_forward_hook(after_attention))
+    head: Any = model.get_output_embeddings()
+    handles.append(head.register_forward_pre_hook(partial(before, "head.norm")))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _attention(block: nn.Module) -> Any:
+    """Return the attention of a layer of transformers, or None."""
+    for part in block.children():
+        if type(part).__name__.endswith("Attention"):
+            return part
+    return None

@@ -1,0 +1,196 @@
+"""How ranks are launched: if this failed, a wrong launch would hang, or train rank 0 twice."""
+
+import re
+import shutil
+import socket
+import sys
+
+import pytest
+from ranks import (
+    OPENMPI_LIBRARY,
+    ROOT,
+    Job,
+    mpi_command,
+    openmpi_command,
+    srun_command,
+    start,
+)
+
+from config.messages import UserError
+from distributed.launch import Launch, check_launch, discover
+
+# The start of a run alone.
+START = [
+    sys.executable,
+    "-c",
+    "from config.run_options import Run; from distributed.context import start; "
+    "from distributed.launch import discover; start(discover(), Run())",
+]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Launch("python")),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "4", "PMI_SIZE": "9"},
+            Launch("torchrun", 2, 4),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("mpirun", 1, 2, mpi=True)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"},
+            Launch("mpirun of Open MPI", 0, 8, mpi=True),
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"},
+            Launch("srun", 3, 4, mpi=True),
+        ),
+        # In a Slurm job MPICH's mpirun starts a helper process on each node with srun.
+        (
+            {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "MPI_LOCALRANKID": "0",
+                "PMI_RANK": "2",
+                "PMI_SIZE": "4",
+            },
+            Launch("mpirun", 2, 4, mpi=True),
+        ),
+        # Inside salloc or an sbatch script plain python is one process, however many tasks.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launch("python")),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            Launch("python"),
+        ),
+    ],
+)
+def test_the_launcher_is_read_from_its_variables(environment, expected):
+    assert discover(environment) == expected
+
+
+def test_launcher_and_mpi_must_agree():
+    """srun without PMI: every process is rank 0 of 1."""
+    words = "--layers 1 --hidden 8 --heads 1 --vocab-size 16 --steps 1 --out runs/never"
+    command = [sys.executable, "train.py", *words.split()]
+    outcome = start(
+        command, SLURM_STEP_ID="0", SLURM_PROCID="0", SLURM_NTASKS="4", OMP_NUM_THREADS="1"
+    )
+    assert outcome.status == 2
+    assert "srun started 4 tasks and numbered this one 0, but MPI" in outcome.err
+    assert "reports rank 0 of 1" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not (ROOT / "runs/never").exists()
+
+
+# ---- Wrong launches, each with its own message ---------------------------------------------------
+
+
+def check_refused(outcome, *parts: str) -> None:
+    assert outcome.status not in (0, 75)
+    assert "Traceback" not in outcome.err
+    for part in parts:
+        assert part in outcome.err, outcome.err
+    assert sum(line.startswith("error: ") for line in outcome.err.splitlines()) == 1
+
+
+def test_mpirun_of_another_mpi_than_mpi4py_has_loaded(openmpi):
+    """Every process is then rank 0 of 1."""
+    outcome = start([*mpi_command(2), *START], timeout=60, **OPENMPI_LIBRARY)
+    check_refused(
+        outcome,
+        "mpirun started 2 tasks and numbered this one 0, but MPI (Open MPI v5",
+        "reports rank 0 of 1; mpi4py has loaded Open MPI: start the ranks with Open MPI's own",
+    )
+    outcome = start([*openmpi_command(2), *START], timeout=60)
+    check_refused(
+        outcome,
+        "mpirun of Open MPI started 2 tasks; mpi4py has loaded MPICH: start the ranks with MPICH's",
+    )
+
+
+def test_srun_with_the_wrong_pmi(slurm, openmpi):
+    """Both ways to get four runs of one rank each."""
+    outcome = start([*srun_command(4, "--mpi=none"), *START], timeout=60)
+    check_refused(
+        outcome,
+        "srun started 4 tasks and numbered this one 0, but MPI (MPICH Version:",
+        "reports rank 0 of 1; mpi4py has loaded MPICH: start the ranks with "
+        "`srun --mpi=pmi2` (now: none;",
+    )
+    outcome = start([*srun_command(4), *START], timeout=60, **OPENMPI_LIBRARY)
+    check_refused(
+        outcome,
+        "srun started 4 tasks and numbered this one 0, but MPI (Open MPI v5",
+        "start the ranks with `srun --mpi=pmix` (now: pmi2;",
+    )
+
+
+def test_mpi4py_without_an_mpi_library():
+    absent = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    if start([sys.executable, "-c", "from mpi4py import MPI"], **absent).status == 0:
+        pytest.skip("mpi4py was built here, with the library of this machine's own MPI")
+    outcome = start([*mpi_command(2), *START], timeout=60, **absent)
+    check_refused(outcome, "mpirun started 2 tasks, but mpi4py cannot be used (cannot load MPI")
+
+
+def test_torchruns_without_a_common_rendezvous():
+    env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    env |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+    launch = discover(env)
+    assert check_launch(launch, env) is None
+    for outer in (
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+        {"PMI_SIZE": "4"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+    ):
+        with pytest.raises(UserError, match=r"4 torchruns were started, and each is alone"):
+            check_launch(launch, env | outer)
+        assert check_launch(launch, env | outer | {"GROUP_WORLD_SIZE": "4"}) is None
+
+
+def test_plain_python_in_a_job_of_many_tasks():
+    job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    words = "--layers 2 --hidden 8 --heads 2 --tp 3"
+    outcome = start([sys.executable, "train.py", *words.split()], timeout=60, **job)
+    assert "note: this Slurm job has 4 tasks, but this process was started without" in outcome.err
+    assert "error: tp(3) * pp(1) * dp(?) does not divide 1 ranks" in outcome.err
+    assert check_launch(Launch("python"), job | {"SLURM_NTASKS": "1"}) is None
+    assert check_launch(Launch("python"), job | {"SLURM_STEP_ID": "0"}) is None
+
+
+def test_a_port_that_is_in_use():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        places |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1"}
+        places |= {"MASTER_PORT": taken.getsockname()[1]}
+        outcome = start(START, timeout=60, **{key: str(value) for key, value in places.items()})
+    port = places["MASTER_PORT"]
+    check_refused(outcome, f"port {port} (MASTER_PORT) of ", "give torchrun another --master-port")
+
+
+@pytest.mark.slow
+def test_slow_placements_give_warnings(slurm, tmp_path):
+    """Unequal nodes, and cores that srun did not inherit from the job."""
+    words = "--layers 1 --hidden 8 --heads 1 --vocab-size 16 --pp 3 --steps 1 --device cpu"
+    command = [*srun_command(3), "env", "SLURM_CPUS_PER_TASK=2", sys.executable, "train.py"]
+    with Job([*command, *words.split(), "--out", str(tmp_path)], tmp_path) as job:
+        assert job.status() == 0, job.text
+        assert "note: nodes have unequal numbers of ranks: 2 on n1, 1 on n2" in job.text
+        assert "have 1 cores, but the job asked for --cpus-per-task=2" in job.text
+
+
+@pytest.mark.slow
+def test_mpirun_in_a_slurm_job(slurm):
+    """mpirun starts its helper processes with srun: its own variables count, not Slurm's."""
+    mpirun = shutil.which(mpi_command(1)[0])
+    command = ["salloc", "--quiet", "-N2", "-n4", mpirun, "-n", "4", sys.executable]
+    for _ in range(5):
+        outcome = start([*command, "tests/failing_worker.py", "port", "1"], timeout=120)
+        if "control_cb" not in outcome.err:
+            break  # else mpirun itself has failed at its end, as MPICH's does on a busy machine
+    assert outcome.status == 0, outcome.err
+    ranks = re.findall(r"rank (\d) of 4 mpirun", outcome.out)  # parts of lines may be joined
+    assert sorted(ranks) == ["0", "1", "2", "3"]
