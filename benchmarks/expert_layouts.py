@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import golden_worker
 from test_experts import SHAPE, routed_comparison
-from test_golden import effect_of_rounding, ramp_up
+from test_golden import effect_of_rounding
 
 from config import validation
 from config.messages import UserError
@@ -88,7 +88,9 @@ def drawn_case(ranks: int, seed: int) -> dict:
         if case["experts_per_token"] == 1:
             case["router_normalised"] = False  # the weight of the only expert would always be 1
         if case.pop("ramp"):
-            case = ramp_up(case, dp)
+            share = dp * case["micro_batch_size"]
+            case |= {"rampup_batch_size": [share, share, 6 * share], "global_batch_size": 3 * share}
+            case |= {"lr_warmup_samples": 10 * share, "steps": golden_worker.STEPS}
         if case["reset_attention"]:
             case["eod_token"] = 3
         try:

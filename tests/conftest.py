@@ -18,11 +18,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--full-golden",
-        action="store_true",
-        help="the golden test over the full product of its options, not every pair (half an hour)",
-    )
-    parser.addoption(
         "--need-slurm",
         action="store_true",
         help="fail, and do not skip, where tests that start ranks with srun find no Slurm",

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from ranks import ROOT, fork_ranks
 
 from config import validation
-from config.messages import UserError
 from config.schema import Layout, ModelShape
 from schedules import orders, schedule
-from schedules.actions import Numbered
 from schedules.choice import Choice, decide, decide_layout, search
-from schedules.list_scheduling import Task, list_rows, task_of
+from schedules.list_scheduling import Task, task_of
 from schedules.orders import SEARCHED
 from schedules.partition import PassCosts, StageCosts
 from schedules.schedule import Action, Schedule, ScheduleError
@@ -84,27 +82,6 @@ def test_what_is_found_runs_within_memory_and_no_named_one_is_faster(task):
     assert choice.seconds <= min(named_ones(task), default=choice.seconds) * (1 + TIGHT)
     assert choice.plain is None or choice.seconds <= choice.plain.seconds * (1 + TIGHT)
     assert choice.name in str(choice)
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.data(), st.integers(1, 6), st.integers(1, 12), st.booleans())
-def test_greedy_orders_end_and_hold_no_more_than_they_may(data, ranks, count, there_and_back):
-    """Whatever the costs and the limit: each pass once, in an order that can run."""
-    name = "zb-v" if there_and_back else "1f1b"
-    rank_of = orders.rank_of_stages(name, ranks)
-    seconds = {(kind, s): data.draw(COST) for kind in "FBW" for s in range(len(rank_of))}
-    sizes = [data.draw(st.floats(0.0, 2.0)) for _ in rank_of]
-    least = [sum(z for z, r in zip(sizes, rank_of, strict=True) if r == n) for n in range(ranks)]
-    limit = max(least) * data.draw(st.floats(1.0, 4.0))
-    rows = list_rows(rank_of, count, seconds, limit, sizes, data.draw(st.floats(0, 1)))
-    order = orders.of_numbers(Numbered(name, "FBW", rank_of, count, rows))
-    schedule.check(order, count, backward=True)
-    assert max(order.most_held(sizes)) <= limit + 1e-6
-
-
-def test_a_limit_below_one_micro_batch_is_refused():
-    with pytest.raises(ScheduleError, match="a rank may hold 1, one micro-batch takes 2"):
-        list_rows((0, 1, 1, 0), 3, {("F", 0): 1.0}, 1.0)
 
 
 def sequences(count: int, room: int, done=(0, 0, 0)) -> list[list[tuple[str, int]]]:
@@ -188,28 +165,22 @@ def test_unequal_passes_idle_two_fifths_of_1f1b_in_its_memory(given):
     assert max(held) <= task.limit * (1 + TIGHT)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_schedule_that_was_priced_is_executed(recompute):
+    """Of a model and a layout; what was decided is not asked again."""
+    asked = dataclasses.replace(LAYOUT, recompute=recompute)
+    layout, choice = decide_layout(SHAPE, asked, 12, "cpu")
+    order = orders.of_layout(SHAPE, layout, 12, "cpu")
+    transfer = task_of(SHAPE, asked, "cpu").transfer
+    end = makespan(order, choice.costs.seconds(order.split), transfer)
+    assert end == pytest.approx(choice.seconds)
+    assert orders.stage_costs(SHAPE, layout, "cpu") in (None, choice.costs)
+    assert decide_layout(SHAPE, layout, 12, "cpu") == (layout, None)
+
+
 def test_a_partition_that_is_given_is_kept():
     task = dataclasses.replace(equal_stages(4, 8), blocks=(1, 3, 3, 1), limit=12.0)
     assert search(task).blocks == (1, 3, 3, 1)
-
-
-def test_blocks_are_moved_where_that_is_faster():
-    """A head as heavy as two blocks, and memory for one micro-batch in flight on the last rank."""
-    task = equal_stages(4, 8)
-    head = PassCosts(2.0, 2.0, 2.0, 0.0)
-    heavy = dataclasses.replace(task, parts=(task.parts[0], task.parts[1], head), limit=9.0)
-    choice = search(heavy)
-    assert choice.seconds < choice.plain.seconds
-    assert sum(choice.blocks) == 8
-
-
-def test_large_pipelines_are_searched_with_all_their_micro_batches():
-    """24 stages x 256 micro-batches: the schedule that is returned is the whole one."""
-    task = equal_stages(24, 256)
-    choice = search(task)
-    order = built(choice, task)
-    assert sum(map(len, order.ranks)) == (3 if order.split else 2) * 256 * order.stages
-    assert choice.seconds < choice.plain.seconds
 
 
 PROGRAM = """
@@ -238,32 +209,6 @@ def test_every_process_finds_the_same():
         assert done.returncode == 0, done.stderr
         seen.add(done.stdout)
     assert len(seen) == 1
-
-
-def test_given_costs_take_the_place_of_counted_ones():
-    """In their own proportion, a block as dear as counted; the rest of the task stays."""
-    counted = task_of(SHAPE, LAYOUT, "cpu")
-    given = dataclasses.replace(LAYOUT, schedule_costs="10,20,5,4,3,14")
-    embedding, block, head = task_of(SHAPE, given, "cpu").parts
-    assert embedding == counted.parts[0]
-    assert (block.held, head.held) == (counted.parts[1].held, counted.parts[2].held)
-    assert sum(block[:3]) == pytest.approx(sum(counted.parts[1][:3]))
-    unit = block.forward / 10
-    measured = [each / unit for each in (*block[:3], *head[:3])]
-    assert measured == pytest.approx([10, 20, 5, 4, 3, 14])
-
-
-@pytest.mark.parametrize("text", ["1,2,3", "1,2,3,4,5,0", "1,2,3,4,5,nan", "fast"])
-def test_costs_that_are_none_are_a_sentence(text):
-    given = golden_worker.options({"pp": 2, "schedule": "auto", "schedule_costs": text})
-    with pytest.raises(UserError, match=f"six numbers above 0 .*not '{text}'"):
-        validation.check(given, 2)
-
-
-def test_what_cannot_measure_says_so():
-    given = dataclasses.replace(LAYOUT, schedule_costs="measured")
-    with pytest.raises(UserError, match="needs the run itself"):
-        decide_layout(SHAPE, given, 12)
 
 
 def test_a_run_measures_once_and_keeps_it_when_resumed(tmp_path):

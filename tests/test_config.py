@@ -1,21 +1,18 @@
 """Options: if this failed, flags, files and presets would mean something else than they say."""
 
 import json
-import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import fields
 
 import pytest
 from ranks import ROOT
 
-from config import messages, spelling
-from config.command_line import FIRST, parse, parse_request
+from config import messages
+from config.command_line import parse, parse_request
 from config.messages import VERSION, UserError, whole_number
 from config.needs import is_met
 from config.schema import GROUPS, Config, ModelShape
-from config.spelling import LACKS, PRESETS, preset
 from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
@@ -23,28 +20,6 @@ BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
 
 def configure(words: str, ranks: int = 1) -> Config:
     return check(parse(words.split()), ranks)
-
-
-def test_dp_follows_from_the_ranks():
-    config = configure(f"{BASE} --tp 2 --pp 2 --micro-batch-size 2", ranks=8)
-    assert config.layout.dp == 2
-    assert config.micro_batches(8) == 2
-
-
-@pytest.mark.parametrize(
-    ("encoding", "hint"),
-    [("ascii", "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"), ("utf-8", "write it in UTF-8")],
-)
-def test_bytes_that_the_locale_cannot_decode_are_named(monkeypatch, encoding, hint):
-    monkeypatch.setattr(messages.sys, "getfilesystemencoding", lambda: encoding)
-    sentence = rf"--sample-prompt has bytes that are not {encoding}, 'h.udcc3.udca9': {hint}"
-    with pytest.raises(UserError, match=sentence):
-        parse([*BASE.split(), "--sample-prompt", "h\udcc3\udca9"])
-
-
-def test_a_model_must_be_given():
-    with pytest.raises(UserError, match="--heads: give them, or --model PRESET"):
-        parse(["--layers", "2", "--hidden", "8"])
 
 
 def test_flags_win_over_the_file(tmp_path):
@@ -161,19 +136,6 @@ def test_what_megatrons_names_mean_depends_on_the_batch_of_flag_or_file(tmp_path
     assert parse([*words, "--batch-schedule", "0:4", "1M:12"]).data.eval_samples == 36
 
 
-def test_every_name_of_another_program_leads_to_an_option_of_ours():
-    options = {f.name.replace("_", "-") for cls in GROUPS.values() for f in fields(cls)}
-    names = spelling.NAMES
-    for table in ("same", "iterations", "meant"):
-        assert set(names[table].values()) <= options, table
-    words = [text.split()[0].removeprefix("--") for text in names["words"].values()]
-    assert {word.removeprefix("no-") for word in words} <= options
-    theirs = [*names["same"], *names["words"], *names["iterations"], *names["instead"]]
-    assert len(set(theirs)) == len(theirs)
-    assert not (set(theirs) | set(names["meant"])) & options
-    assert set(names["values"]) <= set(names["same"])
-
-
 def test_numbers_may_have_a_unit():
     words = f"{BASE} --lr-warmup-samples 2k --lr-decay-samples 1.5M --seq-length 1Ki --lr 3e-4"
     config = configure(words)
@@ -187,16 +149,6 @@ def test_numbers_may_have_a_unit():
             whole_number(text)
 
 
-def test_the_help_of_a_question_shows_what_it_takes():
-    command = [sys.executable, "plan.py", "days", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    for flag in ("--tokens", "--nodes", "--layers", "--recompute-layers", "--precision"):
-        assert f"\n  {flag}" in done.stdout
-    for flag in ("--size", "--trace", "--rejected", "--save-every"):
-        assert flag not in done.stdout
-
-
 def test_the_help_of_one_group_shows_its_options_alone():
     command = [sys.executable, "train.py", "--help", "data"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -205,28 +157,11 @@ def test_the_help_of_one_group_shows_its_options_alone():
     assert "\n  --layers" not in done.stdout
 
 
-def test_the_help_without_a_group_shows_the_options_that_people_use_first():
-    helps = {}
-    for words in ("", "all"):
-        command = [sys.executable, "train.py", "--help", *words.split()]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        helps[words] = set(re.findall(r"^  --([a-z0-9-]+)", done.stdout, re.MULTILINE))
-    assert {name.replace("_", "-") for name in FIRST} == helps[""] - {"config", "version"}
-    assert helps[""] < helps["all"]
-
-
 def test_what_a_preset_derives_is_derived_again():
     config = parse(["--model", "gpt2-124m", "--hidden", "1024", "--heads", "16"])
     assert (config.model.ffn_hidden, config.model.kv_heads) == (4096, 16)
     config = parse(["--model", "gpt2-124m", "--ffn-hidden", "1000", "--hidden", "1024"])
     assert config.model.ffn_hidden == 1000
-
-
-def test_every_preset_can_be_built():
-    for name in PRESETS:
-        if LACKS[name]:
-            continue  # planned only
-        check(Config(preset(name.upper()), training=configure(BASE).training), 1)
 
 
 def test_the_padded_vocabulary_is_the_published_one():
@@ -247,12 +182,6 @@ def test_help_imports_nothing_slow():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "config.schema" in imported
     assert sorted(imported & SLOW_MODULES) == []
-
-
-def test_the_version_is_one():
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        project = tomllib.load(file)["project"]
-    assert (project["name"], project["version"]) == ("trine", VERSION)
 
 
 @pytest.mark.parametrize("program", ["train.py", "plan.py", "tune.py", "checkpoint.py"])

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,21 +65,6 @@ def flat(documents) -> list[list[int]]:
 
 @given(corpora())
 @settings(max_examples=60, deadline=None)
-def test_round_trip(case):
-    vocab_size, documents = case
-    with tempfile.TemporaryDirectory() as folder:
-        write(f"{folder}/c", vocab_size, documents)
-        dataset = IndexedDataset(f"{folder}/c")
-        assert contents(dataset) == flat(documents)
-        counts = np.diff(dataset.documents).tolist()
-        assert counts == [len(document) for document in documents]
-        names = [dataset.document_of(i) for i in range(len(dataset))]
-        assert names == [d for d, document in enumerate(documents) for _ in document]
-        assert sorted(os.listdir(folder)) == ["c.bin", "c.idx"]
-
-
-@given(corpora())
-@settings(max_examples=60, deadline=None)
 def test_same_bytes_as_megatron(megatron, case):
     vocab_size, documents = case
     with tempfile.TemporaryDirectory() as folder:
@@ -107,21 +91,12 @@ def test_each_reads_the_others_files(megatron, case, multimodal):
         assert ours.documents.tolist() == theirs.document_indices.tolist()
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, np.uint16), (65500, np.int32)])
-def test_token_type_follows_the_vocabulary(tmp_path, vocab_size, dtype):
-    write(f"{tmp_path}/c", vocab_size, [[[vocab_size - 1]]])
-    dataset = IndexedDataset(f"{tmp_path}/c")
-    assert dataset.token_type == dtype
-    assert dataset.get(0).tolist() == [vocab_size - 1]
-
-
 def test_get_reads_a_part_and_nothing_beyond(tmp_path):
     write(f"{tmp_path}/c", 300, [[[1, 2, 3, 4]], [[5, 6]]])
     dataset = IndexedDataset(f"{tmp_path}/c")
-    assert dataset.get(0, 1, 2).tolist() == [2, 3]
-    assert dataset.get(0, 2).tolist() == [3, 4]
-    assert dataset.get(1, 2, 0).tolist() == []
-    for offset, length in ((0, 5), (3, 2), (-1, 1), (2, -1), (5, None)):
+    parts = [dataset.get(*place).tolist() for place in ((0, 1, 2), (0, 2), (1, 2, 0))]
+    assert parts == [[2, 3], [3, 4], []]
+    for offset, length in ((0, 5), (3, 2), (-1, 1), (2, -1)):
         with pytest.raises(IndexError):
             dataset.get(0, offset, length)
 
@@ -208,30 +183,19 @@ def resized(name: str, by: int):
 
 LENGTHS, OFFSETS, BOUNDARIES = 34, 34 + 4 * 4, 34 + 4 * 4 + 4 * 8
 DAMAGE = {
-    "no idx": (lambda folder: (folder / "c.idx").unlink(), r"c\.idx does not exist"),
     "no bin": (lambda folder: (folder / "c.bin").unlink(), r"c\.bin does not exist"),
-    "empty idx": (resized("c.idx", -IDX_BYTES), "cut short: 0 bytes, the header has 34"),
     "empty bin": (resized("c.bin", -BIN_BYTES), "has 0 bytes, but .* describes 12"),
     "header cut": (resized("c.idx", 33 - IDX_BYTES), "cut short: 33 bytes, the header has 34"),
     "idx cut": (resized("c.idx", -1), f"has {IDX_BYTES - 1} bytes, but .*needs {IDX_BYTES}"),
-    "idx long": (resized("c.idx", 3), f"has {IDX_BYTES + 3} bytes, but .*needs {IDX_BYTES}"),
-    "bin cut": (resized("c.bin", -1), "has 11 bytes, but .* describes 12"),
     "bin long": (resized("c.bin", 2), "has 14 bytes, but .* describes 12"),
     "magic": (edited(0, "9s", b"TNTIDX\0\0\0"), "is not a token index: it starts with b'TNTIDX"),
     "version": (edited(9, "<Q", 2), "has format version 2, only 1 is known"),
-    "no such type": (edited(17, "B", 99), r"dtype code 99; token ids are one of 1 \(uint8\)"),
     "float tokens": (edited(17, "B", 7), r"dtype code 7; token ids are one of 1 \(uint8\)"),
     "wider type": (edited(17, "B", 4), "sequence 1 starts at byte 6 .* end at byte 12"),
     "huge count": (edited(18, "<Q", 2**63), f"has {IDX_BYTES} bytes, but its header"),
-    "no boundary": (edited(26, "<Q", 0), f"has {IDX_BYTES} bytes, but its header .*needs 82"),
-    "last boundary": (
-        edited(BOUNDARIES + 32, "<q", 5),
-        "its 4 sequences, but boundary 4 of 5 is 5",
-    ),
     "first boundary": (edited(BOUNDARIES, "<q", 1), "its 4 sequences, but boundary 0 of 5 is 1"),
     "falling": (edited(BOUNDARIES + 8, "<q", 9), "its 4 sequences, but boundary 2 of 5 is 3"),
     "negative length": (edited(LENGTHS + 8, "<i", -2), "sequence 2 has -2 tokens"),
-    "other length": (edited(LENGTHS, "<i", 4), "sequence 1 starts at byte 6 .* end at byte 8"),
     "last length": (edited(LENGTHS + 12, "<i", 2), "has 12 bytes, but .* describes 14"),
     "odd offset": (edited(OFFSETS + 24, "<q", 9), "sequence 3 starts at byte 9 .* end at byte 10"),
     "far offset": (edited(OFFSETS, "<q", 2**60), f"sequence 0 starts at byte {2**60} .* byte 0"),
@@ -239,9 +203,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.parametrize("block", [2, 1 << 22])
-def test_damage_is_one_clear_sentence(tmp_path, monkeypatch, name, block):
-    monkeypatch.setattr(token_files, "BLOCK", block)  # places are right across blocks too
+def test_damage_is_one_clear_sentence(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(token_files, "BLOCK", 2)  # places are right across blocks too
     write(f"{tmp_path}/c", 300, DOCUMENTS)
     IndexedDataset(f"{tmp_path}/c")  # sound before
     change, message = DAMAGE[name]
@@ -249,31 +212,6 @@ def test_damage_is_one_clear_sentence(tmp_path, monkeypatch, name, block):
     with pytest.raises(UserError, match=message) as caught:
         IndexedDataset(f"{tmp_path}/c")
     assert "\n" not in str(caught.value)
-
-
-def test_an_index_without_boundaries(tmp_path):
-    (tmp_path / "c.bin").write_bytes(b"")
-    (tmp_path / "c.idx").write_bytes(token_files.HEADER.pack(token_files.MAGIC, 1, 8, 0, 0))
-    with pytest.raises(UserError, match="but boundary 0 of 0 is missing"):
-        IndexedDataset(f"{tmp_path}/c")
-
-
-def test_a_folder_is_not_a_corpus(tmp_path):
-    (tmp_path / "c.idx").mkdir()
-    with pytest.raises(UserError, match="cannot read"):
-        IndexedDataset(f"{tmp_path}/c")
-
-
-@given(corpora(), st.sampled_from([".idx", ".bin"]), st.data())
-@settings(max_examples=120, deadline=None)
-def test_a_truncated_file_is_never_read(case, suffix, data):
-    vocab_size, documents = case
-    with tempfile.TemporaryDirectory() as folder:
-        write(f"{folder}/c", vocab_size, [*documents, [[0]]])
-        path = Path(folder, "c" + suffix)
-        os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1), label="bytes left"))
-        with pytest.raises(UserError):
-            IndexedDataset(f"{folder}/c")
 
 
 @given(corpora(), st.data())

@@ -12,8 +12,8 @@ pytest.importorskip("h5py", reason="Trine's checkpoints need h5py, which is not 
 import golden_worker
 import torch
 from compare import assert_close
-from layout_runs import LayoutRuns
 from ranks import start_ranks
+from test_golden import POSITIONS
 
 import data
 import trainer
@@ -27,28 +27,8 @@ from watchdog import flight_recorder
 from watchdog.flight_recorder import FlightRecorder
 
 pytestmark = pytest.mark.cuda
-KINDS = [
-    {"positions": "learned"},
-    {"positions": "alibi", "embedding_norm": True},
-    {
-        "positions": "rotary",
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "bias": False,
-        "kv_heads": 4,
-    },
-]
-
-
+KINDS = list(POSITIONS.values())
 SMALL = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab-size 256 --steps 5"
-LAYOUTS = [
-    {"tp": 2},
-    {"tp": 2, "sequence_parallel": True},
-    {"pp": 2},
-    {"zero": 1},
-    {"zero": 2},
-    {"cp": 2, "kv_heads": 1},
-]
 
 
 def losses(options: dict, device: str) -> list[float]:
@@ -126,19 +106,6 @@ def test_weights_do_not_depend_on_the_device(cuda_device):
     for out in (ours, theirs):
         draw_normal(out, "w", (64, 48), 0, 0, 1.0, 7)
     assert_close(ours.cpu(), theirs, 1e-12, scale=1.0)
-
-
-@pytest.fixture(scope="module")
-def gloo(cuda_device, tmp_path_factory) -> LayoutRuns:
-    return LayoutRuns(cuda_device, "gloo", tmp_path_factory.mktemp("gloo"))
-
-
-@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=map(str, LAYOUTS))
-def test_two_ranks_share_one_gpu_over_gloo(gloo, number):
-    result, expected = gloo.results(2, LAYOUTS)[number], gloo.reference(LAYOUTS[number])
-    assert "error" not in result, result["error"]
-    assert_close(result["losses"], expected["losses"], 1e-4, LAYOUTS[number])
-    assert_close(result["norms"], expected["norms"], 1e-4, LAYOUTS[number])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,8 +1,5 @@
 """Samples and batches: if this failed, what a run trains on would depend on its layout."""
 
-import tempfile
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -74,38 +71,18 @@ def test_a_test_split_without_a_sample_is_a_note(tmp_path):
     assert "hold 4 tokens, but one sample takes seq-length(8) + 1" in note
 
 
-def test_an_empty_split_is_named(tmp_path):
-    write_corpus(f"{tmp_path}/c", [30] * 10)
-    with pytest.raises(
-        UserError, match=r"validation samples \(--split 1,0,0\): sequences 10 to 10"
-    ):
-        data.build(config_of([tmp_path / "c"], split="1,0,0", eval_samples=4))
-    with pytest.raises(UserError, match=r"train samples \(--split 0,1,0\): sequences 0 to 0 of"):
-        data.build(config_of([tmp_path / "c"], split="0,1,0"))
-
-
 @pytest.mark.parametrize("foreign", [VOCAB, -1])
 def test_a_foreign_token_is_named_before_it_is_used(tmp_path, foreign):
     with IndexedDatasetWriter(f"{tmp_path}/c", 70000) as writer:
         writer.add_document([1] * 5, [2] * 5)
-        writer.add_document([3] * 4 + [2 * VOCAB] + [4] * 5)
-    raw = bytearray((tmp_path / "c.bin").read_bytes())
-    raw[14 * 4 : 15 * 4] = foreign.to_bytes(4, "little", signed=True)
-    (tmp_path / "c.bin").write_bytes(raw)
+        writer.add_document([3] * 4 + [4] * 6)
+    tokens = np.fromfile(tmp_path / "c.bin", np.int32)
+    tokens[14] = foreign
+    tokens.tofile(tmp_path / "c.bin")
     message = rf"c: token 4 of sequence 2 \(document 1\) has id {foreign}, but vocab-size is 1000"
     samples = samples_of(IndexedDataset(f"{tmp_path}/c"), seq_length=19)
     with pytest.raises(UserError, match=message):
         micro_batch(samples, 0, 0, Layout(dp=1), 0)
-    fine = samples_of(IndexedDataset(f"{tmp_path}/c"), seq_length=19, vocab_size=None)
-    assert foreign in fine.sample(0)
-
-
-def test_reading_past_the_end(tmp_path):
-    samples = samples_of(write_corpus(f"{tmp_path}/c", [81]))  # ten samples
-    layout = Layout(micro_batch_size=2, dp=2)
-    micro_batch(samples, 4, 1, layout, 0)
-    with pytest.raises(UserError, match="samples 10 to 12 are needed, but there are only 10"):
-        micro_batch(samples, 4, 1, layout, 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -113,49 +90,33 @@ def test_reading_past_the_end(tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.booleans())
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_a_global_batch_does_not_depend_on_the_layout(dp, size, count, step, synthetic):
+def test_a_global_batch_does_not_depend_on_the_layout(dp, size, count, step):
     batch = dp * size * count
-    with tempfile.TemporaryDirectory() as folder:
-        if synthetic:
-            samples = Synthetic(VOCAB, 8, seed=5)
-        else:
-            samples = samples_of(write_corpus(f"{folder}/c", [7] * 50), 4 * batch)
-        layout = Layout(micro_batch_size=size, dp=dp)
-        parts = [
-            micro_batch(samples, step * batch, index, layout, rank)
-            for index in range(count)
-            for rank in range(dp)
-        ]
-        whole = replace(layout, micro_batch_size=batch, dp=1)
-        tokens, labels = micro_batch(samples, step * batch, 0, whole, 0)
-        assert torch.equal(torch.cat([part[0] for part in parts]), tokens)
-        assert torch.equal(torch.cat([part[1] for part in parts]), labels)
-        expected = [samples.sample(step * batch + i) for i in range(batch)]
-        assert np.array_equal(tokens.numpy(), np.stack(expected)[:, :-1])
-        assert np.array_equal(labels.numpy(), np.stack(expected)[:, 1:])
-        assert parts[0][0].shape == parts[0][1].shape == (size, 8)
-        assert tokens.dtype == labels.dtype == torch.int64
-        assert tokens.is_contiguous()
-        assert labels.is_contiguous()
+    samples = Synthetic(VOCAB, 8, seed=5)
+    layout = Layout(micro_batch_size=size, dp=dp)
+    parts = [
+        micro_batch(samples, step * batch, index, layout, rank)
+        for index in range(count)
+        for rank in range(dp)
+    ]
+    whole = np.stack([samples.sample(step * batch + i) for i in range(batch)])
+    for place, expected in enumerate((whole[:, :-1], whole[:, 1:])):
+        found = torch.cat([part[place] for part in parts])
+        assert np.array_equal(found.numpy(), expected)
+        assert found.dtype == torch.int64
+    assert parts[0][0].shape == parts[0][1].shape == (size, 8)
 
 
 def test_synthetic_samples_follow_from_their_position():
-    samples = Synthetic(VOCAB, 64, seed=1)
-    assert samples.sample(7).tolist() == Synthetic(VOCAB, 64, seed=1).sample(7).tolist()
-    assert samples.sample(0).shape == (65,)
-    other = [
-        samples.sample(8),
-        Synthetic(VOCAB, 64, 2).sample(7),
-        Synthetic(VOCAB, 64, 1, 1).sample(7),
-    ]
-    for sample in other:
-        assert sample.tolist() != samples.sample(7).tolist()
-    tokens = np.concatenate([samples.sample(k) for k in range(200)])
+    sample = Synthetic(VOCAB, 64, seed=1).sample(7)
+    assert sample.shape == (65,)
+    assert sample.tolist() == Synthetic(VOCAB, 64, seed=1).sample(7).tolist()
+    for seed, number in ((1, 8), (2, 7)):
+        assert Synthetic(VOCAB, 64, seed).sample(number).tolist() != sample.tolist()
+    tokens = np.concatenate([Synthetic(VOCAB, 64, seed=1).sample(k) for k in range(200)])
     assert (tokens.min(), tokens.max()) == (0, VOCAB - 1)
-    assert len(np.unique(Synthetic(3, 64, seed=1).sample(2**40))) == 3
-    assert samples.spans(0) == []
 
 
 def test_build_reads_what_the_run_needs(tmp_path):
@@ -173,9 +134,3 @@ def test_build_reads_what_the_run_needs(tmp_path):
     assert len({str(s.sample(0)) for s in three(splits)}) == 3
     assert data.build(config_of(["synthetic"])).validation is None
     assert data.build(config_of(["synthetic"], seed=7)).train.seed == 7
-
-
-def test_an_order_that_no_memory_holds_is_a_sentence(tmp_path):
-    write_corpus(f"{tmp_path}/c", [30] * 10)
-    with pytest.raises(UserError, match=r"^no memory for the order of 8(,000){5} train samples$"):
-        data.build(config_of([tmp_path / "c"], split="1", steps=10**15))

@@ -1,19 +1,13 @@
-"""The layout does not change the result: any layout against the single-rank run.
+"""The layout does not change the result: if this failed, a layout would train another model.
 
-Four steps under every (tp, pp, dp) in {1, 2, 4}^3 with up to 8 ranks, and ten steps once on each of
-these meshes, with a ramp-up of the batch. The options of a layout (ZeRO stage, overlapped gather of
-weights, sequence parallelism, schedule, micro-batch, tied head, positions, precision) are tried in
-full on 2 ranks; on 4 and 8 ranks every pair of values occurs, and with --full-golden the full
-product, in ten steps. Loss and gradient norm of every step agree to 1e-5 relative in fp32 and to
-1e-10 in fp64, where no rounding hides an error; replicas are equal to the bit at the end.
-
-Cases of one feature are lines of tests/data/golden/FEATURE.txt, which the test of the feature runs.
+Any layout against the single-rank run. Loss and gradient norm of every step agree to 1e-5 relative
+in fp32 and to 1e-10 in fp64, where no rounding hides an error; replicas are equal to the bit at the
+end. Cases of one feature are lines of tests/data/golden/FEATURE.txt, which the test of the feature
+runs; `layouts` are the lines of this file.
 """
 
-import itertools
 import json
 import math
-import random
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,77 +36,7 @@ POSITIONS = {
 }
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 TOLERANCES = ("tolerance", "weight_tolerance")  # what a line of a feature may say beside options
-WORLDS = (1, 2, 4, 8)
 AT_A_TIME = 2  # starts of ranks
-# The first step has the initial weights, the second those of an update, which were gathered, the
-# third an update with moments, the fourth all of it again: later ones do nothing that is new.
-FEW_STEPS = 4
-MESHES = [m for m in itertools.product((1, 2, 4), repeat=3) if m[0] * m[1] * m[2] <= 8]
-
-
-def factors(tp: int, pp: int, dp: int) -> dict[str, tuple]:
-    """The options worth varying on a mesh, with their values."""
-    return {
-        "zero": (0, 1) if dp > 1 else (1,),
-        "overlap_param_gather": (False, True) if dp > 1 else (False,),
-        "sequence_parallel": (False, True) if tp > 1 else (False,),
-        "schedule": ("gpipe", "1f1b") if pp > 1 else ("1f1b",),
-        "micro_batch_size": (1, 2),
-        "tied": (False, True),
-        "positions": tuple(POSITIONS),
-        "precision": ("fp32", "fp64"),
-    }
-
-
-def pairwise(values: dict[str, tuple], seed: int) -> list[dict]:
-    """Few combinations in which every pair of values of two options occurs, chosen greedily."""
-    return covering([dict(zip(values, v)) for v in itertools.product(*values.values())], seed)
-
-
-def covering(everything: list[dict], seed: int) -> list[dict]:
-    """Few of these combinations in which every pair of values that any has occurs."""
-    random.Random(seed).shuffle(everything)
-    pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in everything]
-    wanted = set().union(*pairs)
-    chosen = []
-    while wanted:
-        best = max(range(len(everything)), key=lambda i: len(pairs[i] & wanted))
-        chosen.append(everything[best])
-        wanted -= pairs[best]
-    return chosen
-
-
-def cases(ranks: int, full: bool) -> list[dict]:
-    """Every case for a world of that many ranks."""
-    result = []
-    for tp, pp, dp in MESHES:
-        if tp * pp * dp != ranks:
-            continue
-        values = factors(tp, pp, dp)
-        combinations = [dict(zip(values, v)) for v in itertools.product(*values.values())]
-        combinations = [c for c in combinations if c["zero"] >= c["overlap_param_gather"]]
-        if not full and ranks > 2:
-            combinations = covering(combinations, seed=100 * tp + 10 * pp + dp)
-        for options in combinations:
-            # Fewer micro-batches than stages are among these: 4 stages, 1 micro-batch.
-            batch = max(4, dp * options["micro_batch_size"])
-            extra = POSITIONS[options["positions"]]
-            mesh = {"tp": tp, "pp": pp, "layers": 2, "global_batch_size": batch}
-            steps = {} if full else {"steps": FEW_STEPS}
-            result.append(options | extra | mesh | steps)
-        result.append(ramp_up(result[-1], dp))
-    return result
-
-
-def ramp_up(case: dict, dp: int) -> dict:
-    """A case with three batch sizes in its ten steps: 3, 2 and 5 of them."""
-    share = dp * case["micro_batch_size"]
-    return case | {
-        "rampup_batch_size": [share, share, 6 * share],
-        "global_batch_size": 3 * share,
-        "lr_warmup_samples": 10 * share,
-        "steps": golden_worker.STEPS,
-    }
 
 
 @cache
@@ -258,34 +182,18 @@ def check_lines(feature: str, folder: Path, inputs: Path = Path()) -> list[dict]
     return found
 
 
-@pytest.fixture(scope="module")
-def runs(request, tmp_path_factory) -> Iterator[dict[int, tuple[list[dict], Future]]]:
-    """For each number of ranks its cases and their results."""
-    full = request.config.getoption("--full-golden")
-    worlds = {ranks: cases(ranks, full) for ranks in WORLDS}
-    with run_worlds(worlds, tmp_path_factory.mktemp("golden")) as starts:
-        yield {ranks: (worlds[ranks], starts[ranks]) for ranks in WORLDS}
-
-
+# The first step has the initial weights, the second those of an update, which were gathered, the
+# third an update with moments, the fourth all of it again: later ones do nothing that is new.
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_every_layout_equals_the_single_rank_run(ranks, runs):
-    every, start = runs[ranks]
-    expected = [reference(case) for case in every]  # while the ranks are at work
-    worst = {"fp32": 0.0, "fp64": 0.0}
-    for case, result, wanted in zip(every, start.result(), expected, strict=True):
-        off = distance(result, wanted)
-        assert len(result["losses"]) == case.get("steps", golden_worker.STEPS)
-        assert_within(off, TOLERANCE[case["precision"]], (case, result, wanted))
-        worst[case["precision"]] = max(worst[case["precision"]], off)
-    print(f"{ranks} ranks, {len(every)} cases, largest relative difference {worst}")
+def test_every_layout_equals_the_single_rank_run(tmp_path):
+    check_lines("layouts", tmp_path)
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_rounding_is_well_within_the_tolerance(positions):
+@pytest.mark.parametrize("shape", POSITIONS)
+def test_rounding_is_well_within_the_tolerance(shape):
     """The tolerance of fp32 is one for every processor: rounding takes at most a third of it."""
-    fp32 = [case for case in cases(4, full=False) if case["precision"] == "fp32"]
-    case = next(case for case in fp32 if case["positions"] == positions)
+    every = [case for case in lines_of("layouts")[4] if "precision" not in case]
+    case = next(case for case in every if POSITIONS[shape].items() <= case.items())
     off = effect_of_rounding(case)
     assert off > 1e-9, "the weights were moved"
     assert_within(off, TOLERANCE["fp32"] / 3, case)

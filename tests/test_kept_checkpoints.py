@@ -5,14 +5,7 @@ import os
 from checkpoint_worker import build_run, make, save_some
 from ranks import fork_one
 
-from checkpointing import folders
 from checkpointing.state import Progress
-
-
-def test_which_steps_are_kept():
-    assert folders.surplus([1, 2, 3, 4, 5], 0, 0) == []
-    assert folders.surplus([5, 1, 3, 2, 4], 2, 0) == [1, 2, 3]
-    assert folders.surplus([5, 10, 15, 20, 25], 1, 10) == [5, 15]
 
 
 def test_keep_last_and_keep_every(tmp_path):

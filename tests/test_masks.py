@@ -1,6 +1,5 @@
 """Masks and objectives: if this failed, tokens would see others than the rules say."""
 
-import math
 import warnings
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import data
 import trainer
-from attention import rotary_tables, rotate
 from config import validation
 from config.messages import UserError
 from config.run_options import Data
@@ -24,6 +22,7 @@ from corpora import attention_masks
 from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from corpora.objectives import Objective
 from corpora.token_files import IndexedDatasetWriter
+from data import Batch
 from distributed.collectives import Group
 
 EOD, S = 3, 16
@@ -49,11 +48,6 @@ def row_of(text, k=0, **given):
 texts = st.lists(st.integers(0, 5), min_size=2, max_size=40)
 
 
-def document_of(tokens) -> list[int]:
-    """The number of the document of each token: an end is the last of its own."""
-    return [sum(token == EOD for token in tokens[:place]) for place in range(len(tokens))]
-
-
 def seen_by(row) -> np.ndarray:
     """(s, s): whether token q sees token k, from a row's starts and stops."""
     places = np.arange(len(row["tokens"]))
@@ -68,48 +62,26 @@ def counted_in(row) -> np.ndarray:
 # ---- The rules, one token after the other --------------------------------------------------------
 
 
-@given(texts, st.integers(0, 9), st.booleans(), st.booleans(), st.booleans(), st.booleans())
-@example([EOD] * 9, 0, True, True, True, True)
-@example([EOD, 1], 0, True, True, True, True)
+@given(texts, st.integers(0, 9), st.booleans(), st.booleans())
+@example([EOD] * 9, 0, True, True)
+@example([EOD, 1], 0, True, True)
 @settings(max_examples=200, deadline=None)
-def test_each_rule_by_its_definition(text, k, attention, positions, eod, prefix):
-    given = {"reset_attention": attention, "reset_positions": positions, "mask_eod_loss": eod}
-    row = row_of(text, k, objective="prefix" if prefix else "causal", **given)
+def test_prefixes_by_their_definition(text, k, attention, eod):
+    """Masks without prefixes are compared with Megatron's."""
+    row = row_of(text, k, objective="prefix", reset_attention=attention, mask_eod_loss=eod)
     tokens, size = text[:-1], len(text) - 1
-    documents = document_of(tokens)
-    groups = documents if attention else [0] * size
-    first = [groups.index(group) for group in groups]
-    last = {group: size - 1 - groups[::-1].index(group) for group in groups}
+    # The number of the document of each token: an end is the last of its own.
+    documents = [tokens[:place].count(EOD) if attention else 0 for place in range(size)]
+    first = [documents.index(document) for document in documents]
+    ends = row["stops"][first].tolist()
     assert row["tokens"].tolist() == tokens
     assert [b if a == -1 else a for a, b in zip(row["labels"], text[1:])] == text[1:]
-    ends = [row["stops"][first[q]] if prefix else first[q] + 1 for q in range(size)]
-    if attention or prefix:
-        expected = [
-            [
-                groups[q] == groups[key] and (key <= q or max(q, key) < ends[q])
-                for key in range(size)
-            ]
-            for q in range(size)
-        ]
-        assert seen_by(row).tolist() == expected
-    for q in range(size) if prefix else []:
-        tokens_there = last[groups[q]] - first[q] + 1
-        assert 1 <= ends[q] - first[q] <= max(1, tokens_there - 1)
-    counted = [
-        not (eod and tokens[q] == EOD) and (not prefix or q + 1 >= ends[q]) for q in range(size)
-    ]
-    assert counted_in(row).tolist() == counted
-    if positions:
-        begin = [documents.index(document) for document in documents]
-        assert row["positions"].tolist() == [q - begin[q] for q in range(size)]
-    assert "starts" in row or not (attention or prefix)
-
-
-def test_prefixes_are_of_every_length_and_follow_from_the_sample():
-    text = [1] * 9 + [EOD] * 2
-    ends = [row_of(text, k, objective="prefix")["stops"][0] for k in range(400)]
-    assert sorted(set(ends)) == list(range(1, 10))
-    assert ends == [row_of(text, k, objective="prefix")["stops"][0] for k in range(400)]
+    for q in range(size):
+        sees = [documents[q] == documents[n] and n < max(q + 1, ends[q]) for n in range(size)]
+        assert seen_by(row)[q].tolist() == sees
+        assert 1 <= ends[q] - first[q] <= max(1, documents.count(documents[q]) - 1)
+        counted = q + 1 >= ends[q] and not (eod and tokens[q] == EOD)
+        assert counted_in(row)[q] == counted
 
 
 def test_only_labels_that_are_answers_count():
@@ -143,146 +115,112 @@ def test_masks_are_megatrons(megatron_masks, text, positions, attention, eod):
     assert places.tolist() == row.get("positions", np.arange(size)).tolist()
 
 
-# ---- A dense reference ---------------------------------------------------------------------------
+# ---- Through a model -----------------------------------------------------------------------------
 
 
-def dense_loss(state: trainer.TrainState, rows: list[dict]) -> tuple[torch.Tensor, int]:
-    """Loss sum and targets of some rows, by a GPT that is written out, with an (s, s) mask."""
-    model, total = state.config.model, torch.zeros((), dtype=torch.float64)
-    w = {p.spec.name: p for p in state.stages.parameters()}
-    norm = lambda x, name: F.layer_norm(  # noqa: E731
-        x, (model.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], model.norm_eps
-    )
-    places = torch.arange(model.seq_length)
-    tables = rotary_tables(model)
-    for row in rows:
-        positions = torch.from_numpy(row["positions"]) if "positions" in row else places
-        x = w["embedding.tokens.weight"][torch.from_numpy(row["tokens"])]
-        if model.positions == "learned":
-            x = x + w["embedding.positions.weight"][positions]
-        bias = torch.zeros(model.heads, *2 * [model.seq_length], dtype=torch.float64)
-        if model.positions == "alibi":
-            bias -= alibi_slopes(model.heads)[:, None, None] * (places[:, None] - places).abs()
-        bias[:, ~torch.from_numpy(seen_by(row))] = -math.inf
-        for i in range(model.layers):
-            name = f"blocks.{i}.attention"
-            qkv = w[f"{name}.qkv.weight"], w[f"{name}.qkv.bias"]
-            y = torch.einsum("sh,gqdh->sgqd", norm(x, f"{name}_norm"), qkv[0]) + qkv[1]
-            q, k, v = y[:, :, :-2].flatten(1, 2), y[:, :, -2], y[:, :, -1]
-            if model.positions == "rotary":
-                turned = tuple(table[positions, 0] for table in tables)
-                q, k = rotate(q, turned), rotate(k, turned)
-            k, v = (t.repeat_interleave(model.heads // model.kv_heads, 1) for t in (k, v))
-            scores = torch.einsum("qad,kad->aqk", q, k) / math.sqrt(model.head_size) + bias
-            y = torch.einsum("aqk,kad->qad", scores.softmax(-1), v).flatten(1)
-            x = x + F.linear(y, w[f"{name}.out.weight"], w[f"{name}.out.bias"])
-            name = f"blocks.{i}.mlp"
-            y = F.linear(norm(x, f"{name}_norm"), w[f"{name}.up.weight"], w[f"{name}.up.bias"])
-            y = F.gelu(y, approximate="tanh")
-            x = x + F.linear(y, w[f"{name}.down.weight"], w[f"{name}.down.bias"])
-        logits = F.linear(norm(x, "head.norm"), w["embedding.tokens.weight"])[:, : model.vocab_size]
-        counted = torch.from_numpy(counted_in(row))
-        labels = torch.from_numpy(row["labels"])[counted]
-        total = total + F.cross_entropy(logits[counted], labels, reduction="sum")
-    return total, sum(int(counted_in(row).sum()) for row in rows)
+def batch_of(rows: list[dict]) -> Batch:
+    """The rows of a batch, as a stage takes them."""
+    names = ("tokens", "labels", "starts", "stops", "positions")
+    tensors = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in names}
+    return Batch(count=int((tensors["labels"] >= 0).sum()), **tensors)
+
+
+@pytest.mark.parametrize("objective", ["causal", "prefix"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"), [("gpt2", torch.float64, 1e-12), ("llama", torch.float32, 1e-5)]
+)
+def test_logits_and_losses_are_those_of_transformers(name, dtype, tolerance, objective):
+    """There with the mask written out, (s, s), and with the positions of the tokens."""
+    families = pytest.importorskip("test_families")
+    theirs = families.their_model(name, dtype)
+    stage = families.our_stage(theirs, dtype, masked=True)
+    every = {"objective": objective, "reset_attention": True, "reset_positions": True}
+    rows = [row_of(torch.randint(9, (families.S + 1,)), k, **every) for k in range(2)]
+    batch = batch_of(rows)
+    seen = torch.from_numpy(np.stack([seen_by(row) for row in rows]))[:, None]
+    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    expected = theirs(batch.tokens, attention_mask=bias, position_ids=batch.positions).logits
+    logits = stage.head.logits(stage.hidden_states(batch.tokens, batch)).transpose(0, 1)
+    scale = expected.abs().max().item()
+    assert_close(logits[..., : families.V], expected, tolerance, scale=scale)
+    counted = batch.labels >= 0
+    assert 0 < counted.sum() < counted.numel() or objective == "causal"
+    wanted = F.cross_entropy(expected[counted], batch.labels[counted], reduction="sum")
+    assert_close(stage(batch.tokens, batch), wanted, tolerance)
 
 
 ALL = {"eod_token": EOD, "reset_attention": True, "mask_eod_loss": True, "vocab_size": 13}
 
 
-@pytest.mark.parametrize("objective", ["causal", "prefix"])
-@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
-def test_a_step_is_that_of_the_dense_reference(positions, objective):
-    """Loss, gradients and evaluation; the loss is divided by the targets of the batch."""
-    case = ALL | {"positions": positions, "objective": objective, "precision": "fp64"}
-    case |= {"reset_positions": positions != "alibi", "kv_heads": 4, "eval_samples": 8}
-    case |= {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
-    config = validation.check(options(case | {"micro_batch_size": 2}), 1)
+def test_the_loss_is_divided_by_the_targets_of_the_global_batch():
+    case = ALL | {"objective": "prefix", "reset_positions": True, "eval_samples": 8}
+    case |= {"precision": "fp64", "micro_batch_size": 2}
+    config = validation.check(options(case), 1)
     samples, state = data.build(config).train, trainer.build(config)
-    objectives = Objective(config.data, config.training.seed)
-    rows = [objectives.row(samples, k) for k in range(8)]
-    assert any(len(set(row["starts"].tolist())) > 1 for row in rows)
-    loss, targets = dense_loss(state, rows)
-    assert 0 < targets < 8 * S
-    mean = loss / targets
-    gradients = torch.autograd.grad(mean, list(state.stages.parameters()))
-    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-    assert_close(trainer.evaluate(state, samples, 8), mean.item(), 1e-12)
-    before = [p.detach().clone() for p in state.stages.parameters()]
-    result = trainer.step(state, samples, 0, 1.0)
-    assert_close(result.loss, mean.item(), 1e-12)
-    assert_close(result.grad_norm, norm.item(), 1e-10)
-    for p, old, gradient in zip(state.stages.parameters(), before, gradients, strict=True):
-        assert_close(old - p, gradient, 1e-9, p.spec.name, scale=norm.item())
+    objective = Objective(config.data, config.training.seed)
+    batch = batch_of([objective.row(samples, k) for k in range(8)])
+    assert 0 < batch.count < batch.labels.numel()
+    mean = state.stages[0](batch.tokens, batch).item() / batch.count
+    assert_close(trainer.evaluate(state, samples, 8), mean, 1e-12)
+    assert_close(trainer.step(state, samples, 0, 1.0).loss, mean, 1e-12)
     state.reader.close()
 
 
 def test_a_batch_without_targets_changes_nothing():
     """Every token is an end, so no label counts: no update, no NaN, and fp16's scale stays."""
-    for precision in ("fp32", "fp16"):
-        case = ALL | {"vocab_size": 1, "eod_token": 0, "precision": precision, "eval_samples": 8}
-        config = validation.check(options(case), 1)
-        samples, state = data.build(config).train, trainer.build(config)
-        before = [p.detach().clone() for p in state.stages.parameters()]
-        scale = state.optimizer.scale.state()
-        result = trainer.step(state, samples, 0, 1e-3)
-        assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, True)
-        assert all(map(torch.equal, before, state.stages.parameters()))
-        assert state.optimizer.updates == 0
-        assert trainer.evaluate(state, samples, 8) == 0.0
-        after = state.optimizer.scale.state()
-        assert after.get("loss_scale") == scale.get("loss_scale")
-        state.reader.close()
+    case = ALL | {"vocab_size": 1, "eod_token": 0, "precision": "fp16", "eval_samples": 8}
+    config = validation.check(options(case), 1)
+    samples, state = data.build(config).train, trainer.build(config)
+    before = [p.detach().clone() for p in state.stages.parameters()]
+    scale = state.optimizer.scale.value
+    result = trainer.step(state, samples, 0, 1e-3)
+    assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, True)
+    assert all(map(torch.equal, before, state.stages.parameters()))
+    assert (state.optimizer.updates, state.optimizer.scale.value) == (0, scale)
+    assert trainer.evaluate(state, samples, 8) == 0.0
+    state.reader.close()
 
 
 # ---- Blocks of flex_attention --------------------------------------------------------------------
 
 
-@st.composite
-def intervals(draw):
-    """Starts and stops of a batch, from texts with prefixes."""
-    size, count = draw(st.integers(1, 70)), draw(st.integers(1, 3))
+def bounds_of(texts: list, objective: str) -> list[torch.Tensor]:
+    """Starts and stops, (b, s) each, of a batch of texts."""
     rows = [
-        row_of(
-            draw(st.lists(st.integers(0, 9), min_size=size + 1, max_size=size + 1)),
-            k,
-            objective=draw(st.sampled_from(["causal", "prefix"])),
-            reset_attention=True,
-        )
-        for k in range(count)
+        row_of(text, k, objective=objective, reset_attention=True) for k, text in enumerate(texts)
     ]
     return [torch.from_numpy(np.stack([row[name] for row in rows])) for name in ("starts", "stops")]
 
 
-@given(intervals(), st.sampled_from([4, 16, 128]), st.sampled_from([1, 2, 3]))
+@given(st.data(), st.integers(1, 70), st.integers(1, 3), st.sampled_from(["causal", "prefix"]))
 @settings(max_examples=100, deadline=None)
-def test_blocks_are_those_of_the_dense_mask(bounds, block, cp):
+def test_blocks_are_those_of_the_dense_mask(draws, size, batch, objective):
     """A whole block has no hidden pair, and no pair that is seen is in a block that is left out;
     with cp for the queries of one rank, where their number divides.
     """
-    batch, size = bounds[0].shape
+    text = st.lists(st.integers(0, 9), min_size=size + 1, max_size=size + 1)
+    bounds = bounds_of([draws.draw(text) for _ in range(batch)], objective)
+    block, cp = draws.draw(st.sampled_from([4, 16, 128])), draws.draw(st.integers(1, 3))
     places = torch.arange(size)
-    group = Group(tuple(range(cp if size % (2 * cp) == 0 else 1)))
-    own = group.balanced_shard(places, 0)
+    own = Group(tuple(range(cp if size % (2 * cp) == 0 else 1))).balanced_shard(places, 0)
     dense = visible(*bounds, None, torch.float64, own).dense[:, 0]
     assert torch.equal(dense, visible(*bounds, None, torch.float64).dense[:, 0, own])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_masks, "BLOCK", block)
         blocks = visible_blocks(*(bound[:, own] for bound in bounds), size)
+    listed = torch.zeros(batch, len(own), size, dtype=torch.int64)
+    for whole, numbers, indices in (
+        (False, blocks.kv_num_blocks, blocks.kv_indices),
+        (True, blocks.full_kv_num_blocks, blocks.full_kv_indices),
+    ):
+        for b, _, q in np.ndindex(*numbers.shape):
+            for k in indices[b, 0, q, : numbers[b, 0, q]].tolist():
+                place = b, slice(q * block, (q + 1) * block), slice(k * block, (k + 1) * block)
+                listed[place] += 1
+                assert dense[place].all() or not whole
+    assert listed.max() <= 1, "each block once"
+    assert not (dense & (listed == 0)).any()
     for b in range(batch):
-        listed = torch.zeros(len(own), size, dtype=torch.bool)
-        for q in range(-(-len(own) // block)):
-            rows = slice(q * block, (q + 1) * block)
-            for whole, numbers, indices in (
-                (False, blocks.kv_num_blocks, blocks.kv_indices),
-                (True, blocks.full_kv_num_blocks, blocks.full_kv_indices),
-            ):
-                for k in indices[b, 0, q, : numbers[b, 0, q]].tolist():
-                    columns = slice(k * block, (k + 1) * block)
-                    assert not listed[rows, columns].any(), "each block once"
-                    listed[rows, columns] = True
-                    assert dense[b, rows, columns].all() or not whole
-        assert not (dense[b] & ~listed).any()
         rows = torch.arange(len(own))[:, None]
         assert torch.equal(blocks.mask_mod(b, 0, rows, places), dense[b])
 
@@ -292,11 +230,7 @@ def test_blocks_are_those_of_the_dense_mask(bounds, block, cp):
 def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
     """By torch's own reference of it, on the CPU, without compiling; with cp a rank's queries."""
     torch.manual_seed(1)
-    rows = [
-        row_of(torch.randint(60, (201,)), k, objective="prefix", reset_attention=True)
-        for k in range(2)
-    ]
-    bounds = [torch.from_numpy(np.stack([r[name] for r in rows])) for name in ("starts", "stops")]
+    bounds = bounds_of(list(torch.randint(60, (2, 201))), "prefix")
     q, k, v = torch.randn(2, 4, 200, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 16)
     slopes = alibi_slopes(4) if alibi else None
     own = Group(tuple(range(cp)), cp - 1).balanced_shard(torch.arange(200), 0)

@@ -8,7 +8,6 @@ Ranks are plain processes: no MPI is needed. Many layouts share a start of ranks
 """
 
 import json
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,10 +19,9 @@ import fault_worker
 from compare import relative_difference
 from layout_runs import LayoutRuns
 from ranks import Outcome, start_ranks
-from test_golden import weight_difference
+from test_golden import lines_of, weight_difference
 
 pytestmark = pytest.mark.cuda
-STEPS = 3
 # In fp64 no rounding hides an error. bf16 runs the kernels and the fp32 sums of real training; its
 # roundings differ by layout, and Adam makes whole steps of those of small gradients.
 TOLERANCES = {
@@ -31,62 +29,16 @@ TOLERANCES = {
     "bf16": {"losses": 5e-3, "norms": 3e-2, "weights": 1e-1},
 }
 
-WIDE = {"hidden": 128, "heads": 4, "seq_length": 64, "precision": "bf16"}
-SEQUENCE = {"tp": 2, "sequence_parallel": True}
-ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
-GATHERED = {"cp": 2, "kv_heads": 1}  # with several, heads are exchanged, no keys gathered
-# The last ones are those that a deadlock is most likely in.
-CASES = {
-    2: [
-        {"tp": 2},
-        {"tp": 2, "tied": False, "positions": "alibi", "embedding_norm": True},
-        SEQUENCE,
-        SEQUENCE | ROTARY | {"kv_heads": 4, "recompute": "full"},
-        SEQUENCE | WIDE,
-        {"zero": 0},
-        {"zero": 1},
-        {"zero": 2},
-        {"zero": 1, "overlap_param_gather": True},
-        {"zero": 2, "overlap_param_gather": True} | WIDE,
-        {"pp": 2},
-        {"pp": 2, "schedule": "gpipe", "tied": False},
-        {"pp": 2} | WIDE,
-        {"zero": 3},
-        {"zero": 3} | WIDE,
-        {"cp": 2},
-        GATHERED,
-        GATHERED | WIDE,
-        {"pp": 2, "schedule": "zb-h1"},
-        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "layers": 4},
-        {"pp": 2, "schedule": "zb-v", "layers": 4},
-        {"pp": 2, "vocab_pp": True},
-    ],
-    4: [
-        {"tp": 2, "pp": 2},
-        SEQUENCE | {"pp": 2, "tied": False},
-        SEQUENCE | {"zero": 2},
-        {"pp": 2, "zero": 1, "overlap_param_gather": True},
-        SEQUENCE | {"pp": 2} | WIDE,
-        {"tp": 2, "zero": 3},
-        GATHERED | {"pp": 2},
-    ],
-}
-
-
-def case(ranks: int, options: dict) -> dict:
-    """All options of a case: fp64 unless it says otherwise; few steps of two micro-batches."""
-    replicas = ranks // math.prod(options.get(axis, 1) for axis in ("tp", "cp", "pp"))
-    length = {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2 // replicas}
-    return {"precision": "fp64", "lr": 1e-2} | length | options
-
-
-def name(options: dict) -> str:
-    return " ".join(f"{k}={v}" for k, v in options.items()).replace("True", "on") or "plain"
-
-
+CASES = lines_of("nccl")
 NUMBERED = [(ranks, number) for ranks, cases in CASES.items() for number in range(len(cases))]
 WORDS = {2: "two-ranks", 4: "four-ranks"}
-NAMES = [f"{WORDS[ranks]}: {name(CASES[ranks][number])}" for ranks, number in NUMBERED]
+
+
+def name(place: tuple[int, int]) -> str:
+    """Return the name of a case: its ranks and its options."""
+    ranks, number = place
+    words = [f"{key}={value}" for key, value in CASES[ranks][number].items()]
+    return f"{WORDS[ranks]}: {' '.join(words)}"
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +47,18 @@ def machine(cuda_device, tmp_path_factory) -> LayoutRuns:
     return LayoutRuns(cuda_device, backend, tmp_path_factory.mktemp("nccl"))
 
 
-ONE_MICRO_BATCH = {"pp": 2, "micro_batch_size": 4}
-
-
 def test_one_micro_batch_in_ranks_that_have_loaded_no_kernel(machine):
     """Before all others, in a start of its own: a kernel that is loaded waits until nothing runs,
     so that a receive whose message comes after it would make both ranks wait for ever.
     """
-    check_layout(machine, 2, [case(2, ONE_MICRO_BATCH)], 0)
+    check_layout(machine, 2, [CASES[2][0] | {"tp": 1, "pp": 2, "micro_batch_size": 4}], 0)
 
 
-@pytest.mark.parametrize(("ranks", "number"), NUMBERED, ids=NAMES)
-def test_a_layout_equals_the_single_rank(machine, ranks, number):
+@pytest.mark.parametrize("place", NUMBERED, ids=name)
+def test_a_layout_equals_the_single_rank(machine, place):
     """Losses, gradient norms, weights; and copies of a weight are equal to the bit."""
-    check_layout(machine, ranks, [case(ranks, options) for options in CASES[ranks]], number)
+    ranks, number = place
+    check_layout(machine, ranks, CASES[ranks], number)
 
 
 def check_layout(machine: LayoutRuns, ranks: int, cases: list[dict], number: int) -> None:
@@ -116,7 +66,7 @@ def check_layout(machine: LayoutRuns, ranks: int, cases: list[dict], number: int
     options = cases[number]
     result, expected = machine.results(ranks, cases)[number], machine.reference(options)
     assert "error" not in result, result["error"]
-    assert len(result["losses"]) == STEPS
+    assert len(result["losses"]) == options["steps"]
     assert result["unequal"] == []
     off = {what: relative_difference(result[what], expected[what]) for what in ("losses", "norms")}
     off["weights"] = weight_difference(result["weights"], expected["weights"])

@@ -63,33 +63,18 @@ def test_arrays_are_built_once_and_mapped_read_only(tmp_path):
     assert_equal(nothing, arrays)
 
 
-@pytest.mark.parametrize("damage", ["empty", "header", "short", "zeros", "magic"])
+@pytest.mark.parametrize("damage", [slice(0), slice(100), slice(-64), slice(1, None)])
 def test_a_damaged_entry_is_built_anew(tmp_path, damage):
     cache = ArrayCache(str(tmp_path))
     cache.find(FACTS, some_arrays)
     (path,) = tmp_path.glob("*.arrays/rows.npy")
     raw = path.read_bytes()
     path.unlink()  # else the file that is mapped would change
-    path.write_bytes(
-        {
-            "empty": b"",
-            "header": raw[:100],
-            "short": raw[:-64],
-            "zeros": bytes(len(raw)),
-            "magic": b"x" + raw[1:],
-        }[damage]
-    )
+    path.write_bytes(raw[damage])
     found = cache.find(FACTS, some_arrays)
     assert found.built
     assert_equal(found, some_arrays())
     assert path.read_bytes() == raw
-
-
-def test_another_start_of_the_system_meets_no_old_entry(tmp_path, monkeypatch):
-    ArrayCache(str(tmp_path)).find(FACTS, some_arrays)
-    (tmp_path / "boot").write_text("another")
-    monkeypatch.setattr(mapped_files, "BOOT_ID", tmp_path / "boot")
-    assert ArrayCache(str(tmp_path)).find(FACTS, some_arrays).built
 
 
 def test_entries_that_nobody_uses_are_removed(tmp_path):
@@ -107,22 +92,6 @@ def test_entries_that_nobody_uses_are_removed(tmp_path):
     assert not cache.find({"number": 1}, never).built
     assert not (tmp_path / "killed.partial").exists()
     assert (tmp_path / "mine.txt").exists()
-
-
-def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError, match=r"--cache .*file/sub: cannot store .*Not a directory.*none"
-    ):
-        ArrayCache(str(tmp_path / "file" / "sub"))
-    cache = ArrayCache(str(tmp_path / "full"))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(mapped_files, "_write", full)
-    with pytest.raises(UserError, match=r"full: cannot store .*No space left.* --cache none"):
-        cache.find(FACTS, some_arrays)
 
 
 def test_a_folder_that_others_could_write_is_not_used(tmp_path, monkeypatch):
@@ -189,50 +158,24 @@ def test_every_input_of_an_order_has_its_entry(tmp_path, monkeypatch):
     assert blends.find_blend_order([0.5, 0.5], 8, cache).found.built
 
 
-@pytest.mark.parametrize("how", ["rewritten", "same size", "same time", "moved here"])
+@pytest.mark.parametrize("how", ["same size", "same time", "moved here"])
 def test_a_changed_corpus_never_meets_an_old_order(tmp_path, how):
     cache, prefix = ArrayCache(str(tmp_path / "cache")), f"{tmp_path}/c"
-    dataset = write_corpus(prefix, [30] * 10 + [10] * 10)
-    order_of(dataset, cache)
+    order_of(write_corpus(prefix, [30] * 10 + [10] * 10), cache)
     before = os.stat(prefix + ".idx")
-    if how == "rewritten":
-        write_corpus(prefix, [30] * 11 + [10] * 10)
-    elif how == "moved here":
-        write_corpus(f"{tmp_path}/d", [10] * 10 + [30] * 10)
-        for suffix in (".idx", ".bin"):
-            os.utime(f"{tmp_path}/d{suffix}", ns=(before.st_atime_ns, before.st_mtime_ns))
-            os.rename(f"{tmp_path}/d{suffix}", prefix + suffix)
+    other = write_corpus(f"{tmp_path}/d", [10] * 10 + [30] * 10).prefix
+    if how == "moved here":
+        os.rename(other + ".bin", prefix + ".bin")
+        os.rename(other + ".idx", prefix + ".idx")
     else:
         with open(prefix + ".idx", "r+b") as file:  # in its place: the same file number
-            other = write_corpus(f"{tmp_path}/d", [10] * 10 + [30] * 10)
-            file.write(Path(other.prefix + ".idx").read_bytes())
-        if how == "same time":
-            os.utime(prefix + ".idx", ns=(before.st_atime_ns, before.st_mtime_ns))
+            file.write(Path(other + ".idx").read_bytes())
+    if how != "same size":
+        os.utime(prefix + ".idx", ns=(before.st_atime_ns, before.st_mtime_ns))
     now = IndexedDataset(prefix, cache)
     found, own = order_of(now, cache), order_of(now, None)
     assert found.found.built
     assert np.array_equal(found.sample_index, own.sample_index)
-
-
-def test_a_pair_is_checked_once(tmp_path, monkeypatch):
-    cache, prefix = ArrayCache(str(tmp_path / "cache")), f"{tmp_path}/c"
-    write_corpus(prefix, [30] * 10)
-    IndexedDataset(prefix, cache)
-    monkeypatch.setattr(IndexedDataset, "_check", lambda self: never())
-    IndexedDataset(prefix, cache)
-    with pytest.raises(AssertionError, match="it is in the cache"):
-        IndexedDataset(prefix)
-
-
-def test_a_cached_order_that_is_cut_short_is_named(tmp_path):
-    cache = ArrayCache(str(tmp_path / "cache"))
-    samples = order_of(write_corpus(f"{tmp_path}/c", [9] * 3000), cache, samples=3000)
-    (path,) = (tmp_path / "cache").glob("*.arrays/shuffle_index.npy")
-    os.truncate(path, 200)
-    with pytest.raises(
-        UserError, match=r"shuffle_index.npy was cut short .*: it has 200 bytes and had"
-    ):
-        samples.sample(2999)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -287,32 +230,20 @@ def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
     """Two stages: the losses are those of a run without a cache."""
     write_corpus(f"{tmp_path}/a", [30] * 60)
     write_corpus(f"{tmp_path}/b", [20] * 60, seed=1)
-    words = (
-        f"train.py --layers 2 --hidden 16 --heads 2 --vocab-size {VOCAB} --seq-length 8 --steps 4"
-    )
-    words += f" --data 0.3 {tmp_path}/a 0.7 {tmp_path}/b --split 8,1,1 --eval-samples 8 --pp 2"
-    words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2 --log-every 1"
-    seen = {}
-    for cache in ("none", f"{tmp_path}/cache"):
-        outcome = fork_ranks(2, *words.split(), "--cache", cache, timeout=120)
+    words = f"train.py --layers 2 --hidden 16 --heads 2 --vocab-size {VOCAB} --seq-length 8 "
+    words += f"--data 0.3 {tmp_path}/a 0.7 {tmp_path}/b --split 8,1,1 --eval-samples 8 --pp 2 "
+    words += f"--steps 4 --out {tmp_path}/out --no-preflight --micro-batch-size 2 --cache "
+    losses = []
+    folder = tmp_path / "cache" / f"trine-{os.getuid()}"
+    for cache, where in (("none", "memory"), (f"{tmp_path}/cache", str(folder))):
+        outcome = fork_ranks(2, *words.split(), cache, timeout=120)
         assert outcome.status == 0, outcome.err
-        line = next(line for line in outcome.out.splitlines() if line.startswith("data: "))
-        rows = Path(tmp_path, "out", "metrics.jsonl").read_text().splitlines()
-        losses = [
-            value
-            for row in map(json.loads, rows)
-            for name, value in row.items()
-            if name in ("loss", "validation_loss", "test_loss")
-        ]
-        seen[line] = losses
-        assert len(losses) == 6
-    assert len({str(losses) for losses in seen.values()}) == 1
-    assert [line.rpartition("; ")[2] for line in seen] == [
-        "megatron order in memory",
-        f"megatron order in {tmp_path}/cache/trine-{os.getuid()}",
-    ]
+        assert f"; megatron order in {where}\n" in outcome.out
+        rows = map(json.loads, Path(tmp_path, "out", "metrics.jsonl").read_text().splitlines())
+        losses.append([v for row in rows for k, v in row.items() if k.endswith("loss")])
+    assert losses[0] == losses[1]
     # Two pairs, an order of each in three splits, and two blends: two splits need equal ones.
-    assert len(entries(tmp_path / "cache" / f"trine-{os.getuid()}")) == 2 + 6 + 2
+    assert len(entries(folder)) == 2 + 6 + 2
 
 
 def test_the_default_folder_is_the_users_own(monkeypatch, tmp_path):

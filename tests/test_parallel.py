@@ -13,8 +13,7 @@ from config.schema import Layout
 from distributed import collectives
 from distributed.collectives import Group
 from distributed.mesh import Mesh
-from model import VocabEmbedding
-from parallel import ParamFactory, draw_normal
+from parallel import draw_normal
 from watchdog.flight_recorder import FlightRecorder
 
 
@@ -111,26 +110,17 @@ FIRST_VALUES = [
 
 def test_rank_order():
     """rank = (pp_rank * dp + dp_rank) * tp + tp_rank, of a mesh on a fake context."""
-
     layout = Layout(tp=2, pp=3, dp=4)
+    ranks = torch.arange(24).view(3, 4, 2)
     for rank in range(24):
         mesh = Mesh(layout.axes, FakeContext(24, rank))
         pp, dp, tp = (mesh.place[axis] for axis in ("pp", "dp", "tp"))
-        assert rank == (pp * 4 + dp) * 2 + tp
+        assert ranks[pp, dp, tp] == rank
         assert (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (pp, dp, tp)
-        assert mesh.tp.ranks == (rank - rank % 2, rank - rank % 2 + 1)
-        assert mesh.dp.ranks == tuple(pp * 8 + d * 2 + tp for d in range(4))
-        assert mesh.forward.ranks == tuple(rank % 8 + 8 * p for p in range(3))
+        groups = (ranks[pp, dp], ranks[pp, :, tp], ranks[:, dp, tp])
+        found = (mesh.tp.ranks, mesh.dp.ranks, mesh.forward.ranks)
+        assert found == tuple(tuple(group.tolist()) for group in groups)
         ends = mesh.forward.ranks[::2]
         assert mesh.tied.ranks == (ends if rank in ends else (rank,))
-        assert mesh.world.size == 24
     with pytest.raises(ValueError, match=r"'dp': 4, .* is not a mesh of 23 ranks"):
         Mesh(layout.axes, FakeContext(23))
-
-
-def test_padding_rows_are_zero_and_beyond_the_vocabulary():
-    embedding = VocabEmbedding(ParamFactory(Mesh()), "e", 5, 8, 3, tied=False)
-    assert embedding.weight.shape == (8, 3)
-    assert embedding.weight.spec.stop == 5
-    assert (embedding.weight[5:] == 0).all()
-    assert (embedding.weight[:5] != 0).all()

@@ -5,6 +5,7 @@ On real ranks it runs in test_golden and test_train.
 
 import weakref
 from collections import Counter
+from functools import partial
 
 import handmade_schedules as handmade
 import pytest
@@ -21,7 +22,6 @@ from nccl_rules import (
 from test_peaks import PeakBytes
 
 from data import Batch
-from emulator.recording import MESSAGES
 from parallel import DeferredGradients, linear
 from pipeline import Execution, Pipeline
 from schedules import orders, schedule
@@ -98,17 +98,19 @@ class Multiply(torch.nn.Module):
         return (x * batch.labels).sum() if self.last else x
 
 
-def pipeline_of(order, wires, rank) -> Pipeline:
-    """One rank's pipeline, of as many stages as the schedule gives it."""
-    pipeline = Pipeline.__new__(Pipeline)  # not from a model's configuration
-    pipeline.masked = False
-    pipeline.mesh = OneProcessMesh(wires, rank, len(order.ranks))
+def pipeline_of(order, rank, mesh, stage_of, shape=(1, WIDTH), dtype=torch.float32) -> Pipeline:
+    """One rank's pipeline, of as many stages as the schedule gives it; not from a configuration.
+
+    stage_of: makes a stage of its number, whether it is the last, and the deferred gradients.
+    """
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline.masked, pipeline.mesh = False, mesh
     pipeline.deferred = DeferredGradients() if order.split else None
+    pipeline._connected, pipeline.sending = set(), []
     pipeline.stages = {
-        s: Multiply(s, s == order.stages - 1, pipeline.deferred) for s in order.stages_on(rank)
+        s: stage_of(s, s == order.stages - 1, pipeline.deferred) for s in order.stages_on(rank)
     }
-    pipeline.shape, pipeline.dtype, pipeline.device = (1, WIDTH), torch.float64, "cpu"
-    pipeline.sending = []
+    pipeline.shape, pipeline.dtype, pipeline.device = shape, dtype, "cpu"
     return pipeline
 
 
@@ -125,7 +127,11 @@ def make(name: str, ranks: int, micro_batches: int) -> schedule.Schedule:
 
 def run_together(order, wires, batches) -> tuple[list[Pipeline], list[Execution]]:
     """Run every rank's actions one at a time, in the order of simulated time."""
-    pipelines = [pipeline_of(order, wires, rank) for rank in range(len(order.ranks))]
+    ranks = len(order.ranks)
+    pipelines = [
+        pipeline_of(order, rank, OneProcessMesh(wires, rank, ranks), Multiply, dtype=torch.float64)
+        for rank in range(ranks)
+    ]
     executions = [Execution(p, order, batches, LOSS_WEIGHT) for p in pipelines]
     steps = [iter(execution) for execution in executions]
     slots = [(slot, rank) for rank, row in enumerate(simulate(order)) for slot in row]
@@ -171,53 +177,10 @@ def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, mi
         assert wires.peak <= 2 * ranks * (ranks + 1)
 
 
-def test_weight_gradients_wait_for_their_own_pass():
-    """A split backward gives the input's gradient at once, the weights' when it is asked for."""
-    deferred = DeferredGradients()
-    weight = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
-    hooked = []
-    weight.register_post_accumulate_grad_hook(lambda p: hooked.append(p.grad.clone()))
-    y = linear(x, weight, bias, deferred).square().sum()
-    expected = torch.autograd.grad(
-        torch.nn.functional.linear(x, weight, bias).square().sum(), (x, weight, bias)
-    )
-    finish = deferred.backward(y, None)
-    assert_close(x.grad, expected[0], 1e-12, scale=1.0)
-    assert weight.grad is None
-    assert bias.grad is None
-    finish()
-    assert_close(weight.grad, expected[1], 1e-12, scale=1.0)
-    assert_close(bias.grad, expected[2], 1e-12, scale=1.0)
-    assert len(hooked) == 1
-    finish()  # nothing is left: it does not add a second time
-    assert len(hooked) == 1
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_layers_that_defer_and_the_schedule_must_agree(split):
-    """Deferred gradients that no W computes would be missing in silence."""
-    plain = orders.build("1f1b", 1, 2)
-    order = handmade.split(plain, 2) if split else plain
-    pipeline = pipeline_of(order, Wires(), 0)
-    pipeline.deferred = None if split else DeferredGradients()
-    with pytest.raises(ValueError, match="disagree on a split backward"):
-        Execution(pipeline, order, lambda m: None, 1.0)
-    with torch.no_grad():
-        Execution(pipeline, order, lambda m: None, 1.0)  # an evaluation defers nothing
-
-
-def recording_pipeline(order, rank: int, shape: tuple[int, ...], mesh=None) -> Pipeline:
+def recording_pipeline(order, rank: int, mesh=None, shape=(1, WIDTH)) -> Pipeline:
     """A rank's pipeline of stages without matrices, over groups that only write messages down."""
-    pipeline = Pipeline.__new__(Pipeline)
-    pipeline.masked = False
-    pipeline.mesh = mesh or StreamMesh(rank, len(order.ranks), FlightRecorder(), channels=False)
-    pipeline.deferred = DeferredGradients() if order.split else None
-    pipeline._connected, pipeline.sending = set(), []
-    pipeline.stages = {s: Passing(s == order.stages - 1) for s in order.stages_on(rank)}
-    pipeline.shape, pipeline.dtype, pipeline.device = shape, torch.float32, "cpu"
-    return pipeline
+    mesh = mesh or StreamMesh(rank, len(order.ranks), FlightRecorder(), channels=False)
+    return pipeline_of(order, rank, mesh, lambda number, last, deferred: Passing(last), shape)
 
 
 def test_an_output_is_freed_when_it_has_been_sent():
@@ -226,7 +189,7 @@ def test_an_output_is_freed_when_it_has_been_sent():
     order = make("gpipe", 2, count)
     inputs = torch.ones(size)
     with PeakBytes() as bytes_held:
-        recording_pipeline(order, 0, (size,)).run(order, lambda m: Batch(inputs, inputs, 1))
+        recording_pipeline(order, 0, shape=(size,)).run(order, lambda m: Batch(inputs, inputs, 1))
     assert 4 * size <= bytes_held.peak <= 4 * size * 4 < 4 * size * count
 
 
@@ -248,7 +211,7 @@ def streams(order, channels: bool, steps: int = 2, loads: bool = False, connect:
         mesh = StreamMesh(rank, len(order.ranks), recorder, channels)
         if loads:
             recorder.events = mesh.events
-        pipeline = recording_pipeline(order, rank, (1, WIDTH), mesh)
+        pipeline = recording_pipeline(order, rank, mesh)
         if not connect:
             pipeline._connected.add(order.rank_of)
         for step in range(steps):
@@ -259,28 +222,11 @@ def streams(order, channels: bool, steps: int = 2, loads: bool = False, connect:
     return meshes
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("ranks", [2, 3, 12])
-def test_no_host_waits_for_ever_for_a_first_message(name, ranks, monkeypatch):
-    """Why the ranks connect first: a receive that is started ahead, in a group where none has sent,
-    blocks its host. Schedules start none so early; the ranks do not depend on it.
-    """
-    order = make(name, ranks, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
-        meshes = streams(order, channels=False, steps=1, connect=False)
-    assert stuck_streams(meshes).startswith("deadlock: rank")
-    meshes = streams(order, channels=False)
-    assert stuck_streams(meshes) is None
-    messages = [event for mesh in meshes for event in mesh.events if event.kind in MESSAGES]
-    assert len(messages) == (4 + 2 * 4) * (ranks - 1)  # connected once, then two steps
-
-
 @pytest.mark.parametrize("name", [*NAMES, *FORWARD])
 def test_no_stream_waits_for_ever_if_a_send_ends_only_with_its_receive(name):
     """NCCL connects at the first message of two ranks and blocks both hosts until then."""
-    for ranks in (2, 3, 4, 7, 12):
-        for micro_batches in (1, 2, 3, 8, 14):
+    for ranks in (2, 3, 7):
+        for micro_batches in (1, 2, 3, 8):
             order = make(name, ranks, micro_batches)
             with torch.set_grad_enabled(name not in FORWARD):
                 meshes = streams(order, channels=order.stages > ranks)
@@ -291,7 +237,7 @@ def test_no_stream_waits_for_ever_if_a_send_ends_only_with_its_receive(name):
 @pytest.mark.parametrize("name", [*NAMES, *FORWARD])
 def test_no_kernel_that_is_loaded_waits_for_a_message_that_waits_for_it(name):
     """Loading a kernel waits until nothing runs on the device: no receive or send either."""
-    for ranks in (2, 3, 4, 7):
+    for ranks in (2, 3, 7):
         for micro_batches in (1, 2, 3, 8):
             order = make(name, ranks, micro_batches)
             with torch.set_grad_enabled(name not in FORWARD):
@@ -327,7 +273,7 @@ def test_one_stream_for_both_ways_would_wait_for_ever(name):
 class Counting(torch.nn.Module):
     """A stage whose every forward is counted until nothing holds what it saved any more."""
 
-    def __init__(self, last: bool, deferred, alive: Counter):
+    def __init__(self, alive: Counter, number: int, last: bool, deferred):
         super().__init__()
         self.last, self.deferred, self.alive = last, deferred, alive
         self.weight = torch.nn.Parameter(torch.eye(WIDTH))
@@ -346,11 +292,9 @@ def test_live_activations_are_as_many_as_the_schedule_says(name):
     """Counted as tensors: what a stage saved is freed by the last pass that needs it."""
     order, ones = make(name, 3, 6), torch.ones(1, WIDTH)
     for rank in range(3):
-        pipeline, alive = recording_pipeline(order, rank, (1, WIDTH)), Counter()
-        pipeline.stages = {
-            s: Counting(s == order.stages - 1, pipeline.deferred, alive)
-            for s in order.stages_on(rank)
-        }
+        alive = Counter()
+        mesh = StreamMesh(rank, 3, FlightRecorder(), channels=False)
+        pipeline = pipeline_of(order, rank, mesh, partial(Counting, alive))
         pipeline.run(order, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
         assert alive["most"] == order.peak[rank]
         assert alive["now"] == 0

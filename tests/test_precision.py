@@ -14,7 +14,7 @@ from test_store import World
 
 import plan
 import tune
-from config.command_line import build, parse
+from config.command_line import parse
 from optim import precision
 from planner import hardware
 from tuner import session
@@ -75,13 +75,6 @@ def test_plan_rehearsal_and_tuner_decide_by_the_machine(name, expected, tmp_path
         assert row[row.index("--precision") + 1] == expected
 
 
-def test_a_tuner_of_runs_on_cpus_takes_fp32(tmp_path):
-    words = [*RUN, "--gpus", "8", "--launch", "true {ranks}", "--out", str(tmp_path)]
-    words += ["--device", "cpu"]  # for the plan of a GPU machine
-    asked = session.Session(*tune.parser().parse_known_args(words))
-    assert asked.config.training.precision == "fp32"
-
-
 def test_the_rehearsal_says_which_precision_it_takes(tmp_path):
     words = [*RUN, "--global-batch-size", "1", "--gpu", "v100-32"]
     done = start([sys.executable, "rehearse.py", *words])
@@ -116,7 +109,3 @@ def test_a_run_on_cpus_says_so_and_a_resumed_run_keeps_what_it_had(tmp_path):
 def test_a_run_of_before_auto_means_what_it_meant():
     words = ["--resume", str(ROOT / "tests" / "data" / "run_189cc1d"), "--steps", "9"]
     assert parse(words).training.precision == "fp32"
-
-
-def test_the_usual_precision_is_decided_late():
-    assert build({"layers": 2, "hidden": 32, "heads": 4}).training.precision == "auto"

@@ -6,7 +6,6 @@ import threading
 import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from test_data import VOCAB, config_of, write_corpus
@@ -15,10 +14,9 @@ import trainer
 from config.messages import UserError
 from config.schema import Config, Layout, ModelShape, Training
 from config.validation import check
-from corpora import prefetch, token_files
+from corpora import prefetch
 from corpora.prefetch import AHEAD, READERS, Prefetcher
 from corpora.sample_order import GPTSamples
-from corpora.token_files import IndexedDataset
 from data import Batch, BatchReader, Synthetic, micro_batch
 
 CPU = torch.device("cpu")
@@ -133,37 +131,6 @@ def test_the_warm_up_of_compile_and_its_step_read_a_sample_once():
     assert losses[0] == losses[1]
 
 
-def test_an_evaluation_between_steps_costs_no_second_reading():
-    reader, config = reader_of(micro_batch_size=8)
-    train, validation = Watched(), Watched()
-    reader.batches(train, 0, config)(0)
-    train.wait_for(range(8 * (1 + AHEAD)))
-    for turn in (1, 2):
-        take = reader.batches(validation, 0, config, 24)
-        for index in range(3):
-            assert equal(
-                take(index), micro_batch(Synthetic(VOCAB, 8, 3), 0, index, config.layout, 0)
-            )
-        assert sorted(validation.seen) == sorted(turn * [*range(24)]), "and not beyond its end"
-    reader.batches(train, 8, config)(0)
-    train.wait_for(range(8 * (2 + AHEAD)))
-    reader.close()
-
-
-def test_another_place_and_another_stage_of_the_rank():
-    """After a restart from elsewhere what was read is dropped; a second request reads again."""
-    reader, config = reader_of()
-    samples = Watched()
-    first = reader.batches(samples, 0, config)(0)
-    jumped = reader.batches(samples, 800, config)
-    assert equal(jumped(0), micro_batch(samples, 800, 0, config.layout, 0))
-    assert torch.equal(jumped(1).tokens, jumped(1).tokens)
-    back = reader.batches(samples, 0, config)
-    assert torch.equal(back(0).tokens, first.tokens)
-    assert equal(back(3), micro_batch(samples, 0, 3, config.layout, 0))
-    reader.close()
-
-
 def test_an_error_is_raised_where_its_sample_is_asked_for():
     reader, config = reader_of()
     samples = Watched(bad=2)
@@ -259,42 +226,3 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, suffix):
         [take(index) for index in range(8)]
     reader.close()
     assert len(expected) == 9
-
-
-def test_tokens_are_read_by_offset_and_no_more_than_a_sample_needs(tmp_path, monkeypatch):
-    asked, own = [], os.pread
-
-    def pread(descriptor, count, offset):
-        asked.append(count)
-        return own(descriptor, count, offset)
-
-    dataset = write_corpus(f"{tmp_path}/c", np.random.default_rng(1).integers(0, 30, size=400))
-    samples = GPTSamples(dataset, range(400), None, 8, 1, VOCAB)
-    monkeypatch.setattr(token_files.os, "pread", pread)
-    for k in range(100):
-        samples.sample(k)
-    assert sum(asked) == 100 * 9 * 2
-    gc.collect()  # other tests may have left files open
-    open_before = len(os.listdir("/proc/self/fd"))
-    del samples, dataset
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == open_before - 2
-
-
-def test_an_error_of_the_disk_is_named(tmp_path, monkeypatch):
-    dataset = write_corpus(f"{tmp_path}/c", [30])
-
-    def pread(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(token_files.os, "pread", pread)
-    with pytest.raises(UserError, match=r"cannot read .*/c\.bin: Input/output error"):
-        dataset.get(0)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    write_corpus(f"{tmp_path}/c", [30])
-    os.remove(tmp_path / "c.bin")
-    os.mkfifo(tmp_path / "c.bin")
-    with pytest.raises(UserError, match=r"cannot read .*/c\.bin: it is no file \(prw"):
-        IndexedDataset(f"{tmp_path}/c")
