@@ -50,7 +50,10 @@ class Synthetic:
     """
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, stream: int = 0):
-        """Keep the arguments; seq_length: the number of labels of a sample, in tokens."""
+        """Keep what samples are drawn from; seq_length: the number of labels of a sample.
+
+        stream: a number by which the splits of one seed differ.
+        """
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.seed = seed

@@ -186,7 +186,7 @@ def draw_normal(
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
-    row = math.prod(shape[dim + 1 :])  # elements with one index along dim
+    row = math.prod(shape[dim + 1 :])  # elements that share one index along dim
     run = out.shape[dim] * row  # elements that are adjacent in `out` and in the whole tensor
     other_rows = shape[dim] * row - run  # elements between two runs in the whole tensor
     flat = out.view(-1)

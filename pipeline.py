@@ -54,7 +54,10 @@ class Ends:
 
     @staticmethod
     def connect(mesh: Mesh, device: torch.device) -> None:
-        """Send a first message in every group that the methods in `passes` use: here, in none."""
+        """Send a first message in every group that the methods in `passes` use.
+
+        Pipeline._connect has the reason. This class has no such passes, so it sends nothing.
+        """
 
     def batch(self, action: Action) -> Batch | None:
         """Return the micro-batch that the stage of a forward pass reads, None if it reads none.
@@ -101,7 +104,10 @@ class Ends:
         """
 
     def finish(self) -> list[Handle]:
-        """Return the handles of unfinished sends; called when all actions are done."""
+        """Return the handles of this class's unfinished sends, here none.
+
+        Called when all actions are done.
+        """
         return []
 
 
@@ -205,7 +211,7 @@ class Pipeline:
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
             continue  # an iteration does one action
-        if self.mesh.tp.rank > 0:
+        if self.mesh.tp.rank > 0:  # all ranks of a tensor group have the same loss: it counts once
             return torch.zeros_like(execution.loss), 0
         return execution.loss, execution.targets
 

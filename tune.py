@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
     trials = session.result().trials
-    # The budget may have ended the first trial, which is not in `trials` then.
+    # If the budget has ended the first trial, a trial was run although `trials` is empty.
     trials_were_run = trials or session.ending == session.budget.ending
     any_trained = any(trial.status == "ok" for trial in trials)
     if trials_were_run and not any_trained:

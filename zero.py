@@ -153,8 +153,9 @@ class Optimizer:
         The caller multiplies every micro-batch's sum of losses by the loss weight, so that
         gradients are those of the mean loss times the loss scale. targets: the number of tokens in
         the global batch; `step` corrects the mean if some of them do not count. micro_batches:
-        their number on each replica. Every micro-batch gives each parameter a gradient. A bucket is
-        reduced after the last micro-batch, at --zero 2 after each micro-batch.
+        their number on each replica. A bucket counts the gradients that it still waits for: in each
+        micro-batch one for each parameter, or two for a matrix that is used twice. It is reduced
+        after the last micro-batch, at --zero 2 after each one.
         """
         self._targets = targets
         self._next_bucket = 0

@@ -244,7 +244,7 @@ def import_weights(source: str, target: str) -> ModelShape:
             raise UserError(f"{source}: {rule.theirs[0]} has another shape: {shapes}") from None
         return tuple(ours.shape)
 
-    def runs() -> Iterator[np.ndarray]:
+    def tensors_of_trine() -> Iterator[np.ndarray]:
         """Yield our tensors, one after the other; UserError if a value is not finite."""
         for rule in all_rules:
             ours = rule.to_ours(*(tensors[name][:] for name in rule.theirs))
@@ -264,7 +264,7 @@ def import_weights(source: str, target: str) -> ModelShape:
         name = "rank_00000.h5"
         os.mkdir(checkpoint)
         count = sum(map(math.prod, shapes.values()))
-        arrays = {"weights": (dtype, runs())}
+        arrays = {"weights": (dtype, tensors_of_trine())}
         total, crc = file_format.write_shard(os.path.join(checkpoint, name), count, arrays)
         shard = file_format.ShardFile(name, total, crc, {"weights": dtype}, parts)
         image = file_format.index_image(shapes, [shard])

@@ -337,7 +337,7 @@ def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None
 
     where: the path that the error names.
     """
-    if model.layers > len(found):
+    if model.layers > len(found):  # before a table is made for a layer count from a hostile file
         raise UserError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
     expected = canonical_shapes(model)
     for name in sorted(expected.keys() | found.keys()):

@@ -93,7 +93,8 @@ class Checkpointer:
         self.kinds = saved_kinds(config, optimizer)
         self.buffers = HostBuffers(optimizer.device)
         self.saves = Saves()
-        # On rank 0, the progress at the newest save that led to the current state; None: no save.
+        # On rank 0, the progress at the newest save of the run that this process continues; None if
+        # there is none. Saves of a run that was left, by resuming an earlier one, do not count.
         self.newest: Progress | None = None
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
@@ -336,7 +337,7 @@ class Checkpointer:
         if not self._broadcast(self.saves.failed):
             return
         self._stopping = True
-        self.saves.step = -1
+        self.saves.step = -1  # so that this step counts as not saved yet
         limit = time.monotonic() + SECONDS_FOR_ROOM
         while not self.save_now(progress):
             lacks_room = self._broadcast(self.saves.lacks_room)

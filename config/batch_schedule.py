@@ -51,7 +51,7 @@ class BatchSchedule:
     def levels(self, consumed: int = 0) -> list[Level]:
         """Return the levels from `consumed` samples on; a size changes only between two steps.
 
-        The steps of the result count from there, from 0. The last level has no end.
+        Their steps are numbered from 0 at `consumed` on. The last level has no end.
         """
         levels = []
         step = 0

@@ -83,7 +83,7 @@ def translate(words: list[str]) -> Translation:
         parser.add_argument(f"--{name}", nargs="*", default=argparse.SUPPRESS)
     given, ours = parser.parse_known_args(list(map(_with_dashes, words)))
     translation = Translation(ours)
-    names = {}  # by our flag: the name that was given
+    names = {}  # for each option that is given: the flag as it was written
     for word in filter(FLAG.match, ours):
         flag = word.partition("=")[0]
         names[flag.replace("--no-", "--")] = flag
@@ -216,7 +216,7 @@ def _first_options(family: str | None) -> dict[str, Any]:
     return {name: allowed[0] for name, allowed in options.items()}
 
 
-# LACKS: for each preset, sentences about what of the model train.py cannot train.
+# LACKS has, for each preset, sentences about parts of the model that train.py cannot train.
 PRESETS, LACKS, ALIASES = _load_presets()
 # Names of repositories may end in these words, on which the model's shape does not depend.
 ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|v0\.1))+$")

@@ -154,7 +154,10 @@ class IndexedDataset:
         return int(np.searchsorted(self.documents, sequence, side="right")) - 1
 
     def _check(self) -> dict[str, np.ndarray]:
-        """Raise UserError if lengths, offsets or boundaries are wrong; return nothing to cache."""
+        """Raise UserError if lengths, offsets or boundaries are wrong.
+
+        Return an empty table: the cache then only remembers that the file has been checked.
+        """
         self._check_documents()
         self._check_sequences(self.bytes, self.token_type.itemsize)
         return {}

@@ -110,10 +110,10 @@ class Mesh:
         """Return the group that carries messages from a pipeline rank to a neighbour.
 
         kind: F for activations, B for their gradients. source, to: positions in the pipeline.
-        NCCL runs a group's operations on a rank one after the other. So where ranks hold several
-        stages, no rank both sends and receives in one of these groups, nor sends in both
-        directions: a message that waits for its receiver delays only later messages to the same
-        receiver.
+        NCCL runs the operations of a group on a rank one after the other, so a message that waits
+        for its receiver delays all later messages of that group. Where ranks hold several stages,
+        a group therefore has the messages of one direction from every second rank. Then a waiting
+        message delays only later messages to the same receiver.
         """
         channel = source % 2  # an index of CHANNELS
         if to < source:

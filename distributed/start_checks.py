@@ -131,6 +131,7 @@ def warms_up(config: Config, device: str) -> bool:
     It does with --compile, and on GPUs with several stages. A kernel is loaded at its first launch,
     which waits until nothing runs on the device, messages included. With several micro-batches, two
     ranks that load kernels at once can each wait for a message that the other receives only later.
-    With one micro-batch no running message waits for its rank's next action (may_be_ahead).
+    The warm-up has one micro-batch: then no running message waits for its rank's next action
+    (may_be_ahead), so all kernels are loaded safely.
     """
     return config.run.compile or (device == "cuda" and config.layout.pp > 1)

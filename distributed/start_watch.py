@@ -65,7 +65,8 @@ class Watched:
         if self.outlives:
             time.sleep(SECONDS_TO_OUTLIVE)
             abort_by_pmi(1)
-        # After SECONDS_TO_MEET the rank has ended by itself and printed where it waited.
+        # The rank was killed before all ranks had met. Later than SECONDS_TO_MEET nothing is to do:
+        # then the rank has ended by itself and printed where it waited.
         elif not self.met and time.monotonic() - self.began < SECONDS_TO_MEET:
             self._report()
             abort_by_pmi(1)

@@ -29,7 +29,8 @@ class NoAnswer(TimeoutError):
 
     def __init__(self, ranks: list[int], seconds: float):
         self.ranks = ranks
-        names = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+        noun = "ranks" if len(ranks) > 1 else "rank"
+        names = f"{noun} {', '.join(map(str, ranks))}"
         limit = f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
         super().__init__(f"{names} did not answer within {limit}")
 
@@ -123,8 +124,9 @@ class StoreExchange:
     ) -> list[Any]:
         """Return the values that all ranks left with `tell`, in rank order; on rank 0, any thread.
 
-        record: called with ("store", ranks) before each wait, in place of the recorder, by a thread
-        that is not the recorder's. Raise NoAnswer with the ranks that left no value in time.
+        record: a function that is called with ("store", ranks) before each wait. A background
+        thread gives it, because only the main thread may use the recorder. Raise NoAnswer with the
+        ranks that left no value in time.
         """
         limit = time.monotonic() + self.seconds
         keys = [f"{self._name}/{key}/{rank}" for rank in range(self.size)]

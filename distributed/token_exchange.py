@@ -124,7 +124,11 @@ class Repeat(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, order, back, k):
-        """Return x[order // k]; back: the permutation that undoes `order`."""
+        """Return the rows of x, each repeated for its k experts, in the order of the experts.
+
+        order: numbers of the (token, expert) pairs, k pairs for each token. back: the permutation
+        that undoes `order`.
+        """
         ctx.save_for_backward(back)
         ctx.k = k
         return x[order // k]

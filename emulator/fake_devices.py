@@ -256,7 +256,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    """Replace F.rms_norm by its GPU version; x: (..., h), weight: (h,)."""
+    """Replace F.rms_norm by a function that keeps the tensors that its GPU kernel keeps.
+
+    x: (..., h), weight: (h,). Fake tensors have no elements, so `shape` and `eps` are not needed.
+    """
     return _RMSNorm.apply(x, weight)
 
 

@@ -205,7 +205,10 @@ def _group(role: str, row: tuple[int, ...]) -> str:
 def _differ(
     name: str, rank: int, event: Event | None, other: int, others_event: Event | None
 ) -> str:
-    """Return a sentence on an operation: what `rank` does in its place, and what `other` does."""
+    """Return a sentence on two ranks that differ in the operation with one number of a group.
+
+    event, others_event: the operation of each rank; None if its trace has ended before.
+    """
     return f"{name}: rank {rank} {_version(event)}; rank {other} {_version(others_event)}"
 
 
@@ -247,7 +250,7 @@ class _Rank:
 
     def holds_host(self, event: Event) -> bool:
         """Return whether a read or the load of a kernel blocks the host now."""
-        computes = self.passed < len(self.waits)
+        computes = self.passed < len(self.waits)  # the compute stream has not passed all its waits
         if event.kind == LOAD:
             return computes or any(self.queues.values())
         return event.kind == READ and computes

@@ -398,6 +398,7 @@ def _classify(state: trainer.TrainState, meter: Meter, built: bool) -> None:
     meter.classify((bucket.gradients for bucket in optimizer.buckets), "gradients")
     meter.classify((m for group in optimizer.groups for m in group.masters), "optimizer")
     if built:
+        # One element is enough: the meter classifies the whole storage of a tensor.
         kinds = [(s, kind) for s in optimizer.owned() for kind in optimizer.state_kinds]
         meter.classify((s.read(kind, s.start, s.start + 1) for s, kind in kinds), "optimizer")
 

@@ -154,7 +154,10 @@ class _NoState:
         self.tensors = tensors
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        """Return zeros for the elements [start, stop)."""
+        """Return zeros for the elements [start, stop) of a bias: it has no optimizer state.
+
+        A checkpoint reads the state of every tensor by the same method.
+        """
         return self.tensors[index].new_zeros(stop - start)
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:

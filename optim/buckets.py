@@ -347,6 +347,10 @@ class _AddingHandle:
     """A reduce-scatter whose wait adds the result to a sum; it keeps `source` alive until then."""
 
     def __init__(self, handle: Handle, section: Tensor, total: Tensor, source: Tensor):
+        """handle: the running reduce-scatter. section: its result, which `wait` adds to `total`.
+
+        source: its input, which must not be freed before it has ended.
+        """
         self.handle = handle
         self.section = section
         self.total = total

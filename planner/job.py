@@ -204,7 +204,10 @@ class Job(NamedTuple):
 
     @property
     def fitted_values(self) -> dict[str, Any]:
-        """The job's values of the quantities in `fitted_range` of a machine, by name."""
+        """The job's values, by name, of the quantities for which a machine has a `fitted_range`.
+
+        Outside of that range, in which its constants were fitted, a prediction is less sure.
+        """
         return {
             "hidden": self.model.hidden,
             "seq_length": self.model.seq_length,

@@ -282,7 +282,10 @@ def _words(layout: schema.Layout) -> str:
 
 
 def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
-    """Return the lines of a table of layouts, without columns that LEFT_OUT leaves out."""
+    """Return the lines of a table of layouts.
+
+    A column is left out if it has the value that LEFT_OUT names in every row.
+    """
     rows = [_cells(line, question) for line in ranked]
     heads = []
     for name in rows[0]:

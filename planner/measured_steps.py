@@ -190,7 +190,7 @@ class MeasuredSteps:
         return runs, messages
 
     def computed(self) -> np.ndarray:
-        """Mean seconds of a step that the ranks of every pipeline compute in their passes."""
+        """The mean over the steps of the seconds in which a rank computes: (pipelines, ranks)."""
         return self.seconds[COMPUTE].sum(axis=3).mean(axis=0)
 
     def usual_shares(self, shares: Sequence[float]) -> np.ndarray:

@@ -120,7 +120,10 @@ def laid_out(job: Job, parts: Parts) -> Column:
 
 
 def largest_stack(job: Job) -> Column:
-    """Return the number of parameters in the first MLP matrices of a block's experts on a rank."""
+    """Return the number of parameters in the first MLP matrices of a block's experts on a rank.
+
+    They are one tensor, the largest of a block with experts.
+    """
     model = job.model
     return model.experts / job.ep * model.hidden * model.expert_ffn_hidden * model.up_matrices
 
@@ -134,7 +137,9 @@ def weights_of(job: Job, parts: Parts, held: Column) -> Column:
     block = job.block_parameters / job.layout.tp
     gathered = size * (held - parts.blocks * block + 2 * block)
     masters = 0.0
-    if size == 4:  # `state_bytes` counts no masters in fp32
+    # In fp32 `state_bytes` counts no masters, because they are the weights. At --zero 3 the
+    # gathered weights are other tensors than the sharded masters, so these count here.
+    if size == 4:
         masters = held * 4.0 / job.shards
     return np.where(job.zero < 3, held * size, gathered + masters)
 
@@ -283,11 +288,12 @@ def copied_width(job: Job) -> Column:
     """Return the width (columns) of the copies of queries and keys that a block keeps in addition
     to the output of the QKV product.
 
-    Rotary positions copy queries and keys. With fewer key heads than query heads, the queries are
-    copied.
+    Rotary positions copy queries and keys; if these have norms, `normed_width` counts the copies.
+    Else the queries are copied if there are fewer key heads than query heads.
     """
     model = job.model
     if model.qk_norm == "none" and model.positions == "rotary":
+        # q + k, since qkv_width is q + 2 k, and attention_width is q.
         return (model.qkv_width + model.attention_width) / 2
     return model.attention_width * (model.kv_heads < model.heads)
 

@@ -49,8 +49,8 @@ LAUNCH = 5e-6  # seconds from one kernel to the next
 GEMM_MEMORY = 0.85  # share of the memory's bandwidth that a GEMM reaches when it loads operands
 COPY_MEMORY = 0.8  # share of the memory's bandwidth that an elementwise kernel reaches
 ALIGNMENT = 8  # numbers of half precision in 16 bytes
-# The share of the ratio of fp8 and bf16 peaks by which products in fp8 are faster. Of the values
-# from 0.8 to 0.95 it fits 44 measured steps best.
+# Products in fp8 are faster than in bf16 by this share of the ratio of the GPU's two peaks. Of the
+# values from 0.8 to 0.95 this one fits 44 measured steps best.
 FP8_SHARE = 0.85
 
 

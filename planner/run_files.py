@@ -60,15 +60,18 @@ def options_of(path: str) -> dict[str, Any]:
     """The options of a run's folder, a run.json or a checkpoint, without those that follow from
     others. A schedule that was searched is --schedule auto again.
 
-    Raises UserError if it is none of these, or has options that are not known here.
+    Raises UserError if it is none of these, or if an option that is not known here was on.
     """
     groups = facts_of(path)["config"]
     found: dict[str, Any] = {}
     for group in OF_RUN:
         values = groups.get(group, {})
-        if unknown := set(values) - {field.name for field in fields(GROUPS[group])}:
+        known = {field.name for field in fields(GROUPS[group])}
+        # An option of another version that was off had no effect on the run.
+        unknown = [name for name, value in values.items() if name not in known and value]
+        if unknown:
             raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
-        found |= values
+        found |= {name: value for name, value in values.items() if name in known}
     if str(found.get("schedule")).startswith("searched"):
         found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
     shape = ModelShape(**groups["model"])

@@ -122,13 +122,13 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
     """
     if job.machine.network_measured or job.gpus <= job.machine.node:
         return prediction
-    computed = []  # for each of NETWORK_SHARES, the sum of the parts of a step
+    seconds_at_share = []  # the seconds of a step, for each of NETWORK_SHARES
     for share in NETWORK_SHARES:
         machine = hardware.at_share_of_network(job.machine, share)
         parts, _ = _parts_of_step(job._replace(machine=machine))
-        computed.append(sum(parts.values()))
-    at_datasheet_rate = computed[0]
-    scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in computed)
+        seconds_at_share.append(sum(parts.values()))
+    at_datasheet_rate = seconds_at_share[0]
+    scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in seconds_at_share)
     low, high = prediction.interval
     high_at_slowest = high * scaled[-1] / scaled[0]
     return replace(prediction, interval=(low, high_at_slowest), at_networks=scaled)
@@ -215,7 +215,8 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         # passes: the F and B of its stage, and the vocabulary passes E, S, T and G.
         seconds = max(seconds, count * 6 * sent)
     if machine.ranks_per_core > 1:
-        # Ranks share a core: while a stage is idle, its core runs other stages.
+        # Ranks share a core, and the seconds of an action are those of a rank that shares it. While
+        # a stage is idle, its core runs other stages at full speed.
         seconds = max(seconds / machine.ranks_per_core, busy)
     idle_share = max(0.0, 1.0 - busy / seconds)  # without the maximum, rounding may give -1e-16
     return seconds, idle_share

@@ -71,7 +71,7 @@ class Pipeline:
 
     @property
     def vocabulary(self) -> bool:
-        """Whether all ranks share embedding and output matrix (--vocab-pp), each with one stage."""
+        """Whether all ranks share embedding and output matrix, as with --vocab-pp (passes E)."""
         return self.has("E")
 
     # ---- What an action waits for -------------------------------------------------------------

@@ -138,7 +138,7 @@ def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         if task.blocks:
             if virtual == 1 and name not in SEARCHED:
                 yield name, virtual, task.blocks
-        elif task.ranks * virtual <= task.layers + 2:
+        elif task.ranks * virtual <= task.layers + 2:  # the first and last stage may have no block
             yield name, virtual, task.balanced(rank_of_stages(name, task.ranks, virtual))
 
 

@@ -122,7 +122,8 @@ def forward_only(
 def _in_turn(rank_of: tuple[int, ...], micro_batches: int, place: int) -> Rows:
     """Return every rank's actions of one kind, by stage and then by micro-batch.
 
-    place: the index of the kind in `Numbered.kinds`.
+    place: the index of the kind in `Numbered.kinds`. Action numbers count the stages of micro-batch
+    0, then the stages of micro-batch 1, and so on, so the actions of one stage are `stages` apart.
     """
     stages = len(rank_of)
     first = place * micro_batches * stages
@@ -168,7 +169,7 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
         stages_of_rank = range(rank, stages, ranks)
         rank_forwards: list[int] = []
         rank_backwards: list[int] = []
-        for begin, end in pairwise(ends):  # the micro-batches of a group
+        for begin, end in pairwise(ends):  # the micro-batches that go through all stages together
             for stage in stages_of_rank:
                 rank_forwards += range(begin * stages + stage, end * stages + stage, stages)
             for stage in reversed(stages_of_rank):
@@ -269,9 +270,10 @@ def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
 
 
 def backward_length(layout: Layout) -> int:
-    """Return the length of a backward pass in forward passes, for the order of --vocab-pp.
+    """Return how many times as long as a forward pass a backward pass is assumed to take.
 
-    It is 3 if all blocks are recomputed, else 2; without --vocab-pp it is 0.
+    The order of the passes of --vocab-pp depends on this ratio: 3 if all blocks are recomputed,
+    else 2. Other orders do not depend on it, so without --vocab-pp the result is 0.
     """
     if not layout.vocab_pp:
         return 0

@@ -102,7 +102,10 @@ class Schedule(Pipeline):
 
     @cached_property
     def numbered(self) -> Numbered:
-        """The actions as integers, for fast loops over all actions."""
+        """The actions as integers, for fast loops over all actions.
+
+        They are numbered by kind, then by micro-batch, then by stage.
+        """
         micro_batches = 1 + max(action.micro_batch for action in self.ranks[0])
         first = {kind: place * micro_batches for place, kind in enumerate(self.kinds)}
         ranks = []

@@ -51,7 +51,10 @@ class Evidence:
 
     @property
     def disk_is_full(self) -> bool:
-        """Whether the run ended because it could not write."""
+        """Whether the run ended because it could not write.
+
+        A lost rank or node explains the end better than a disk that happens to be full.
+        """
         reported = any(text in self.error for text in NO_ROOM)
         return reported or (self.kind not in LOST and self.free < self.needed)
 

@@ -58,7 +58,7 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     loss = sum(losses) / len(losses)
     mean_rate = sum(steps.samples[-count:]) / sum(steps.seconds[-count:])
     row_rate = row["global_batch_size"] / row["seconds"]
-    ratio = mean_rate / row_rate  # turns the row's rates into those of the mean step
+    ratio = mean_rate / row_rate  # turns a rate of this step into the mean over steps
     recent_seconds = sum(steps.seconds[-RECENT_STEPS:])
     seconds_of_sample = recent_seconds / sum(steps.samples[-RECENT_STEPS:])
     seconds_left = max(0.0, samples_left * seconds_of_sample)

@@ -99,7 +99,7 @@ class NumericsTrace:
         self.take_step = step
         self.writing = writing
         self.iteration = 0  # the number of the step
-        self.response: np.ndarray | None = None  # on rank 0, as in the files
+        self.response: Any = None  # on rank 0 from the first traced step on: an array, as in files
         self.response_step = 0  # the step in which the response was measured; 0: none yet
         self.activations = activation_names(self.config.model.layers)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
@@ -246,8 +246,9 @@ class NumericsTrace:
 def _place(name: str) -> tuple[int, int, str]:
     """Return a key that sorts parameters in the order of execution.
 
-    The key has the part of the model (embedding, blocks, head), the number of the block, and the
-    name outside of blocks.
+    The key has the part of the model (0 embedding, 1 blocks, 2 head), the number of the block, and
+    a name. For a parameter of a block the name is empty: Python's stable sort then keeps the order
+    in which the block was built.
     """
     if name.startswith("blocks."):
         _, block, *_ = name.split(".")

@@ -75,9 +75,9 @@ class SpikeMonitor(LossMonitor):
         shards = chain(*(group.counted_shards() for group in optimizer.groups))
         self.layers = [layer_of(shard.spec.name) for shard in shards]  # the layer of each shard
         self.spike: dict[str, Any] | None = None  # why the running step is a spike, or None
-        self.squares: list[float] = []  # of the running step, by shard
+        self.squares: list[float] = []  # sums of squares of the step's gradients, by shard
         self.before: Judged | None = None  # the step before
-        self.left_out = len(self.config.passed_over)  # number of spikes that have left out batches
+        self.left_out = len(self.config.passed_over)  # spikes so far whose batches were left out
         steps: list[tuple[float, float]] = []
         if log.is_writer:
             steps = earlier_steps(self.config.run.out, done.iteration)

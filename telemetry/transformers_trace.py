@@ -95,7 +95,8 @@ def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
         if not hasattr(attention, "hidden_dropout"):  # BLOOM's attention adds its input
             after_attention = partial(after, f"blocks.{number}.attention")
             handles.append(attention.register_forward_hook(after_attention))
-    head: Any = model.get_output_embeddings()
+    get_head: Any = model.get_output_embeddings
+    head = get_head()
     handles.append(head.register_forward_pre_hook(partial(before, "head.norm")))
     yield
     for handle in handles:

@@ -22,8 +22,9 @@ from config.schema import Config
 
 # The planner's errors, as standard deviations of the logarithm of a step's seconds.
 COMMON_ERROR = 1.5  # of all layouts alike, since the machine's speed is often unknown
-SLOPE_ERROR = 0.05  # of a layout that is one unit of a feature away from another layout
-OWN_ERROR = 0.025  # of a layout, independent of all other layouts
+# Standard deviations of the logarithm of measured over predicted seconds, before any measurement:
+SLOPE_ERROR = 0.05  # the part that two layouts differ by if a feature of theirs differs by one unit
+OWN_ERROR = 0.025  # the part of one layout alone
 MAX_CHANCE = 0.05  # the search ends when no layout is faster with a larger probability
 LEAST_NOISE = 0.01  # least standard deviation of the logarithm of a measurement
 

@@ -46,7 +46,7 @@ STATUS_TIMEOUT = 4.0  # for the next rank to send its stacks and records
 WRITE_TIMEOUT = 10.0  # to print and write the report: the file system may hang
 FLUSH_SECONDS = 0.5  # for mpirun to pass on printed lines before the ranks end
 EXIT_TIMEOUT = 8.0  # for the ranks to end
-SUSPENDED_SECONDS = 2.0  # a longer time between two searches: this process was suspended
+SUSPENDED_SECONDS = 2.0  # after a longer pause of its loop, the monitor was suspended
 QUIET_SECONDS = 3.0  # without a heartbeat: then the kernel's state of the rank's process is read
 RAW_BYTES = 1 << 16  # the newest bytes that are kept of faulthandler's output
 MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of a rank take 1.5 MB
@@ -234,7 +234,7 @@ class Monitor:
         self.closed = []
         for rank, when in closed:
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
-                self.closed.append((rank, when))  # wait for its connection for messages
+                self.closed.append((rank, when))  # the other connection may still have a goodbye
                 continue
             if rank.descriptor in self.connections:
                 self._read(rank.descriptor)
