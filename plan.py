@@ -139,8 +139,7 @@ def ask(arguments: list[str]) -> Answer:
     if rest and name not in QUESTIONS:
         raise UserError(f"unknown argument {rest[0]!r}: see plan.py {name} --help")
     for option in WRITTEN:
-        if path := getattr(options, option, None):
-            messages.check_file(path)
+        messages.check_file(getattr(options, option, None))
     if name == "constants":
         return layout_questions.constants()
     if name == "gap":

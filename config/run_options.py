@@ -39,7 +39,7 @@ def option(
     return field(default=default, metadata=facts | limits)
 
 
-# What several options need; `option` explains it.
+# Each of these is what several options need; `option` explains the form.
 LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
 HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
 FP16 = ("--precision fp16",)

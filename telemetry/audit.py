@@ -124,9 +124,7 @@ class Captured:
         batch_values = vars(self.batch).values() if self.batch else ()
         batch_tensors = filter(torch.is_tensor, batch_values)
         for tensor in (self.x, *batch_tensors, self.gradient):
-            assert (
-                tensor is not None
-            )  # the gradient is there: each forward pass has had its backward pass
+            assert tensor is not None  # each forward pass has had its backward pass
             replicas.broadcast(tensor, source).wait()
 
 
@@ -230,10 +228,7 @@ class Audit:
 
     @contextmanager
     def _apart(self, results: Results) -> Iterator[None]:
-        """Inside this context gradients go to `results`, and not into the sums of the step.
-
-        The optimizer does not count these gradients, so it starts no reduction.
-        """
+        """Inside this context gradients go to `results`; the optimizer does not count them."""
         parameters: list[Any] = [p for stage in self.stages.values() for p in stage.parameters()]
         sums = [(p, p.main_grad) for p in parameters if hasattr(p, "main_grad")]
         scratch = torch.empty(0)  # shared by all parameters: `take` empties it after each gradient
@@ -332,10 +327,7 @@ class Audit:
 
 
 def _set_gradient(p: Any, total: Tensor) -> None:
-    """Let the gradients of a parameter be added to `total`, which has the parameter's shape.
-
-    `p.grad` is a view of the sum where autograd adds to the sum itself; None where a hook does it.
-    """
+    """Let the gradients of a parameter be added to `total`, which has the parameter's shape."""
     p.main_grad = total
     if p.grad is not None:
         p.grad = total  # autograd itself adds to the sum

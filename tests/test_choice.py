@@ -167,7 +167,7 @@ def test_unequal_passes_idle_two_fifths_of_1f1b_in_its_memory(given):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_schedule_that_was_priced_is_executed(recompute):
-    """Of a model and a layout; what was decided is not asked again."""
+    """The schedule of a model and a layout is decided once, and not again."""
     asked = dataclasses.replace(LAYOUT, recompute=recompute)
     layout, choice = decide_layout(SHAPE, asked, 12, "cpu")
     order = orders.of_layout(SHAPE, layout, 12, "cpu")

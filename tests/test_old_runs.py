@@ -19,7 +19,12 @@ OPTIONS = (
 )
 
 # Options of that commit that are no options any more.
-GONE = {".config.run.profile_step", ".config.run.node_mtbf_hours", ".config.run.memory_snapshot"}
+GONE = {
+    ".config.run.profile_step",
+    ".config.run.node_mtbf_hours",
+    ".config.run.memory_snapshot",
+    ".config.training.decrease_batch_size_if_needed",
+}
 
 
 def rows_of(folder: Path) -> list[dict]:

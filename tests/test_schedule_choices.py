@@ -36,7 +36,7 @@ def test_a_checkpoint_knows_no_schedule(tmp_path):
 
 
 def test_the_lines_of_choices_have_orders_of_both_kinds():
-    """Those that are made for the stages' own costs, and named ones."""
+    """Schedules that are made for the costs of the stages, and named schedules."""
     names = set()
     for case in lines_of("choices")[4][:3]:
         config, _ = decide(validation.check(options(case), 4), "cpu")
