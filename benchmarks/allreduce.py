@@ -17,6 +17,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,14 +35,15 @@ from bandwidth import (
     slow_links,
     write_csv,
 )
-from timed_collectives import Plan, World, check_sum, measure, pair_scan, rates
 
 from config.messages import Parser, UserError, check_folder, exit_with
 from config.run_options import Run
 from config.schema import Layout
-from distributed.context import start
 from distributed.launch import Launch, discover
 from planner import hardware
+
+if TYPE_CHECKING:  # mistakes are said before torch is imported
+    from timed_collectives import World
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAIR_BYTES = 16 * MIB
@@ -137,9 +139,11 @@ def placed(tp: int, pp: int, size: int) -> Layout:
     return Layout(tp=tp, pp=pp, dp=size // (tp * pp))
 
 
-def run(given, world: World, layout: Layout) -> list[Measured]:
+def run(given, world: "World", layout: Layout) -> list[Measured]:
     """All rows, each printed when it is measured."""
     largest = min(given.max_bytes, world.free_bytes())
+    from timed_collectives import Plan, check_sum, measure
+
     plan = Plan(given.trials, given.warm_ups, given.seconds)
     check_sum(world)
     measured: list[Measured] = []
@@ -160,7 +164,7 @@ def run(given, world: World, layout: Layout) -> list[Measured]:
     return measured
 
 
-def conclude(given, world: World, measured: list[Measured], extra: dict[str, float]) -> None:
+def conclude(given, world: "World", measured: list[Measured], extra: dict[str, float]) -> None:
     """Print the fits and write the files; on rank 0."""
     out = Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -181,9 +185,11 @@ def conclude(given, world: World, measured: list[Measured], extra: dict[str, flo
     print(f"written: {out}/allreduce.csv; {use}")
 
 
-def scan(given, world: World) -> None:
+def scan(given, world: "World") -> None:
     """The pair scan, printed and written; collective."""
     size = min(PAIR_BYTES, given.max_bytes)
+    from timed_collectives import pair_scan
+
     pairs = pair_scan(world, size)
     if world.context.rank:
         return
@@ -214,6 +220,10 @@ def main() -> None:
         layout = placed(given.tp, given.pp, launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
+    from timed_collectives import World, rates
+
+    from distributed.context import start
+
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None
     context = start(launch, Run(device=given.device))

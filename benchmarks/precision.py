@@ -41,8 +41,8 @@ def main() -> None:
     """Prepare the corpus if it is not there, run everything, print the table."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="gets corpus and runs")
-    folder = parser.parse_args().folder
     with sentences():
+        folder = parser.parse_args().folder
         check_folder("FOLDER", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "corpus.idx").exists():

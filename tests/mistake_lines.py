@@ -164,7 +164,7 @@ days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
 days --model 176b --tokens 450Q | --tokens: invalid float value: '450Q'
 days --model 176b --tokens nan | --tokens must be above 0, not nan
 days --model 176b --tokens -1 | --tokens must be above 0, not -1
-days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3189.4 GB with
+days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3197.7 GB with
 smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, largest, rampup,
 largest --gpus 8 --tp 2 | --tp: largest tries every tp and pp at micro-batch 1, full recomputation
 largest --gpus 8 --risk 0.2 | --risk goes with layouts, days and rampup, not largest
