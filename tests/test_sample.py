@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import checkpoint_worker as worker
@@ -16,10 +17,10 @@ import checkpoint
 import decoding
 import sample
 from config import validation
+from config.messages import UserError
 from corpora import text
 from decoding import Choice, choose
 from distributed.launch import Launch
-from scripts import prepare_data
 
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab_size": 131, "seq_length": 40}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "bias": False, "positions": "rotary"}
@@ -127,22 +128,28 @@ def test_every_familys_greedy_tokens_are_those_of_transformers(tmp_path, capsys)
     assert different == {}
 
 
-@pytest.mark.parametrize(("before", "shown"), [("", ""), ("\x1b[2J", r"\x1b[2J")])
-def test_control_characters_of_a_tokenizer_do_not_reach_the_terminal(before, shown, runs, tmp_path):
-    """A tokenizer.json from elsewhere may decode to anything: here each token clears the screen.
-
-    The program runs as a process under mpirun; a letter is a token.
-    """
-    (tmp_path / "tokenizer.json").write_text(letters(before=before).to_str())
+def test_the_program_prints_text_by_the_tokenizer_of_the_corpus(runs, tmp_path):
+    """The program runs as a process under mpirun; a letter is a token."""
+    (tmp_path / "tokenizer.json").write_text(letters().to_str())
     command = ["sample.py", str(runs["llama"]), "--tokenizer", str(tmp_path / "tokenizer.json")]
-    command += ["--prompt", "a", "--prompt", "c", "--temperature", "0", "--max-tokens", "9"]
+    command += ["--prompt", "ab", "--prompt", "cd", "--temperature", "0", "--max-tokens", "9"]
     done = ranks.mpirun(2, *command, "--tp", "2", "--device", "cpu", "--precision", "fp64")
     assert done.status == 0, done.err
     lines = done.out.splitlines()
-    assert [line[: len(shown) + 1] for line in lines] == [f"{shown}a", f"{shown}c"]
-    assert "\x1b" not in done.out
+    assert [line[:2] for line in lines] == ["ab", "cd"]
     folder = f"{runs['llama']}/checkpoints/step_00000001"
     assert f"note: {folder}, tokenizer: {tmp_path}/tokenizer.json\n" in done.err
+
+
+def test_control_characters_of_a_tokenizer_do_not_reach_the_terminal(runs, tmp_path):
+    """A tokenizer.json from elsewhere may decode to anything: here each token clears the screen."""
+    (tmp_path / "tokenizer.json").write_text(letters(before="\x1b[2J").to_str())
+    command = ["sample.py", str(runs["llama"]), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    command += ["--prompt", "a", "--temperature", "0", "--max-tokens", "9", "--device", "cpu"]
+    done = ranks.mpirun(1, *command)
+    assert done.status == 0, done.err
+    assert "\x1b" not in done.out
+    assert done.out.startswith(r"\x1b[2Ja")
 
 
 def letters(end: str = "z", before: str = ""):
@@ -190,33 +197,33 @@ def test_a_seed_draws_the_same_text_again_and_the_cache_changes_nothing(runs, ca
         assert [len(tokens[0]) for tokens in seen] == [len(PROMPT)] + [1] * (COUNT - 1)
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        (Choice(), [1.0]),
-        (Choice(1.0, 1.0), [0.5, 0.3, 0.15, 0.05]),
-        (Choice(1.0, 0.75), [0.625, 0.375]),
-        (Choice(1.0, 0.5), [1.0]),
-        (Choice(0.5), [0.6849, 0.2466, 0.0616, 0.0068]),  # squares over their sum
-    ],
-)
-def test_a_token_is_drawn_of_the_most_likely_ones(how, expected):
+def test_a_token_is_drawn_of_the_most_likely_ones():
     random, logits = torch.Generator().manual_seed(0), torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    drawn = torch.tensor([choose(logits, how, random) for _ in range(4000)])
-    assert (torch.bincount(drawn) / 4000).tolist() == pytest.approx(expected, abs=0.04)
+    assert choose(logits, Choice(), random) == 0
+
+    def shares(how: Choice) -> list[float]:
+        counts = torch.bincount(torch.tensor([choose(logits, how, random) for _ in range(4000)]))
+        return (counts / 4000).tolist()
+
+    assert shares(Choice(1.0, 1.0)) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
+    assert shares(Choice(1.0, 0.75)) == pytest.approx([0.625, 0.375], abs=0.04)
+    assert shares(Choice(1.0, 0.5)) == [1.0]
+    squares = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
+    assert shares(Choice(0.5)) == pytest.approx((squares / squares.sum()).tolist(), abs=0.04)
 
 
 def test_a_sample_ends_where_the_document_does(runs, tmp_path, capsys):
-    """A token that the model writes by itself is made the end of a document."""
     common = [str(runs["gpt2"]), "--temperature", "0", "--max-tokens", "30", "--device", "cpu"]
-    prompt, new = [5, 17, 2, 64], numbers(run_here([*common, "--prompt", "5 17 2 64"], capsys)[0])
-    new = new[0][len(prompt) :]
-    end = next(token for token in new[4:] if token < 130 and token not in prompt)
+    ids = numbers(run_here([*common, "--prompt", "5 17 2 64"], capsys)[0])[0]
+    new = ids[4:]
+    at = next(i for i, token in enumerate(new) if i > 3 and token < 130 and token not in ids[:4])
+    at = new.index(new[at])
     names = [chr(code) for code in (*range(97, 123), *range(200, 304))]
-    (tmp_path / "t.json").write_text(letters(names[end]).to_str())
-    given = ["--tokenizer", str(tmp_path / "t.json"), "--prompt", "".join(names[i] for i in prompt)]
-    drawn = run_here([*common, *given], capsys)[0]
-    assert drawn == "".join(names[i] for i in prompt + new[: new.index(end)]) + "\n"
+    (tmp_path / "t.json").write_text(letters(names[new[at]]).to_str())
+    prompt = ["--tokenizer", str(tmp_path / "t.json"), "--prompt"]
+    prompt.append("".join(names[i] for i in ids[:4]))
+    drawn = run_here([*common, *prompt], capsys)[0]
+    assert drawn == "".join(names[i] for i in ids[: 4 + at]) + "\n"
 
 
 # ---- Losses on named corpora ---------------------------------------------------------------------
@@ -224,50 +231,90 @@ def test_a_sample_ends_where_the_document_does(runs, tmp_path, capsys):
 
 def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
     """The losses on two corpora equal those of train.py's rows, also under another layout."""
-    text_file, text = tmp_path / "a.txt", str(tmp_path / "text")
+    corpus = [sys.executable, "scripts/prepare_data.py", "--out", str(tmp_path / "text")]
+    text_file = tmp_path / "a.txt"
     text_file.write_text("\n\n".join(f"line {i} of a text, {i * i}" for i in range(3000)))
-    prepare_data.main(["--out", text, "--vocab-size", "300", str(text_file)])
-    sets = ["--eval-data", f"a={text}:50", f"b={text}:7"]
+    made = ranks.start([*corpus, "--vocab-size", "300", str(text_file)], 120)
+    assert made.status == 0, made.err
     shape = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 300 --device cpu"
-    command = f"train.py {shape} --steps 4 --out {tmp_path}/run --data {text} --save-every 4 --tp 2"
-    prompts = ["--sample-every", "2", "--sample-prompt", "line 5", "text"]
-    done = ranks.fork_ranks(2, *command.split(), *sets, *prompts)
+    command = f"train.py {shape} --steps 4 --out {tmp_path}/run --data {tmp_path}/text"
+    command += f" --save-every 4 --eval-data a={tmp_path}/text:50 b={tmp_path}/text:7"
+    command += " --sample-every 2"
+    done = ranks.fork_ranks(2, *command.split(), "--tp", "2", "--sample-prompt", "line 5", "text")
     assert done.status == 0, done.err
+    assert "are never used" not in done.err
     rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {key: value for row in rows for key, value in row.items() if key.endswith("_loss")}
-    for iteration in (2, 4):
-        assert f" sample at iteration {iteration} | 'line 5' -> '" in done.out
-    assert done.out.count("| 'text' -> '") == 2
-    words = ["sample.py", str(tmp_path / "run"), "--device", "cpu"]
-    done = ranks.fork_ranks(2, *words, "--pp", "2", *sets)
+    log = (tmp_path / "run/log.txt").read_text()
+    assert [log.count(f" sample at iteration {i} | 'line 5' -> '") for i in range(1, 5)] == [
+        *(0, 1, 0, 1)
+    ]
+    assert log.count("| 'text' -> '") == 2
+    assert not [line for line in log.splitlines() if line.endswith("|")]
+    sets = [f"a={tmp_path}/text:50", f"b={tmp_path}/text:7"]
+    words = ["sample.py", str(tmp_path / "run"), "--pp", "2", "--device", "cpu"]
+    done = ranks.fork_ranks(2, *words, "--eval-data", *sets)
     assert done.status == 0, done.err
-    for line, (name, tokens) in zip(done.out.splitlines(), (("a", 800), ("b", 112)), strict=True):
-        loss, perplexity, count = line.removeprefix(f"{name}: loss ").split(", ")
-        assert float(loss) == pytest.approx(losses[f"{name}_loss"], abs=2e-5)
-        found = float(perplexity.removeprefix("perplexity "))
-        assert found == pytest.approx(math.exp(float(loss)), rel=1e-5)
-        assert count == f"{tokens} tokens"
-    sampled = ranks.fork_one(*words, "--prompt", "line 5")
+    lines = done.out.splitlines()
+    assert len(lines) == 2
+    for line, (name, tokens) in zip(lines, {"a": 800, "b": 112}.items()):
+        found = line.removeprefix(f"{name}: loss ").split(", ")
+        assert float(found[0]) == pytest.approx(losses[f"{name}_loss"], abs=2e-5)
+        perplexity = float(found[1].removeprefix("perplexity "))
+        assert perplexity == pytest.approx(math.exp(float(found[0])), rel=1e-5)
+        assert found[2] == f"{tokens} tokens"
+    sampled = ranks.fork_one(*words[:2], "--prompt", "line 5")
     assert sampled.status == 0, sampled.err
     assert sampled.out.startswith("line 5")
-    assert f", tokenizer: {text}.tokenizer.json\n" in sampled.err
+    assert f", tokenizer: {tmp_path}/text.tokenizer.json\n" in sampled.err
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "name", "expected"),
-    [
-        (132, "c", None),  # 130, rounded up to a multiple of 4
-        (133, "c", "the model has a vocabulary of 133, but {}/c.tokenizer.json has 130 tokens"),
-        (50257, "none", None),
-        (50257, "d", "cannot read the tokenizer "),
-    ],
-)
-def test_a_vocabulary_that_no_text_uses_is_a_note(size, name, expected, tmp_path):
+def test_a_vocabulary_that_no_text_uses_is_a_note(tmp_path):
     (tmp_path / "c.tokenizer.json").write_text(letters().to_str())
+
+    def note(size: int, data: tuple = (f"{tmp_path}/c",)) -> str | None:
+        return text.unused_rows(worker.options({"vocab_size": size, "data": data}))
+
+    assert note(130) is None
+    assert note(132) is None, "rounded up to a multiple of 4"
+    sentence = f"the model has a vocabulary of 133, but {tmp_path}/c.tokenizer.json has 130 tokens"
+    assert note(133).startswith(sentence)
+    assert "--vocab-size 130" in note(50257)
+    assert note(50257, (f"{tmp_path}/none",)) is None
+    assert note(50257, ("synthetic",)) is None
     (tmp_path / "d.tokenizer.json").write_text("{")
-    given = worker.options({"vocab_size": size, "data": (f"{tmp_path}/{name}",)})
-    note = text.unused_rows(given)
-    assert note is expected is None or note.startswith(expected.format(tmp_path))
+    assert note(50257, (f"{tmp_path}/d",)).startswith("cannot read the tokenizer ")
+
+
+def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
+    (tmp_path / "t.json").write_text(letters().to_str())
+    long = ["--prompt", "1 " * 20 + "1", "--max-tokens", "30"]
+    wrong = {
+        (
+            "--prompt",
+            "a text",
+        ): "the corpus: give --tokenizer FILE, or token ids such as '17 4 250'",
+        ("--prompt", "1 131"): "--prompt: 131 is not below vocab-size(131)",
+        (
+            *long,
+            "--tp",
+            "5",
+        ): "has 21 tokens and --max-tokens is 30: together 51, but max-positions is 40",
+        (
+            "--prompt",
+            "1",
+            "--tp",
+            "5",
+            "--max-tokens",
+            "39",
+        ): "tp(5) * pp(1) * dp(?) does not divide 1 ranks",
+        ("--prompt", "1", "--tokenizer", str(runs["gpt2"] / "run.json")): "there is no such file",
+    }
+    for more, sentence in wrong.items():
+        with pytest.raises(UserError) as caught:
+            sample.prepare_task(sample.parse([str(runs["gpt2"]), *more]), 1)
+        assert sentence in str(caught.value)
+        assert "\n" not in str(caught.value)
