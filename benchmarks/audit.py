@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
-from kept import Kept, machine
+from kept import add_options, from_options, machine
 from ranks import results_of
 
 from config.messages import Parser, UserError, exit_with
@@ -159,10 +159,9 @@ def _cost(row: dict) -> str:
 def main() -> None:
     """Run the cases that are missing in the file of results; write the report if none is."""
     parser = Parser("audit.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", type=Path, required=True, metavar="FILE", help="of results")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no case begins")
+    add_options(parser, minutes=60.0)
     given = parser.parse_args()
-    kept = Kept(given.keep, given.minutes)
+    kept = from_options(given)
     done = {row["number"] for row in kept.rows()}
     kept.run(run, [case for case in cases() if case["number"] not in done])
     rows = {row["number"]: row for row in kept.rows()}

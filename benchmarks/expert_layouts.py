@@ -16,14 +16,13 @@ rows that are there are not made again, and with --minutes none is begun after t
 """
 
 import argparse
-import math
 import random
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kept import Kept, machine
+from kept import add_options, from_options, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -196,12 +195,11 @@ def table_of(rows: list[dict]) -> list[str]:
 def main() -> None:
     """Run what is not kept yet, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=math.inf)
+    add_options(parser)
     parser.add_argument("--ranks", type=int, choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
-    kept = Kept(given.keep, given.minutes)
+    kept = from_options(given)
     done = {row["name"] for row in kept.rows()}
     kept.run(run, [name for name in names(given.ranks, given.first) if name not in done])
     RESULTS.write_text(report(kept.rows()))

@@ -17,7 +17,6 @@ not run again, and with --minutes none is begun after that time.
 import argparse
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -28,7 +27,7 @@ import time
 from pathlib import Path
 
 import h5py
-from kept import Kept, machine
+from kept import add_options, from_options, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "flips.md"
@@ -205,10 +204,9 @@ def page(rows: list[dict]) -> str:
 def main() -> None:
     """Try each flip that is not kept yet and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", type=Path, required=True, help="the file of the results")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of beginning flips")
+    add_options(parser)
     options = parser.parse_args()
-    keep = Kept(options.keep, options.minutes)
+    keep = from_options(options)
     there = [tuple(row["flip"]) for row in keep.rows()]
     clean: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
 import test_golden
-from kept import Kept, machine
+from kept import add_options, from_options, machine
 from ranks import results_of
 
 from config.messages import Parser, UserError, exit_with
@@ -128,11 +128,10 @@ def report(rows: list[dict[str, Any]], totals: dict[int, int]) -> str:
 def main() -> None:
     """Run cases that are missing in the file of results, the fewest ranks first."""
     parser = Parser("golden_traces.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", type=Path, required=True, metavar="FILE", help="of results")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no start begins")
+    add_options(parser, minutes=60.0)
     parser.add_argument("--ranks", type=int, nargs="+", default=test_golden.WORLDS)
     given = parser.parse_args()
-    keep = Kept(given.keep, given.minutes)
+    keep = from_options(given)
     folder = given.keep.with_suffix(".runs").absolute()
     totals = {}
     for ranks in test_golden.WORLDS:

@@ -55,11 +55,13 @@ class Kept:
             list(pool.map(run_one, cases))
 
 
-def add_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add --keep and --minutes, which `from_options` reads."""
+def add_options(
+    parser: argparse.ArgumentParser, required: bool = True, minutes: float = math.inf
+) -> None:
+    """Add --keep and --minutes, which `from_options` reads; minutes: the default of --minutes."""
     add = parser.add_argument
     add("--keep", type=Path, metavar="FILE.jsonl", required=required, help="file of the results")
-    add("--minutes", type=float, default=math.inf, help="begin no case after that")
+    add("--minutes", type=float, default=minutes, help="begin no case after that")
 
 
 def from_options(options: argparse.Namespace) -> Kept:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
 import planted_by_hand
-from kept import Kept
+from kept import Kept, add_options, from_options
 from planted_names import expected
 from planted_report import report
 from plants import CHANGES
@@ -215,10 +215,9 @@ def make_faults(folder: Path, faults: tuple[dict, ...]) -> list[dict]:
 def main() -> None:
     """Run what is missing in the file of results; write the report if nothing is."""
     parser = Parser("planted_faults.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", type=Path, required=True, metavar="FILE", help="of results")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no start begins")
+    add_options(parser, minutes=60.0)
     given = parser.parse_args()
-    kept = Kept(given.keep, given.minutes)
+    kept = from_options(given)
     folder = given.keep.with_suffix(".runs").absolute()
     make_right_runs(folder, kept)
     if not all((folder / name / "sites.json").exists() for name in LAYOUTS):
