@@ -2,7 +2,7 @@
 
     python benchmarks/golden_traces.py --keep RESULTS.jsonl [--minutes 7]
 
-The layouts are those of results/golden.md (`cases` of tests/test_golden.py), each in fp64, fp32 and
+The layouts are the lines of tests/data/golden/layouts.txt, each in fp64, fp32 and
 bf16. Every run is compared with the run of the same model on one rank. Both have 4 steps, of which
 steps 1, 2 and 4 are traced. A pair is accused if diff says that they differ.
 
@@ -38,12 +38,11 @@ Case = dict[str, Any]  # options, as tests/golden_worker.py takes them
 def cases(ranks: int) -> list[Case]:
     """Return the layouts of a world in each precision; every pair of values occurs early."""
     layouts: dict[str, Case] = {}
-    few = test_golden.cases(ranks, full=False)
-    for case in few + test_golden.cases(ranks, full=ranks < 8):
+    for case in test_golden.lines_of("layouts")[ranks]:
         if "rampup_batch_size" in case:
             continue
         without_precision = case | TRACED
-        del without_precision["precision"]
+        without_precision.pop("precision", None)
         layouts[json.dumps(without_precision, sort_keys=True)] = without_precision
     found = []
     for number, case in enumerate(layouts.values()):
@@ -129,12 +128,14 @@ def main() -> None:
     """Run cases that are missing in the file of results, the fewest ranks first."""
     parser = Parser("golden_traces.py", description=(__doc__ or "").splitlines()[0])
     add_options(parser, minutes=60.0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=test_golden.WORLDS)
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=list(test_golden.lines_of("layouts"))
+    )
     given = parser.parse_args()
     keep = from_options(given)
     folder = given.keep.with_suffix(".runs").absolute()
     totals = {}
-    for ranks in test_golden.WORLDS:
+    for ranks in test_golden.lines_of("layouts"):
         every = cases(ranks)
         totals[ranks] = len(every)
         if ranks not in given.ranks:
