@@ -73,6 +73,13 @@ def test_tests_that_are_named_exist(page):
     assert gone == []
 
 
+def test_files_that_the_whole_run_names_exist():
+    """`.ci/run` names two files of tests; pytest would end at a name that is gone."""
+    named = re.findall(r"\b(?:scripts|tests)/\w+\.(?:py|sh)\b", (ROOT / ".ci/run").read_text())
+    assert len(named) >= 5
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_picture_of_schedules_is_what_the_program_draws():
     drawn = pictures.schedules_drawn()
     assert (ROOT / "docs/pictures/schedules.svg").read_text() == drawn
