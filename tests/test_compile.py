@@ -40,8 +40,7 @@ CASES = lines_of("compile")[4]
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
     """The result of each case, from one start of four ranks."""
-    cases = [case | {"compile": True} for case in CASES]
-    return run_cases(4, cases, tmp_path_factory.mktemp("compile"))
+    return run_cases(4, CASES, tmp_path_factory.mktemp("compile"))
 
 
 @pytest.mark.slow

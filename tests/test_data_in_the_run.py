@@ -3,16 +3,15 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from small_corpora import write_corpora
 from test_golden import check_lines
 
 import data
 import trainer
 from config import validation
 from config.command_line import parse
-from corpora.token_files import IndexedDatasetWriter
 from corpora.usage import Usage
 from distributed.launch import Launch
 
@@ -21,15 +20,9 @@ VOCAB = 61
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory) -> Path:
-    """Three corpora, a, b and c; a has 12 samples of 16 tokens, c 21."""
+    """The folder of the three small corpora."""
     folder = tmp_path_factory.mktemp("corpora")
-    for number, (name, lengths) in enumerate(
-        {"a": [20] * 10, "b": [30] * 8, "c": [7] * 49}.items()
-    ):
-        random = np.random.default_rng(number)
-        with IndexedDatasetWriter(str(folder / name), VOCAB) as writer:
-            for length in lengths:
-                writer.add_document(random.integers(VOCAB, size=length))
+    write_corpora(folder)
     return folder
 
 

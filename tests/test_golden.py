@@ -46,8 +46,8 @@ def single_rank(key: str) -> dict:
 
 
 def without_layout(case: dict) -> dict:
-    """The options of a case that its run on one rank has too."""
-    layout = {*schema.Layout.__dataclass_fields__, *TOLERANCES}
+    """The options of a case that its run on one rank has too; that run compiles nothing."""
+    layout = {*schema.Layout.__dataclass_fields__, *TOLERANCES, "compile"}
     return {k: v for k, v in case.items() if k not in layout or k == "pad_vocab_multiple"}
 
 

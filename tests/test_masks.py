@@ -10,6 +10,7 @@ from compare import assert_close
 from golden_worker import options
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_corpora import END, write_chats
 from test_golden import check_lines
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -25,7 +26,7 @@ from corpora.token_files import IndexedDatasetWriter
 from data import Batch
 from distributed.collectives import Group
 
-EOD, S = 3, 16
+EOD, S = END, 16
 
 
 class Given:
@@ -245,18 +246,6 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
 
 
 # ---- Every layout --------------------------------------------------------------------------------
-
-
-def write_chats(folder) -> None:
-    """A pair of random documents, and which of its tokens are answers."""
-    random = np.random.default_rng(1)
-    with (
-        IndexedDatasetWriter(f"{folder}/chats", 61) as tokens,
-        IndexedDatasetWriter(f"{folder}/chats.targets", 2) as answers,
-    ):
-        for size in random.integers(1, 20, size=300):
-            tokens.add_document([*random.integers(4, 61, size=size), EOD])
-            answers.add_document(random.integers(2, size=size + 1))
 
 
 def test_masks_and_objectives_do_not_depend_on_the_layout(tmp_path):
