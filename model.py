@@ -344,9 +344,9 @@ class VocabularyPart(nn.Module):
             )
         self.spec = self.weight.spec
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of tokens (b, s), 0 for tokens whose rows other ranks hold."""
-        return self.tokens(tokens)
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the embeddings of a batch's tokens, 0 for tokens whose rows other ranks hold."""
+        return self.tokens(batch.tokens)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's columns of the logits, (s, b, V/n), for the final norm's output x."""

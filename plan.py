@@ -73,7 +73,7 @@ QUESTIONS = {
     "stages": Kind(
         layout_questions.stages,
         "blocks, parameters, time and memory per stage",
-        (*GPUS, "fp8"),
+        (*GPUS, "risk", "fp8"),
     ),
     "days": Kind(
         duration_questions.days,

@@ -171,7 +171,7 @@ class VocabularyEnds(Ends):
         batch = self.execution.batches(micro_batch)
         self.batches[micro_batch] = batch
         self.mesh.recorder.at("E", micro_batch)
-        embeddings = self.part(batch.tokens)
+        embeddings = self.part(batch)
         if torch.is_grad_enabled():
             self.embeddings[micro_batch] = get_gradient_edge(embeddings)
         self._reduce(action, embeddings.detach(), to_rank=0)

@@ -26,6 +26,7 @@ from gpu_models import AS_IT_IS, COMPILED, configuration, training
 
 from config import model_stats
 from planner import hardware, step_time
+from planner.job import Job
 
 LEAST_MFU, LEAST_RATIO = 0.5, 1.08  # share of the peak; ratio of tokens/s to the plain loop
 MEMORY_WITHIN, STEP_WITHIN = 0.02, 0.08
@@ -172,7 +173,8 @@ def planned(
     if (out / MACHINE).exists():
         machines[wish] = hardware.load(str(out / MACHINE))
     for name, each in machines.items():
-        expected = step_time.predict(config.model, config.layout, config.training, each).seconds
+        job = Job(config.model, config.layout, config.training, each)
+        expected = step_time.predict(job).seconds
         off = seconds / expected - 1
         seen = f"{1e3 * seconds:.1f} ms, {off:+.1%} of {1e3 * expected:.1f} ms"
         good = abs(off) <= STEP_WITHIN if name == wish else None

@@ -161,7 +161,7 @@ def _listed(question: Question, data: dict[str, Any]) -> Iterator[str]:
             if asdict(taken) != asdict(layout):
                 yield f"{at}: train.py would run {taken}"
             job = Job(run.model, layout, run.training, question.machine)
-            expected = with_networks(predict(*job), job)
+            expected = with_networks(predict(job), job)
             if layout.schedule != "auto" and asdict(expected) != {
                 n: row[n] for n in asdict(expected)
             }:
@@ -301,7 +301,7 @@ def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
             continue
         if memory.fullest(job).total > machine.memory:
             continue
-        found = predict(*job)
+        found = predict(job)
         if found.risk <= question.options.risk and found.seconds * NEAR < best:
             yield f"{' '.join(command_line.to_words(layout))}: {found.seconds} s, first {best}"
             return

@@ -138,6 +138,8 @@ def _of_backward(site: str, hit: dict[str, Any], row: dict[str, Any], number: in
         return "activation", in_last, "down", 0
     if hit["method"] == "all_gather":
         return GRADIENT, hit["detail"], "this layer's input", 0
+    if number is None and "vocab" in row["layout"] and "VocabularyEnds" not in site:
+        return "activation", in_last, "up and its reduc", 0  # the output matrix has its own passes
     if number is None:
         return "activation", "gradient of head.norm", "reduction over tp", 0
     if ".mlp." in hit["detail"]:

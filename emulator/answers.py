@@ -7,6 +7,7 @@ answer.data            # the same for programs
 
 from typing import Any, NamedTuple
 
+from emulator.fake_devices import ONE_RANK
 from emulator.matching import deadlock, mismatches
 from emulator.rehearsal import STEADY, Rehearsal
 from planner import memory
@@ -99,7 +100,9 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     largest = max(peaks, key=lambda name: peaks[name].bytes)
     steady = [peaks[phase] for phase in STEADY if phase in peaks]
     held = max(steady, key=lambda peak: peak.bytes).held
-    predicted = sum(memory.of_run(run.config)[stage].values())
+    all_rows_on_one_rank = float(run.config.layout.ep or 1)
+    rows_over_mean = all_rows_on_one_rank if run.routing == ONE_RANK else 1.0
+    predicted = sum(memory.of_run(run.config, rows_over_mean)[stage].values())
     return {
         "stage": stage,
         "rank": fullest.rank,

@@ -187,7 +187,7 @@ class Rehearsal:
 
     config: the configuration of the run. world: the traces of all ranks. records: one for each rank
     that was run. micro_batches: their number in the second step; of_run: the largest number in a
-    step of the run. seconds: the sum over the ranks that were run.
+    step of the run. routing: the case's. seconds: the sum over the ranks that were run.
     """
 
     config: Config
@@ -195,6 +195,7 @@ class Rehearsal:
     records: list[RankRecord]
     micro_batches: int
     of_run: int
+    routing: str
     seconds: float
 
 
@@ -249,6 +250,7 @@ def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Reh
         records,
         micro_batches=short.micro_batches(short.training.global_batch_size),
         of_run=config.micro_batches(largest_batch),
+        routing=case.routing,
         seconds=sum(record.seconds for record in records),
     )
 

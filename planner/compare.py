@@ -56,7 +56,7 @@ def _facts(question: Question) -> dict[str, Any]:
     job = question.job()
     layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
     job = job._replace(layout=layout)
-    prediction, fullest = predict(*job), memory.fullest(job)
+    prediction, fullest = predict(job), memory.fullest(job)
     parts = {name: getattr(fullest, name) for name in PARTS}
     return {
         "seconds": prediction.seconds,

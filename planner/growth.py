@@ -23,6 +23,7 @@ from config.messages import UserError, write_file
 from config.schema import Config, Layout
 from planner import duration_questions
 from planner.duration_questions import DAY
+from planner.job import Job
 from planner.questions import FULL_BATCH, Answer, Question
 from planner.step_time import predict
 
@@ -171,7 +172,7 @@ def _seconds(question: Question, layout: Layout, run: Config) -> float:
         return math.inf
     if layout.schedule == "auto":  # the run searches a schedule that is never slower than 1F1B
         layout = replace(layout, schedule="1f1b")
-    prediction = predict(run.model, layout, run.training, question.machine)
+    prediction = predict(Job(run.model, layout, run.training, question.machine))
     safe = prediction.fits and prediction.risk <= question.options.risk
     return prediction.seconds if safe else math.inf
 

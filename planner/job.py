@@ -47,12 +47,17 @@ class Columns(Layout):
 
 
 class Job(NamedTuple):
-    """A model, a layout, the training options and a machine. The layout's dp must be a number."""
+    """A model, a layout, the training options and a machine. The layout's dp must be a number.
+
+    rows_over_mean: the rows of tokens that this GPU's experts get, over the mean of all GPUs. Only
+    memory depends on it.
+    """
 
     model: ModelShape
     layout: Layout
     training: Training
     machine: Machine
+    rows_over_mean: float = 1.0
 
     @property
     def gpus(self) -> Column:

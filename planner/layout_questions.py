@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 
 from config.messages import write_file
-from planner import hardware, memory, step_time
+from planner import hardware, memory, risk, step_time
+from planner.job import Job
 from planner.questions import BILLION, Answer, Question
 from schedules import partition, simulation
 from schedules.choice import decide_layout, note
@@ -29,6 +30,7 @@ def stages(question: Question) -> Answer:
         parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]
         line = f"{row_of:5} {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
         lines.append(line + "  <- fullest" * (stage.stage == fullest))
+    lines += expert_lines(question, job)
     lines += ["", "share of time"]
     widest = max(row.share for row in rows)
     for row in rows:
@@ -36,6 +38,29 @@ def stages(question: Question) -> Answer:
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
     data = {"stages": [asdict(row) for row in rows], "memory": [asdict(row) for row in table]}
     return Answer("\n".join(lines), data | {"fullest": fullest})
+
+
+def expert_lines(question: Question, job: Job) -> list[str]:
+    """Return lines on the memory if one GPU's experts get more rows of tokens than the others.
+
+    The list is empty without expert parallelism.
+    """
+    if job.ep == 1:
+        return []
+    all_rows = float(job.ep)
+    needed = memory.fullest(job._replace(rows_over_mean=all_rows)).total
+    lines = [
+        "experts: the table is for equal loads. If all rows of an expert group go to one GPU",
+        f"({all_rows:g} times the mean), the fullest GPU needs {needed / BILLION:.1f} GB.",
+    ]
+    accepted = question.options.risk
+    largest = memory.most_rows(job, risk.safe_bytes(job.machine, accepted))
+    if largest >= 1:
+        lines.append(
+            f"Up to {largest:.1f} times the mean, the risk of too little memory is at most "
+            f"{accepted:.0%}."
+        )
+    return lines
 
 
 def timeline(question: Question) -> Answer:

@@ -121,7 +121,7 @@ def _draw(question: Question, answer: layouts.Answer) -> None:
     over = []
     for entry in answer.rejected:
         if entry.whole and entry.reason.startswith("out of memory"):
-            prediction = predict(run.model, entry.whole, run.training, question.machine)
+            prediction = predict(Job(run.model, entry.whole, run.training, question.machine))
             over.append(_point(prediction))
     groups = {"does not fit": over, "fits": fits, "front": picture.front(fits)}
     title = f"{question.gpus} GPUs of {question.machine.name}"

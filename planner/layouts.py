@@ -114,7 +114,7 @@ def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
         if number < SEARCHED:
             micro_batches = asked.job(with_1f1b).micro_batches
             layout, _ = decide_layout(asked.model, auto_layout, micro_batches)
-            searched = predict(*asked.job(layout))
+            searched = predict(asked.job(layout))
             if searched.fits and searched.seconds < prediction.seconds:
                 prediction = searched
         with_auto.append(Ranked(auto_layout, prediction))
@@ -266,7 +266,7 @@ class _Search:
             if reason := self.refusal(layout):
                 self.refused.setdefault(row.place, reason)
                 return None
-            return Ranked(job.layout_with_ep, predict(*job, stages))
+            return Ranked(job.layout_with_ep, predict(job, stages))
         return None
 
     def rejected(self, every: bool) -> list[Rejected]:

@@ -28,6 +28,7 @@ from schedules.partition import StageSpec, stage_specs
 # The least bytes for each sample in the order of a data split: 8 (or 16) for where the sample
 # starts, and 4 (or 8) for its place in the order.
 ORDER_BYTES = 12
+HALVINGS = 10  # `most_rows` is exact to ep / 1024
 LARGEST_GPU = 1e12  # bytes; no GPU has as much memory
 # The parts that follow from model and layout alone, without the allocator and the libraries.
 OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
@@ -129,11 +130,29 @@ def _most_held(order: LongSchedule, sizes: tuple[float, ...]) -> tuple[float, ..
 # ---- What a run surely needs ---------------------------------------------------------------------
 
 
-def of_run(config: Config) -> list[dict[str, float]]:
+def most_rows(job: Job, room: float) -> float:
+    """Return the largest `rows_over_mean` with which the fullest GPU needs at most `room` bytes.
+
+    It is at most ep: then all tokens of an expert group go to the experts of one GPU. It is 0 if
+    even a GPU without rows needs more.
+    """
+    low, high = 0.0, float(job.ep)
+    if fullest(job._replace(rows_over_mean=high)).total <= room:
+        return high
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if fullest(job._replace(rows_over_mean=middle)).total <= room:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]]:
     """Return the bytes of each part in OF_RUN on every pipeline rank of a run.
 
-    The options in `config` must have been checked. With a batch-size ramp-up, the largest batch
-    that this start of the run reaches counts.
+    rows_over_mean: see `Job`. The options in `config` must have been checked. With a batch-size
+    ramp-up, the largest batch that this start of the run reaches counts.
     """
     # The parts in OF_RUN do not depend on the machine with this software and without overhead, so
     # any machine with the run's device serves.
@@ -148,7 +167,7 @@ def of_run(config: Config) -> list[dict[str, float]]:
     layout = replace(config.layout, ep=config.layout.ep or 1)
     if layout.schedule == "auto":  # no rank of it holds more than the fullest rank of 1F1B
         layout = replace(layout, schedule="1f1b")
-    table = stages(Job(config.model, layout, training, machine))
+    table = stages(Job(config.model, layout, training, machine, rows_over_mean))
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]
 
 

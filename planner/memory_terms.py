@@ -243,7 +243,8 @@ def block_activations(job: Job, scores: Column) -> Column:
     """
     model, t, h = job.model, job.layout.tp, job.model.hidden
     experts, active = model.mlps
-    f = active * model.ffn_hidden + model.shared_ffn_hidden
+    computed = active * job.rows_over_mean  # MLPs that this GPU computes for each of its tokens
+    f = computed * model.ffn_hidden + model.shared_ffn_hidden
     keys_and_values = model.qkv_width - model.attention_width
     # The inputs and outputs of two norms; in a parallel block both norms have the same input.
     outside = 3 if model.block == "parallel" else 4
@@ -258,7 +259,8 @@ def block_activations(job: Job, scores: Column) -> Column:
         numbers = numbers + f / t  # the result of SiLU, which is a kernel of its own in torch
     numbers = numbers + copied_width(job) / t
     if experts > 1:
-        numbers = numbers + 2 * active * h / t  # rows sent to experts, and the experts' results
+        numbers = numbers + computed * h / t  # rows that came to this GPU's experts
+        numbers = numbers + active * h / t  # results that came back for this GPU's tokens
     # Keys and values of other cp ranks; if attention is recomputed, they are gathered again.
     gathered_from = scores * (job.cp // job.over_heads - 1)
     numbers = numbers + gathered_from * keys_and_values / t
@@ -389,8 +391,8 @@ def block_working(job: Job) -> Column:
     experts, the gradients of the rows sent to experts and of their results exist before that.
     """
     gradients = 2.0 * job.activation_bytes / job.sequence_shards
-    active = job.model.experts_per_token * (job.model.experts > 1)
-    expert_rows = 2.0 * active * job.activation_bytes / job.layout.tp
+    computed = job.model.experts_per_token * (job.model.experts > 1) * job.rows_over_mean
+    expert_rows = 2.0 * computed * job.activation_bytes / job.layout.tp
     recomputed = block_activations(job, True)
     is_full = np.equal(job.layout.recompute, "full")
     return np.where(is_full, recomputed, gradients) + expert_rows

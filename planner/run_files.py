@@ -48,7 +48,7 @@ class Run:
 
     def predicted(self, machine: Machine) -> float:
         """Seconds of the same run's steps on another machine, as the planner has them."""
-        return predict(*self.job._replace(machine=machine)).seconds
+        return predict(self.job._replace(machine=machine)).seconds
 
 
 def is_source(path: str) -> bool:

@@ -1,6 +1,6 @@
 """Predicts the time and memory of a training step, for one layout on one machine: no torch, no GPU.
 
-    prediction = predict(model, layout, training, load("a100-80"))
+    prediction = predict(Job(model, layout, training, load("a100-80")))
 
 A step is the pipeline's time (the schedule that is executed, simulated with the stages' seconds),
 then the gradient reduction, the tied embedding, the optimizer, the parameter gather. Its terms are
@@ -19,9 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config.model_stats import model_flops
-from config.schema import Layout, ModelShape, Training
 from planner import hardware, memory, memory_terms, risk, time_terms
-from planner.hardware import Machine
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.memory_terms import Parts
 from planner.op_costs import Pass
@@ -69,25 +67,20 @@ class Prediction:
     at_networks: tuple[float, ...] = ()
 
 
-def predict(
-    model: ModelShape,
-    layout: Layout,
-    training: Training,
-    machine: Machine,
-    stages: list[memory.StageMemory] | None = None,
-) -> Prediction:
-    """Return the predicted time and memory of a layout; its dp must be a number.
+def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Prediction:
+    """Return the predicted time and memory of a job's layout; its dp must be a number.
 
     stages: the result of `memory.stages`, if it is known.
     Raise UserError if the batch is smaller than one micro-batch on every replica.
     """
-    job = Job(model, layout, training, machine)
+    machine = job.machine
+    model = job.model
     parts, bubble = _parts_of_step(job)
     seconds = sum(parts.values())
     parts["bubble"] = parts["pipeline"] * bubble
     table = stages or memory.stages(job)
     margin = machine.memory - max(stage.total for stage in table)
-    samples = training.global_batch_size
+    samples = job.training.global_batch_size
     per_gpu = seconds * job.gpus
     flops = model_flops(model, samples)
     return Prediction(

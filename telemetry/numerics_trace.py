@@ -276,12 +276,16 @@ class _Observer:
         positions = torch.arange(length, device=trace.factory.device)
         self.positions = self.mesh.cp.balanced_shard(positions, 0)  # of this rank's tokens
         self.passes: dict[int, int] = {}  # forward passes so far, by stage
+        self.embedded = 0  # passes E of --vocab-pp so far
         self.micro_batch: int | None = None  # of the running forward pass; None outside of passes
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
         """Register hooks on this rank's stages, by index of the stage; yield the hooks' handles."""
         for index, stage in stages.items():
             yield stage.register_forward_pre_hook(partial(self._begin, index))
+            if stage.vocabulary is not None:
+                begin_embedding = partial(self._begin_embedding, index, stage)
+                yield stage.vocabulary.register_forward_pre_hook(begin_embedding)
             yield stage.register_forward_hook(self._end)
             for name, part in _parts(stage):
                 yield part.register_forward_hook(partial(self._after, name))
@@ -292,10 +296,24 @@ class _Observer:
         self.passes[index] = self.micro_batch + 1
         batch: Batch | None
         _, batch = inputs
-        if batch is not None and index == 0:
-            self._add("tokens", self.micro_batch, batch.tokens.t())
-        if batch is not None and stage.head is not None:
-            self._add("labels", self.micro_batch, batch.labels.t())
+        if batch is not None:
+            self._add_batch(index, stage, self.micro_batch, batch)
+
+    def _begin_embedding(self, index: int, stage: Any, part: Any, inputs: tuple) -> None:
+        """Add the tokens and labels of a pass E of --vocab-pp; torch calls this hook before it.
+
+        With --vocab-pp the stages get no batch. The passes E have the order of the micro-batches.
+        """
+        (batch,) = inputs
+        self._add_batch(index, stage, self.embedded, batch)
+        self.embedded += 1
+
+    def _add_batch(self, index: int, stage: Any, micro_batch: int, batch: Batch) -> None:
+        """Add a micro-batch's tokens on the first stage's rank, its labels on the last one's."""
+        if index == 0:
+            self._add("tokens", micro_batch, batch.tokens.t())
+        if stage.head is not None or stage.output_norm is not None:
+            self._add("labels", micro_batch, batch.labels.t())
 
     def _end(self, *_: Any) -> None:
         """Note that a stage's forward pass has ended; torch calls this hook after the pass."""

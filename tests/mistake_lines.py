@@ -167,7 +167,7 @@ days --model 176b --tokens -1 | --tokens must be above 0, not -1
 days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3197.7 GB with
 smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, largest, rampup,
 largest --gpus 8 --tp 2 | --tp: largest tries every tp and pp at micro-batch 1, full recomputation
-largest --gpus 8 --risk 0.2 | --risk goes with layouts, days and rampup, not largest
+largest --gpus 8 --risk 0.2 | --risk goes with layouts, stages, days and rampup, not largest
 shapes --size 200BB | --size: invalid float value: '200BB'
 model --model 176b --tokens 1e9 | --tokens goes with days, not model
 model --model 176b --trace t.json | --trace goes with timeline, not model

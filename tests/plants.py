@@ -9,7 +9,7 @@ one outside distributed/ and parallel.py, with the line of the call. `detail` is
 a weight, the parameters of a bucket, or a pass of a stage. A plant is a dictionary:
 
     site, detail    the calls that are altered, by a part of the site; without detail: all layers
-    change          "left out", "doubled", "scaled" or "stale"
+    change          "left out", "doubled", "scaled" or "stale": the result of the step before
     step            from which on; rank: the only one with the fault, None: all
     by_hand         in place of the first three: the name of a function of tests/planted_by_hand.py
 
@@ -121,8 +121,9 @@ class Sites:
             result.mul_(1.01)
         else:
             key = (where["site"], where["detail"], tuple(result.shape))
-            result.copy_(self.kept.get(key, right))
-            self.kept[key] = right
+            step_before = self.kept.get((*key, self.step - 1), right)
+            result.copy_(step_before)
+            self.kept[*key, self.step] = right
         own.copy_(kept_own)
         altered = (result != right).flatten().nonzero().flatten()
         if len(altered) and isinstance(owner, Bucket) and result.dim() == 1:

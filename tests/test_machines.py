@@ -6,6 +6,7 @@ from config.messages import UserError
 from config.schema import Layout, Training
 from config.spelling import preset
 from planner import hardware, step_time
+from planner.job import Job
 
 A100 = hardware.load("a100-80")
 TRAINING = Training(global_batch_size=64, precision="fp16")
@@ -68,8 +69,8 @@ def test_calibration_replaces_what_was_assumed(tmp_path):
     assert machine.nvlink.latency == 1e-6
     assert machine.network == A100.network
     model, layout = preset("gpt2-1.5b"), Layout(dp=8, tp=1)
-    slower = step_time.predict(model, layout, TRAINING, machine).seconds
-    assert slower > step_time.predict(model, layout, TRAINING, A100).seconds
+    slower = step_time.predict(Job(model, layout, TRAINING, machine)).seconds
+    assert slower > step_time.predict(Job(model, layout, TRAINING, A100)).seconds
 
 
 @pytest.mark.parametrize(

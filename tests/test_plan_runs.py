@@ -112,7 +112,7 @@ def test_the_causes_are_all_of_the_step():
             run = check_any_length(parse(line.split()), 384)
             job = Job(run.model, run.layout, run.training, machine)
             causes = compare.by_cause(job)
-            assert sum(causes.values()) == pytest.approx(predict(*job).seconds)
+            assert sum(causes.values()) == pytest.approx(predict(job).seconds)
             assert all(seconds >= 0 for seconds in causes.values())
             assert causes["tp"] > 0
             assert (causes["host"] > 0) == (machine.software.host_per_block > 0)
@@ -200,7 +200,7 @@ def simulated(tmp_path: Path, truth: hardware.Machine, noise: float = 0.0) -> li
     for number, (words, gpus) in enumerate(RUNS):
         line = f"{words} --precision bf16"
         run = check_any_length(parse(line.split()), gpus)
-        seconds = predict(run.model, run.layout, run.training, truth).seconds
+        seconds = predict(Job(run.model, run.layout, run.training, truth)).seconds
         steps = [seconds * (1 + noise * way) for way in (5, 3, -1, 1, 0, -1, 1)]
         paths.append(write_run(tmp_path / str(number), line, gpus, "NVIDIA H100 80GB", steps))
     return paths

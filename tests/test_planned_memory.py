@@ -115,7 +115,7 @@ def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
     message = r"micro-batch-size\(2\) \* dp\(8\) = 16 is more than global-batch-size\(4\)"
     job = Job(model, layout, training(4), A100)
     with pytest.raises(UserError, match=message):
-        step_time.predict(*job)
+        step_time.predict(job)
     for ask in (
         step_time.pipeline_time,
         step_time.step_parts,
@@ -180,6 +180,22 @@ def test_a_router_keeps_its_input_scores_and_places():
     assert memory_terms.routing_bytes(with_shared) == 128 * (1024 + 64 + 4 * 30)
     dense = ModelShape(2, 256, 4)
     assert memory_terms.routing_bytes(Job(dense, Layout(dp=8), training(8), A100)) == 0.0
+
+
+def test_uneven_rows_fill_a_gpu_until_its_room_is_reached():
+    """Rows are activations and gradients of experts: their bytes grow with the rows of the GPU."""
+    model = ModelShape(4, 256, 4, activation="swiglu", **MIXTURE)
+    job = Job(model, Layout(dp=8, ep=4), training(8), A100)
+    totals = [memory.fullest(job._replace(rows_over_mean=rows)).total for rows in (1.0, 2.0, 4.0)]
+    h, f = model.hidden, model.expert_ffn_hidden
+    kept = 2 * 128 * 4 * (h + 4 * f)  # bf16; up has 2 f columns, SiLU and the product f each
+    working = 2 * 128 * 4 * 2 * h
+    more = 4 * kept * A100.activation_overhead + working  # of four blocks, and of the last one
+    assert totals[1] - totals[0] == pytest.approx(more)
+    assert totals[2] - totals[1] == pytest.approx(2 * more)
+    rows = memory.most_rows(job, (totals[1] + totals[2]) / 2)
+    assert rows == pytest.approx(3.0, abs=0.005)
+    assert memory.most_rows(job, totals[2]) == 4.0, "all rows of the four ranks"
 
 
 def test_a_run_whose_ep_is_not_given_holds_all_experts():

@@ -178,12 +178,14 @@ def test_a_step_is_priced_by_its_schedule():
 
 def test_outside_the_fitted_range_a_prediction_says_so():
     model, layout = ModelShape(24, 512, 8, seq_length=131072), Layout(dp=8)
-    found = step_time.predict(model, layout, training(64), A100).warnings
+    found = step_time.predict(Job(model, layout, training(64), A100)).warnings
     assert any(
         "seq_length 131072 is outside what was fitted on a100-80: 512 to 65536" in w for w in found
     )
     assert any("hidden 512" in w for w in found)
-    b200 = step_time.predict(preset("1b3"), layout, training(64), hardware.load("b200")).warnings
+    b200 = step_time.predict(
+        Job(preset("1b3"), layout, training(64), hardware.load("b200"))
+    ).warnings
     assert any("gpus 8 is outside what was fitted on b200: nothing" in w for w in b200)
 
 
@@ -344,10 +346,10 @@ def test_a_model_without_experts_has_one_ring_of_gradients_and_one_of_weights():
 
 def test_without_a_measured_network_the_interval_reaches_to_a_quarter_of_its_rate():
     job = small(dp=256, zero=3)
-    plain = step_time.predict(*job)
+    plain = step_time.predict(job)
     found = step_time.with_networks(plain, job)
     quarter = hardware.at_share_of_network(A100, 0.25)
-    slow = step_time.predict(job.model, job.layout, job.training, quarter).seconds
+    slow = step_time.predict(job._replace(machine=quarter)).seconds
     assert found.at_networks == pytest.approx((plain.seconds, slow))
     assert plain.seconds < slow
     assert found.interval[0] == plain.interval[0]
