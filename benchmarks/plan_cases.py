@@ -275,7 +275,7 @@ def _ways(question: Question, placed: Layout) -> Iterator[Layout]:
 
 def least_of(job: Job) -> float:
     """The seconds by closed form that a step of one layout takes at least."""
-    model, layout, training, machine = job
+    model, layout, training, machine, _ = job
     asked = Asked(model, training, machine, int(job.gpus))
     columns = layout.micro_batch_size, layout.zero, layout.recompute, bool(job.sequence_parallel)
     table = Table(asked, [layout], *(np.array([value]) for value in (0, *columns)))
