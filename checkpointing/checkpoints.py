@@ -40,6 +40,7 @@ class Checkpoints:
         print_line: Callable[[str], None],
         check_replicas: Callable[[int], None] | None,
     ):
+        """Keep what a Checkpointer needs, and make it if the run saves or resumes. Collective."""
         self.config = config
         self.enabled = config.run.saves
         self.optimizer = optimizer

@@ -72,7 +72,7 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     if len(shape) == 1:
         yield ((start, stop),)
         return
-    row_shape = shape[1:]  # a row is all that shares an index of the first dimension
+    row_shape = shape[1:]  # a row: all elements with the same index in the first dimension
     row_size = math.prod(row_shape)
     first = start // row_size  # the row of the first element
     last = stop // row_size  # the row of the first element after the range
@@ -81,7 +81,7 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         for box in split_into_boxes(row_shape, start % row_size, end_in_row):
             yield ((first, first + 1), *box)
         first += 1
-    if first < last:  # whole rows
+    if first < last:  # rows that are in the range as a whole
         yield ((first, last), *((0, size) for size in row_shape))
     if last >= first:  # the range may end inside row `last`
         for box in split_into_boxes(row_shape, 0, stop - last * row_size):

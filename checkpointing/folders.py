@@ -93,7 +93,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     try:
         body = json.loads(text)
         body.pop("sha256")
-        intact = _manifest_text(body) == text  # the text has the right SHA-256
+        intact = _manifest_text(body) == text  # true if the SHA-256 in the text is right
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         intact = False
     if not intact:
@@ -270,7 +270,8 @@ def delete_surplus(
     checkpoints = list_checkpoints(parent)
     steps = sorted({step_of(path) for path in checkpoints})
     needed = {saved}
-    needed.update([step for step in steps if step <= covered][-1:])  # the newest, if there is any
+    # Keep the newest checkpoint of step `covered` or an earlier step, if there is one.
+    needed.update([step for step in steps if step <= covered][-1:])
     steps_to_delete = {*surplus(steps, keep_last, keep_every)} - needed
     for path in checkpoints:
         if step_of(path) in steps_to_delete:

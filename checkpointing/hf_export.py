@@ -333,9 +333,9 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
     return families.read_object(_path_in(folder, name), file_format.open_regular)
 
 
-# An import ignores tensors whose names end so, unless a rule needs them. transformers saved buffers
-# of GPT-2 and GPT-NeoX, such as causal masks, and the matrix of the head even if it is the
-# embedding's.
+# An import ignores tensors whose names end in one of these texts, unless a rule needs them.
+# transformers saved buffers of GPT-2 and GPT-NeoX, such as causal masks, and the matrix of the head
+# even where it is the embedding's.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _IGNORED = (*_BUFFERS, ".rotary_emb.inv_freq", "lm_head.weight", "embed_out.weight")
 # Some versions of transformers wrote a tensor under another name: the key is the name in our rules,

@@ -54,7 +54,7 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     "blocks.*.mlp.up", under which families.toml has the names of their modules.
     """
     module, _, kind = name.rpartition(".")
-    # transformers has no tensor for these two of a router.
+    # A router's bias and load have no tensor in transformers.
     if name.endswith((".router.bias", ".router.load")):
         initial = 1.0 if kind == "load" else 0.0
         return _rule_of_router(name, model, initial)
@@ -69,7 +69,7 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     if part == "attention.qkv":
         to_ours, to_theirs = _qkv(model, family, len(theirs))
     elif part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
-        # Ours is (heads, head size), theirs is flat.
+        # The scales of the norm: ours are (heads, head size), theirs are flat.
         to_ours = lambda t: t.unflatten(0, (-1, model.head_size))  # noqa: E731
         to_theirs = _as_tuple(torch.flatten)
     elif len(theirs) == 2:  # the two matrices of SwiGLU: ours has both, (2, width, hidden)

@@ -34,7 +34,7 @@ from config.messages import UserError
 from config.schema import ModelShape
 from corpora.usage import Usage
 
-GROUPS = ("model", "progress", "optimizer", "data", "run")  # have attributes only, no tensors
+GROUPS = ("model", "progress", "optimizer", "data", "run")  # the groups without tensors
 MOST_OPEN = 128  # the most shards that are mapped at the same time
 _FLOATS = {"float32": h5py.h5t.IEEE_F32LE, "float64": h5py.h5t.IEEE_F64LE}
 _PRIME = 2**61 - 1  # `_is_tiled` computes modulo this number
@@ -89,7 +89,8 @@ def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
     The time is linear in the number of boxes: along each dimension, each index at which a box
     begins or ends gets a random number, and the weight of a box is the product over the dimensions
     of the difference between its two numbers. If boxes tile the shape, their weights add up to the
-    weight of the whole shape. If they do not, this happens only by chance, once in 2^58 calls.
+    weight of the whole shape, as [0, 3) and [3, 5): (n3 - n0) + (n5 - n3) = n5 - n0. If they do
+    not, this happens only by chance, once in 2^58 calls.
     """
     numbers: list[dict[int, int]]  # for each dimension, the random number of each index
     numbers = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
@@ -124,17 +125,18 @@ class Index:
     """
 
     def __init__(self, folder: str):
+        """Open index.h5; the groups in it that have tensors are named after the kinds of state."""
         self.folder = folder
         self.path = os.path.join(folder, INDEX)
-        self._known_sources: dict[str, list[tuple[str, int, Box]]] = {}  # by name of the tensor
-        self._arrays: dict[str, dict[str, np.ndarray]] = {}  # by mapped shard, then by kind
+        # Results of `_sources_of` by tensor, and the arrays of mapped shards by shard, then kind.
+        self._known_sources: dict[str, list[tuple[str, int, Box]]] = {}
+        self._arrays: dict[str, dict[str, np.ndarray]] = {}
         with _reading(self.path):
-            self._raw = open_regular(self.path)  # refuses links, as HDF5 would not
+            self._raw = open_regular(self.path)  # HDF5 itself would follow a link
             self.file = h5py.File(self._raw, "r")
             groups = {name: _member(self.file, name, h5py.Group) for name in self.file}
             if not len(groups.get("weights", ())) or not all(map(str.isidentifier, groups)):
                 raise ValueError(f"its groups are {', '.join(map(ascii, groups))}")
-        # The groups that have tensors; their names are the kinds of state.
         self._tensors = {kind: groups[kind] for kind in groups if kind not in GROUPS}
         self.kinds = sorted(self._tensors, key=lambda kind: (kind != "weights", kind))
 
@@ -187,7 +189,7 @@ class Index:
         with _reading(self.path):
             needed = sum(math.prod(shape) for shape in self.shapes.values())
             needed *= sum(dtype.itemsize for dtype in self.dtypes.values())
-            if needed > sum(files.values()):  # a forged shape, for which no memory is taken
+            if needed > sum(files.values()):  # refuse a forged shape before memory is taken for it
                 raise ValueError(f"its tensors are {needed} bytes, the files {sum(files.values())}")
             if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
                 raise ValueError(f"{', '.join(self.kinds)} have different tensors")
@@ -275,8 +277,7 @@ class Index:
             if stop - start != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             sources.append((file, start, box))
-        # The shape is read only now: for a selection without limits, which the loop has refused,
-        # HDF5 would open the shards by name.
+        # Read after the loop: for a selection without limits, refused there, HDF5 opens shards.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:

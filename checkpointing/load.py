@@ -76,6 +76,7 @@ class Loader:
     print_line: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        """Set the fields that do not come from the caller; `resume` fills in the last two."""
         self.run = self.config.run
         self.parent = checkpoints_folder(self.config)
         self.chosen: str | None = None  # the folder that was loaded
@@ -105,7 +106,7 @@ class Loader:
                 self.print_line(f"weights taken from {folder}: training begins at step 0")
                 return Progress()
             scalars = index.attributes("optimizer")
-            scalars.pop("kind")
+            scalars.pop("kind")  # the optimizer's name; the others are numbers, such as "step"
             self.optimizer.after_load(scalars)
             progress = self._read_progress(index)
             if self.mesh.rank == 0:
@@ -157,8 +158,9 @@ class Loader:
         return self.exchange.agree(problem, lambda problems: next(filter(None, problems), None))
 
     def _check_model(self, index: Index, folder: str) -> None:
-        """Raise UserError if the checkpoint is of another model; with --load-weights-only, print a
-        line instead.
+        """Raise UserError if the checkpoint's model has another shape than this run's model.
+
+        With --load-weights-only, print a line instead.
         """
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
@@ -175,10 +177,11 @@ class Loader:
         self.print_line(sentence)
 
     def _check_tensors(self, index: Index, folder: str) -> None:
-        """Raise UserError if a tensor has another shape in the checkpoint; print a line that lists
-        the tensors that only the model or only the checkpoint has.
+        """Compare names and shapes of the checkpoint's tensors with those of this run's model.
 
-        Called with --load-weights-only, when the models may differ. Collective.
+        Raise UserError if a tensor has another shape in the checkpoint. Print a line that lists the
+        tensors that only the model or only the checkpoint has. Called with --load-weights-only,
+        when the models may differ. Collective.
         """
         # Each rank knows the tensors of its own stages, and rank 0 collects them. Only the first
         # ranks of the groups `tp` and `replicas` report: the others have the same tensors.

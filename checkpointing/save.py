@@ -51,7 +51,7 @@ from zero import Optimizer
 # How long `finish` waits, with the state in memory, if the disk has no room for the last save.
 SECONDS_FOR_ROOM = 1800.0
 SECONDS_BETWEEN_LOOKS = 1.0  # the pause of `finish` between two looks at the disk's free bytes
-# The least time between two attempts: a full quota of the user does not show in the free bytes.
+# The least time between two attempts to save: a user's full quota does not show in the free bytes.
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
@@ -74,6 +74,7 @@ class Checkpointer:
         print_line: Callable[[str], None] = print,
         check_replicas: Callable[[int], None] | None = None,
     ):
+        """Prepare to save and to load; if the run saves, rank 0 makes the folder. Collective."""
         self.config = config
         self.run = config.run
         self.mesh = mesh
@@ -83,7 +84,7 @@ class Checkpointer:
         self.is_rank_0 = mesh.rank == 0
         self.print_line = print_line if self.is_rank_0 else lambda line: None
         self._check_replicas = check_replicas
-        self._checked_step = -1  # the step whose state was compared last
+        self._checked_step = -1  # the step after which the replicas were compared last
         self.parent = checkpoints_folder(config)
         name = "checkpoints"
         if context is None:
@@ -97,8 +98,8 @@ class Checkpointer:
         self.kinds = saved_kinds(config, optimizer)
         self.buffers = HostBuffers(optimizer.device)
         self.saves = Saves()
-        # On rank 0, the progress at the newest save from which training came to its present state;
-        # None: there is none. Later saves that a resume from an earlier one left do not count.
+        # On rank 0, the progress at the newest complete save that led to the present state; None:
+        # there is none. After a resume from an older checkpoint the newer ones do not count.
         self.newest: Progress | None = None
         self._pending: PendingSave | None = None  # the running save, until its end is printed
         self._thread: threading.Thread | None = None  # writes the pending save, if asynchronous
@@ -107,7 +108,7 @@ class Checkpointer:
             self._prepare_folder()
 
     def _prepare_folder(self) -> None:
-        """Make the folder of checkpoints, and remove unfinished ones; UserError if that fails."""
+        """Make the folder of checkpoints and delete unfinished ones in it; UserError on failure."""
         try:
             os.makedirs(self.parent, exist_ok=True)
             unfinished = folders.remove_leftovers(self.parent)
@@ -151,7 +152,7 @@ class Checkpointer:
         return RequestedAction.GO_ON
 
     def _broadcast(self, answer: bool) -> bool:
-        """Return rank 0's answer on every rank: the other ranks add only False. Collective."""
+        """Return rank 0's answer on every rank: the others contribute only False. Collective."""
         return bool(self._largest(int(answer and self.is_rank_0)))
 
     def _largest(self, answer: int) -> int:
@@ -204,7 +205,7 @@ class Checkpointer:
         began = time.perf_counter()
         self.check_replicas(progress.iteration)
         self.recorder.enter("save")
-        self._wait()  # all saves use the same host buffers
+        self._wait()  # for the previous save: all saves use the same host buffers
         self.saves.step = progress.iteration
         self.saves.began = time.monotonic()
         name = folders.folder_name(progress.iteration)
@@ -256,7 +257,7 @@ class Checkpointer:
             return {kind: [] for kind in save.kinds}
         count = count_elements(save.shards)
         for kind, dtype in saved_types(save.shards[0], save.kinds).items():
-            # A list would hold all tensors at once that `read` may make on the GPU; this does not.
+            # A generator: a list would hold all tensors at once that `read` may make on the GPU.
             runs = (shard.read(kind, shard.start, shard.stop) for shard in save.shards)
             self.buffers.copy(kind, runs, count, dtype)
         self.buffers.finish()
@@ -277,8 +278,9 @@ class Checkpointer:
         return self._is_visible(progress)
 
     def save_to_stop(self, progress: Progress) -> bool:
-        """Save all that a resume needs in this run's folder, wait, and return whether that
-        succeeded. Called when the run stops early. Collective.
+        """Save all that a resume needs in this run's folder; return whether that succeeded.
+
+        Wait until the save has ended. Called when the run stops early. Collective.
         """
         self._wait()
         self._stopping = True
@@ -291,7 +293,7 @@ class Checkpointer:
 
     def _is_visible(self, progress: Progress) -> bool:
         """Return whether this run's folder has a complete checkpoint of this state. Collective."""
-        # The folder may be of the same step before the run went back; then `newest` is another.
+        # The folder may be older than this run's resume; then `newest` is not of this step.
         complete = os.path.isdir(self.writer.folder_of(progress))
         return self._broadcast(complete and self._newest_step == progress.iteration)
 

@@ -53,8 +53,10 @@ from zero import ParamShard
 RECORDED_ELEMENTS = 2**26
 # How long `_when_there` looks for a file of another node: network file systems may show it late.
 SECONDS_TO_APPEAR = 30.0
-FIRST_PAUSE = 0.02  # seconds between its first two looks; each later pause is twice as long
-LONGEST_PAUSE = 2.0  # the most seconds between two looks of `_when_there`
+# The seconds between the first two looks, and the most between two looks: each pause of
+# `_when_there` is twice as long as the pause before.
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 2.0
 
 
 def global_boxes(shard: ParamShard) -> list[Box]:
@@ -81,15 +83,15 @@ class PendingSave:
 
     progress: Progress
     kinds: tuple[str, ...]
-    hidden: str  # the folder that is written to, until the checkpoint is complete
-    attributes: file_format.Attributes  # of index.h5; empty on ranks other than 0
+    hidden: str  # the path of the folder until the checkpoint is complete
+    attributes: file_format.Attributes  # the attributes of index.h5; only rank 0 has them
     shards: list[ParamShard]  # the shards that this rank writes
-    began: float  # time.perf_counter() at the beginning
+    began: float  # time.perf_counter() when the save began
     checks: tuple[str, ...] = ()  # names of the checks that this state has passed
     pause: float = 0.0  # seconds that training waited
-    seconds: float = 0.0  # from the beginning to the end of this rank's part
-    bytes: int = 0  # size of all files; on rank 0
-    error: BaseException | None = None  # OSError: the disk failed, or a rank did not answer
+    seconds: float = 0.0  # the seconds from `began` to the end of this rank's part
+    bytes: int = 0  # the size of all files together; only rank 0 knows it
+    error: BaseException | None = None  # why the save failed; an OSError does not end the run
     notes: list[str] = field(default_factory=list)  # lines that the main thread prints
 
 
@@ -97,11 +99,11 @@ class PendingSave:
 class Saves:
     """The saves of a run so far; `failed`, `lacks_room` and `announced` are set on rank 0 only."""
 
-    step: int = 0  # the step that was saved or loaded last
+    step: int = 0  # the step whose save began last, or that was loaded; -1: save again
     began: float = field(default_factory=time.monotonic)  # when the last save began
     seconds: float | None = None  # the duration of the last complete save; None: no save yet
     failed: bool = False  # whether the last save failed
-    lacks_room: bool = False  # whether it failed because the disk has no room
+    lacks_room: bool = False  # whether the last save failed because the disk had no room
     announced: bool = False  # whether the wait for room after the last step was printed
 
 
@@ -250,7 +252,7 @@ class Writer:
                 save.progress.iteration,
                 self.covered,
             )
-        except OSError as error:  # the save has not failed: this checkpoint is complete
+        except OSError as error:  # the save has not failed: its own checkpoint is complete
             save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")
 
     def _index_image(self, shapes: dict[str, tuple], shards: list[file_format.ShardFile]) -> bytes:
@@ -313,6 +315,7 @@ class HostBuffers:
     """The buffers of one rank, by kind of state ("weights", and the kinds of the optimizer)."""
 
     def __init__(self, device: torch.device):
+        """Make no buffers yet: `begin_pinning` or the first `copy` of a kind allocates them."""
         self.device = device
         self.pinned = device.type == "cuda"
         self._buffers: dict[str, list[Tensor]] = {}  # by kind of state
