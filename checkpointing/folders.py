@@ -156,7 +156,8 @@ def find_problem(
     return None
 
 
-# The names of visible checkpoints; `publish` makes names with .old.
+# The folders of visible checkpoints have such names. A name that ends in .old is that of an older
+# checkpoint of the step, which an interrupted `publish` has left.
 _NAME = re.compile(r"step_(\d{8,})(\.old)?")
 
 

@@ -109,7 +109,7 @@ def _array_in(mapped: mmap.mmap, dataset: h5py.Dataset) -> np.ndarray:
     """
     properties = dataset.id.get_create_plist()
     (elements,) = dataset.shape
-    offset = dataset.id.get_offset()  # in bytes; None: the dataset has no memory in the file
+    offset = dataset.id.get_offset()  # its first byte in the file; None: it has no place there
     is_contiguous = properties.get_layout() == h5py.h5d.CONTIGUOUS
     if not is_contiguous or properties.get_external_count() or offset is None:
         raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")

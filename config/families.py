@@ -308,7 +308,7 @@ def from_config(
         raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
     # The options that config.json does not give have the family's (first) value.
     options = {ours: allowed[0] for ours, allowed in family.options.items()}
-    # Fields that must have one value, or be absent, because the engine has nothing else.
+    # A field with another value than the engine's, or a field that must be absent, adds a sentence.
     lacks = [
         f"{name} is {config[name]!a:.80}; here it is {value}"
         for name, value in family.fixed.items()

@@ -121,7 +121,7 @@ def rotary_scaling(text: str) -> tuple[str, list[float]]:
 
 
 def check_split(model: ModelShape, layout: Layout) -> None:
-    """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
+    """Raise UserError if tensor, context or pipeline parallelism cannot divide the model."""
     sizes = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
     if model.experts == 1:  # tp cuts a block's one MLP, but no experts
         sizes["ffn-hidden"] = model.ffn_hidden
@@ -334,7 +334,7 @@ def check_batches(config: Config) -> None:
 
 
 def check_sharding(layout: Layout, training: Training) -> None:
-    """Raise UserError if --zero does not go with the optimizer, tensor or pipeline parallelism."""
+    """Raise UserError if --zero, --vocab-pp or recomputation does not go with other options."""
     name = training.optimizer
     zero = layout.zero
     if zero == 3 and layout.pp > 1:
