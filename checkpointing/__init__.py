@@ -9,7 +9,7 @@ load          reads a checkpoint under any layout
 state         what a rank saves of a run: `Progress`, the parts of tensors that it has, sizes
 checkpoints   `Checkpoints`: what the training loop uses, which loads the others if they are needed
 hf_export     Hugging Face weights, out and in
-hf_rules      which tensors of transformers make which of ours
+hf_rules      converts tensors of transformers to ours, and back
 
 A run uses `Checkpoints` and `Progress`; checkpoint.py all but writer, save and load.
 """

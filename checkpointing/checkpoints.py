@@ -1,7 +1,9 @@
-"""The checkpoints of a run, as the training loop uses them.
+"""The checkpoints of a run, as the training loop uses them: `Checkpoints`.
 
-A run that neither saves nor resumes does not import the modules that write and read files, nor
-h5py, unless it is stopped early.
+The work is done by a `Checkpointer` (save.py), which reads and writes the files; `Checkpoints`
+passes each call on to it. The Checkpointer is made at once if the run saves or resumes, otherwise
+by the first save, such as the save of a run that is stopped early. So a run without checkpoints
+does not import the modules that write and read files, nor h5py.
 """
 
 import functools
@@ -24,9 +26,8 @@ if TYPE_CHECKING:
 class Checkpoints:
     """The checkpoints of one run, as the training loop uses them, on every rank.
 
-    The methods and parameters are those of `save.Checkpointer`, which explains them. A Checkpointer
-    is made at once if the run saves or resumes, otherwise by the first save. exchange: passes small
-    values between all ranks. enabled: whether the run saves.
+    The methods and parameters are those of `save.Checkpointer`, which explains them. exchange:
+    passes small values between all ranks. enabled: whether the run saves at regular steps or times.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Checkpoints:
         print_line: Callable[[str], None],
         check_replicas: Callable[[int], None] | None,
     ):
+        """Keep what a Checkpointer needs, and make it if the run saves or resumes. Collective."""
         self.config = config
         self.enabled = config.run.saves
         self.optimizer = optimizer
@@ -48,16 +50,21 @@ class Checkpoints:
         size = context.size
         self.exchange = StoreExchange(store, rank, size, "run", mesh.recorder)
         self._check_replicas = check_replicas
+        # The arguments with which `_checkpointer` makes the Checkpointer, perhaps much later.
         self._arguments = (config, mesh, optimizer, context, samples, print_line, check_replicas)
-        self._made: Checkpointer | None = None
-        # On rank 0, the last step whose audit found nothing; -1: there is none. The newest
-        # checkpoint of at most this step is not deleted.
+        self._made: Checkpointer | None = None  # None until it is needed
+        # On rank 0, the last step whose audit (--audit-every) found no wrong results; -1: there is
+        # none. The newest checkpoint of this step or an earlier one is never deleted, because it
+        # is the last that is known to be right.
         self.covered = -1
         if self.enabled or config.run.resume:
             self._checkpointer()
 
     def _checkpointer(self) -> "Checkpointer":
-        """Return the run's `Checkpointer`; collective at the first call."""
+        """Return the run's `Checkpointer`, which the first call makes.
+
+        Every rank must make the first call at the same point, because making it is collective.
+        """
         if self._made is None:
             from checkpointing.save import Checkpointer
 

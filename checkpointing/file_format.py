@@ -12,6 +12,10 @@ in Trine (index.py). Nothing in a checkpoint depends on the layout: tensors have
 shapes, without padding, and every element is stored once. The groups /model, /progress, /optimizer,
 /data and /run of index.h5 have attributes only.
 
+A kind of state is "weights" or the name of an optimizer state, such as "exp_avg". A box is a part
+of a tensor: for each dimension (a, b), the indices [a, b). A shard holds the elements of its boxes
+one after the other, so it has one flat array for each kind of state, all of the same length.
+
 Global shapes of the tensors (d: head size, f: MLP width, h: hidden size, V: vocabulary size):
 
     attention.qkv.weight    (kv_heads, heads/kv_heads + 2, d, h)   per key/value head: its queries,
@@ -44,11 +48,12 @@ CHUNK = 2**20  # bytes that are checksummed and written at once: they fit into t
 PAGE = 4096  # arrays begin at multiples of this number of bytes in their files
 
 Shape = tuple[int, ...]
-# A part of a tensor: for each dimension (a, b), the indices [a, b).
+# A box is a part of a tensor: for each dimension (a, b), the indices [a, b).
 Box = tuple[tuple[int, int], ...]
-# Where a box is stored: (shard, index of the box's first element in the shard's arrays, box).
+# A source tells where a box is stored: (shard, index of the box's first element in each of the
+# shard's flat arrays, box).
 Source = tuple["ShardFile", int, Box]
-# The attributes of index.h5: by group, then by name.
+# The values of the attributes of index.h5, by the name of the group and then of the attribute.
 Attributes = dict[str, dict[str, Any]]
 
 
@@ -58,24 +63,25 @@ Attributes = dict[str, dict[str, Any]]
 def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Split the elements [start, stop) of an array in C order into boxes, and yield them in order.
 
-    shape: the array's. Every box is contiguous in memory. Example: shape (5, 4), start 3, stop 14:
-    column 3 of row 0, then the rows 1 and 2, then the columns 0 and 1 of row 3.
+    shape: the array's shape. Every box is contiguous in memory. Example: shape (5, 4), start 3,
+    stop 14: column 3 of row 0, then the rows 1 and 2, then the columns 0 and 1 of row 3. A rank's
+    share of a parameter is such a range, but HDF5 can map only boxes.
     """
     if start >= stop:
         return
     if len(shape) == 1:
         yield ((start, stop),)
         return
-    row_shape = shape[1:]
+    row_shape = shape[1:]  # a row: all elements with the same index in the first dimension
     row_size = math.prod(row_shape)
-    first = start // row_size
-    last = stop // row_size
+    first = start // row_size  # the row of the first element
+    last = stop // row_size  # the row of the first element after the range
     if start % row_size:  # the range begins inside row `first`
         end_in_row = min(row_size, stop - first * row_size)
         for box in split_into_boxes(row_shape, start % row_size, end_in_row):
             yield ((first, first + 1), *box)
         first += 1
-    if first < last:  # whole rows
+    if first < last:  # rows that are in the range as a whole
         yield ((first, last), *((0, size) for size in row_shape))
     if last >= first:  # the range may end inside row `last`
         for box in split_into_boxes(row_shape, 0, stop - last * row_size):
@@ -92,11 +98,11 @@ def elements_in(box: Box) -> int:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The file that a rank wrote, and the parts of tensors that it contains.
+    """The file that a rank wrote, and the parts of tensors that the file contains.
 
-    file: its name. bytes, crc32: its size and checksum. dtypes: numpy's name of the dtype of the
-    flat array of each kind of state. tensors: (name, boxes) in the order of the flat arrays, which
-    is the same for every kind.
+    file: the file's name. bytes, crc32: its size and checksum. dtypes: for each kind of state,
+    numpy's name of the dtype of the flat array. tensors: (name of a tensor, its boxes in this file)
+    in the order of the elements in the flat arrays, which is the same for every kind.
     """
 
     file: str
@@ -119,9 +125,9 @@ def write_shard(
     """Write flat arrays to an HDF5 file, flush it to the disk, and return its bytes and CRC-32.
 
     elements: the length of each flat array. arrays: by kind of state, the dtype and an iterable of
-    numpy arrays that together are the flat array. HDF5 only lays out the file. The elements are
-    written without HDF5: so each chunk is checksummed while it is in the cache, no array is copied,
-    and other threads run meanwhile. Raise OSError if a write fails.
+    numpy arrays ("runs") that one after the other make up the flat array. HDF5 only lays out the
+    file. The elements are written without HDF5: so each chunk is checksummed while it is in the
+    cache, no array is copied, and other threads run meanwhile. Raise OSError if a write fails.
     """
     # No file locks: some parallel file systems refuse them, and no other process writes here.
     create = {"locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
@@ -130,9 +136,9 @@ def write_shard(
     with open(path, "r+b", buffering=0) as file:
         descriptor = file.fileno()
         total = os.fstat(descriptor).st_size
-        position = 0
+        position = 0  # bytes of the file that are in the checksum already
         crc = 0
-        for kind in sorted(offsets, key=offsets.__getitem__):
+        for kind in sorted(offsets, key=offsets.__getitem__):  # in the order of the file
             # The checksum includes HDF5's own bytes between the arrays.
             crc = _crc32_of_range(descriptor, position, offsets[kind], crc)
             position = offsets[kind]
@@ -154,7 +160,10 @@ def _hdf5_errors(path: str) -> Iterator[None]:
 
 
 def _reserve(file: h5py.File, kind: str, dtype: str, elements: int) -> int:
-    """Make a flat dataset without writing its elements; return its offset in the file, in bytes."""
+    """Make a flat dataset without writing its elements; return its offset in the file, in bytes.
+
+    The properties tell HDF5 to reserve one piece of the file at once, and to write no fill values.
+    """
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -173,7 +182,7 @@ def _write_run(descriptor: int, run: np.ndarray, position: int, crc: int) -> tup
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
         crc = isal_zlib.crc32(chunk, crc)
-        while chunk:
+        while chunk:  # pwrite may write only the beginning of a chunk
             written = os.pwrite(descriptor, chunk, position)
             position += written
             chunk = chunk[written:]
@@ -197,11 +206,11 @@ def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
 
     shapes: the global shape of each tensor, by name. shards: the files of all ranks. The result
     does not depend on the values of elements, so a run can use it for every save. Raise
-    RuntimeError if the shards do not cover a tensor.
+    RuntimeError if the shards together do not have as many elements of a tensor as its shape.
     """
     sources: dict[str, list[Source]] = {name: [] for name in shapes}
     for shard in shards:
-        start = 0
+        start = 0  # index of the box's first element in each of the shard's flat arrays
         for name, boxes in shard.tensors:
             for box in boxes:
                 sources[name].append((shard, start, box))
@@ -223,7 +232,8 @@ def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
 def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int, int]:
     """Write index.h5 and flush it to the disk; return the file's bytes and CRC-32.
 
-    image: the result of `index_image`. attributes: by group, then by name.
+    image: the result of `index_image`. attributes: the attributes to add to it, which differ from
+    save to save.
     """
     path = os.path.join(folder, INDEX)
     with open(path, "wb") as file:
@@ -244,8 +254,8 @@ def _create_virtual_dataset(
 ) -> None:
     """Create the dataset KIND/NAME, a whole tensor, as a virtual dataset over the shards.
 
-    shape: the tensor's. sources: where its boxes are stored. The low-level calls are used because
-    h5py's classes for virtual datasets take ten times as long.
+    shape: the tensor's shape. sources: where its boxes are stored. The low-level calls are used
+    because h5py's classes for virtual datasets take ten times as long.
     """
     first_shard, _, _ = sources[0]
     dtype = np.dtype(first_shard.dtypes[kind])
@@ -253,6 +263,7 @@ def _create_virtual_dataset(
     properties.set_fill_value(np.array(np.nan, dtype))
     whole = h5py.h5s.create_simple(shape)
     for shard, start, box in sources:
+        # Map this box of the tensor to a range of the flat array KIND in the shard.
         whole.select_hyperslab(tuple(a for a, _ in box), tuple(b - a for a, b in box))
         source = h5py.h5s.create_simple((shard.elements,))
         source.select_hyperslab((start,), (elements_in(box),))
@@ -281,6 +292,8 @@ def open_regular(path: str) -> io.FileIO:
     """
 
     def opener(path: str, flags: int) -> int:
+        # The path may become a link or a pipe after lstat: the flags keep `open` from following
+        # or waiting then.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", path)
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

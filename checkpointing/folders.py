@@ -52,7 +52,10 @@ def write_manifest(
 
 
 def _manifest_text(body: dict[str, Any]) -> bytes:
-    """Return the text of manifest.json: `body` and the SHA-256 of its JSON text."""
+    """Return the text of manifest.json: `body`, and the SHA-256 of body's JSON text.
+
+    `read_manifest` makes this text again from the body that it has read, and compares the two.
+    """
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return (json.dumps(body | {"sha256": digest}, indent=1) + "\n").encode()
 
@@ -60,7 +63,7 @@ def _manifest_text(body: dict[str, Any]) -> bytes:
 def _what_is_there(folder: str) -> str:
     """Return why a folder without a manifest is no checkpoint, for an error message.
 
-    If it has weights of Hugging Face, the text names the command that imports them.
+    If the folder has weights of Hugging Face, the text names the command that imports them.
     """
     if not os.path.isdir(folder):
         return "there is no such folder"
@@ -90,7 +93,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     try:
         body = json.loads(text)
         body.pop("sha256")
-        intact = _manifest_text(body) == text
+        intact = _manifest_text(body) == text  # true if the SHA-256 in the text is right
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         intact = False
     if not intact:
@@ -134,8 +137,8 @@ def find_problem(
 ) -> str | None:
     """Return the error message for a missing or damaged file of a checkpoint; None if it is sound.
 
-    expected: "bytes" and "crc32" of the file in the manifest. contents: whether to read the whole
-    file and compare its checksum, or to compare its size only.
+    expected: "bytes" and "crc32" of the file in the manifest. contents: True: read the whole file
+    and compare its checksum too; False: compare its size only.
     """
     path = os.path.join(folder, name)
     try:
@@ -143,7 +146,7 @@ def find_problem(
             actual = os.fstat(file.fileno()).st_size
             if actual != expected["bytes"]:
                 return f"{path} has {actual} bytes, not {expected['bytes']}"
-            crc = expected["crc32"]
+            crc = expected["crc32"]  # taken as right if the contents are not read
             if contents:
                 _, crc = checksum(file)
     except OSError as error:
@@ -153,6 +156,8 @@ def find_problem(
     return None
 
 
+# The folders of visible checkpoints have such names. A name that ends in .old is that of an older
+# checkpoint of the step, which an interrupted `publish` has left.
 _NAME = re.compile(r"step_(\d{8,})(\.old)?")
 
 
@@ -170,8 +175,8 @@ def step_of(folder: str) -> int:
 def list_checkpoints(parent: str) -> list[str]:
     """Return the folders in `parent` that are named as checkpoints, the newest step first.
 
-    A step may have two folders, step_... and step_....old, which an interrupted `publish` left; the
-    former comes first.
+    A step may have two folders, step_... and step_....old, which an interrupted `publish` left;
+    step_... is newer and comes first.
     """
     if not os.path.isdir(parent):
         return []
@@ -200,12 +205,13 @@ def find_checkpoints(path: str) -> list[str]:
 def publish(hidden: str, final: str) -> None:
     """Rename a finished folder to its visible name, and flush the new name to the disk.
 
-    hidden: the folder that was written. final: its visible name. If a checkpoint has this name
-    already, it stays visible as .old until the rename, and is then deleted.
+    hidden: the path of the folder that was written. final: the path with its visible name. If a
+    checkpoint has this name already, it is renamed to .old, so that the step has a complete
+    checkpoint at every moment, and is deleted after the rename.
     """
     aside = final + ".old"
     if os.path.lexists(final):
-        if os.path.lexists(aside):
+        if os.path.lexists(aside):  # left by an interrupted `publish`
             remove(aside)
         os.rename(final, aside)
     os.rename(hidden, final)
@@ -215,7 +221,10 @@ def publish(hidden: str, final: str) -> None:
 
 
 def remove(folder: str) -> None:
-    """Hide a checkpoint by a rename, then delete it; of a symbolic link delete only the link."""
+    """Delete a checkpoint, after a rename that hides it; delete a symbolic link, not its target.
+
+    A crash during the deletion leaves a hidden folder, which no run takes for a checkpoint.
+    """
     parent, name = os.path.split(os.path.normpath(folder))
     hidden = os.path.join(parent, f".{name}.removed")
     _delete(hidden)  # an interrupted removal may have left this folder
@@ -240,9 +249,9 @@ def remove_leftovers(parent: str) -> list[str]:
 
 
 def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
-    """Return those of `steps` whose checkpoints are to be deleted.
+    """Return the steps in `steps` whose checkpoints --keep-last and --keep-every do not keep.
 
-    Kept are the last `keep_last` steps (0: all steps) and the multiples of `keep_every` (0: none).
+    The last `keep_last` steps are kept (0: all steps), and the multiples of `keep_every` (0: none).
     """
     if not keep_last:
         return []
@@ -255,13 +264,15 @@ def delete_surplus(
 ) -> None:
     """Delete the checkpoints of a folder whose steps `surplus` returns, with two exceptions.
 
-    saved: the step of the save that has ended, after which this is called. covered: a step; the
-    newest checkpoint of at most this step is not deleted either. Raise OSError if a deletion fails.
+    Called after each save. saved: the step of this save, whose checkpoint is not deleted. covered:
+    the last step whose audit found nothing wrong, -1: none; the newest checkpoint of this step or
+    an earlier one is not deleted either. Raise OSError if a deletion fails.
     """
     checkpoints = list_checkpoints(parent)
     steps = sorted({step_of(path) for path in checkpoints})
     needed = {saved}
-    needed.update([step for step in steps if step <= covered][-1:])  # the newest, if there is any
+    # Keep the newest checkpoint of step `covered` or an earlier step, if there is one.
+    needed.update([step for step in steps if step <= covered][-1:])
     steps_to_delete = {*surplus(steps, keep_last, keep_every)} - needed
     for path in checkpoints:
         if step_of(path) in steps_to_delete:
@@ -271,8 +282,9 @@ def delete_surplus(
 def set_aside(parent: str, after: int) -> str:
     """Move the checkpoints of later steps than `after` to a new folder PARENT.1, PARENT.2, ...
 
-    Return a line that names the folder and the checkpoints, or "" if no checkpoint is moved. Raise
-    OSError if a move fails.
+    Called if these checkpoints are not of the course that the run continues, or if an audit found
+    wrong results. Return a line that names the folder and the checkpoints, or "" if no checkpoint
+    is moved. Raise OSError if a move fails.
     """
     names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
     if not names:

@@ -3,8 +3,10 @@
     export_weights(checkpoint_folder, target)     writes config.json, safetensors, tokenizer
     import_weights(source, target)                writes a checkpoint at step 0 with weights only
 
-hf_rules.py converts between our tensors and theirs. The model may be larger than memory: an export
-holds the tensors of one output file and one tensor as it was saved; an import holds one tensor.
+"Ours" are the tensors of Trine, "theirs" those of transformers. A `Rule` (hf_rules.py) converts one
+of our tensors to one or more of theirs, and back; `rule.name` is the name of ours, `rule.theirs`
+the names of theirs. The model may be larger than memory: an export holds the tensors of one output
+file and one tensor as it was saved; an import holds one tensor.
 
     hf_config(model, dtype)      their config.json for our shape
     model_shape(config, where)   our shape for their config.json
@@ -43,14 +45,16 @@ def hf_config(model: ModelShape, dtype: torch.dtype, name: str | None = None) ->
 
     dtype: the type of the exported weights. name: the name of a family, see hf_rules.rules.
     """
+    # transformers would otherwise take the ids of the tokenizer that the family was trained with.
     config = families.to_config(model, name) | {"bos_token_id": None, "eos_token_id": None}
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def model_shape(config: dict[str, Any], where: str) -> ModelShape:
-    """Return the model's shape from the contents of a config.json; where: its path, for errors.
+    """Return the model's shape from the contents of a config.json.
 
-    Raise UserError if Trine does not have such a model.
+    where: the path of the config.json, for messages. Raise UserError if Trine does not have such a
+    model, or cannot train a part of it.
     """
     options, lacks = families.from_config(config, where)
     if lacks:
@@ -59,6 +63,8 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# A folder of transformers has its weights in one file of the name SINGLE, or in several files, and
+# then the file INDEX names the file of each tensor.
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -73,10 +79,11 @@ def export_weights(
 ) -> list[str]:
     """Write a checkpoint's weights to a new folder for transformers; return the files' names.
 
-    source: a checkpoint whose files have been checked. dtype: a key of DTYPES; None: as saved.
-    shard_bytes: the most bytes of a file, and so of the memory; a larger tensor has its own file.
-    tokenizer: path of a tokenizer.json. family: a name in families.toml; None: the first family
-    that has the model. Raise UserError if no family has it, or if the folder `target` exists.
+    source: a checkpoint whose files have been checked. dtype: a key of DTYPES; None: the type in
+    which the weights were saved. shard_bytes: the most bytes of a file, and so of the memory; a
+    larger tensor has its own file. tokenizer: path of a tokenizer.json. family: a name in
+    families.toml; None: the first family that has the model. Raise UserError if no family has the
+    model, or if the folder `target` exists. Called by `checkpoint.py export`.
     """
     with Index(source) as index, new_folder(target) as folder:
         model = make_model(index.attributes("model"), index.path)
@@ -88,7 +95,7 @@ def export_weights(
             config |= copy_tokenizer(tokenizer, folder, model)
         files = _group(all_rules, shapes, torch_dtype.itemsize, shard_bytes)
         count = len(files)
-        file_of: dict[str, str] = {}
+        file_of: dict[str, str] = {}  # for each of their tensors, the name of its file
         for number, group in enumerate(files, 1):
             name = SINGLE
             if count > 1:
@@ -109,7 +116,7 @@ def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> 
     larger than `limit` has its own file.
     """
     files: list[list[Rule]] = [[]]
-    filled = 0
+    filled = 0  # bytes of the tensors in the last group
     for rule in all_rules:
         size = math.prod(shapes[rule.name]) * itemsize
         if files[-1] and filled + size > limit:
@@ -121,7 +128,10 @@ def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> 
 
 
 def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.dtype) -> None:
-    """Write a file with the tensors of a group of rules, which are all in memory meanwhile."""
+    """Convert the tensors of a group of rules and write them, as `dtype`, to the file `path`.
+
+    All tensors of the group are in memory at the same time.
+    """
     tensors = {}
     for rule in group:
         ours = torch.from_numpy(index.read_whole("weights", rule.name)).to(dtype)
@@ -140,8 +150,9 @@ def _umask() -> int:
 
 
 def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
-    """Write tokenizer.json and tokenizer_config.json to a folder, and return fields of config.json.
+    """Write tokenizer.json and tokenizer_config.json to a folder for an exported model.
 
+    Return the fields for its config.json: the ids of the tokens that end a text, if there are any.
     tokenizer: path of a tokenizer.json. The chat template and the tokens that it names are read
     from PREFIX.tokenizer_config.json beside PREFIX.tokenizer.json, where prepare_chats.py writes
     them, or from tokenizer_config.json beside tokenizer.json.
@@ -166,6 +177,7 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
     if end is not None:  # only a default: a chat template may end an answer with another token
         settings.setdefault("eos_token", "<|endoftext|>")
     _write_json(folder, "tokenizer_config.json", settings)
+    # A generation is to end at the eos_token of the settings and at the end of a document.
     end_of_answer = loaded.token_to_id(str(settings.get("eos_token")))
     ends = sorted({token for token in (end_of_answer, end) if token is not None})
     if not ends:
@@ -174,7 +186,11 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
 
 
 def _chat_settings(tokenizer: str) -> dict[str, Any]:
-    """Return the chat template beside a tokenizer's file, and its special tokens, by setting."""
+    """Return the chat template and the special tokens in the tokenizer_config.json beside a file.
+
+    tokenizer: path of the file, a tokenizer.json. The result has the values by the names of the
+    settings, such as "eos_token"; it is empty if there is no tokenizer_config.json.
+    """
     if not tokenizer.endswith("tokenizer.json"):
         return {}
     beside = tokenizer.removesuffix("tokenizer.json") + "tokenizer_config.json"
@@ -223,11 +239,12 @@ def import_weights(source: str, target: str) -> ModelShape:
 
     The checkpoint has fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. Return the
     model's shape. Raise UserError if a file is missing, if Trine does not have such a model, or if
-    a weight is not finite.
+    a weight is not finite. Called by `checkpoint.py import`.
     """
     config = _read_json(source, "config.json")
     model = model_shape(config, os.path.join(source, "config.json"))
     slices = _open_tensors(source)
+    # A hostile file may give billions of layers: refuse it before `rules` lists their tensors.
     if model.layers > len(slices):
         raise UserError(f"{source} has {len(slices)} tensors, too few for {model.layers} layers")
     all_rules = rules(model, config["model_type"])
@@ -236,7 +253,7 @@ def import_weights(source: str, target: str) -> ModelShape:
     dtype = "float64" if "F64" in types else "float32"
 
     def shape_of(rule: Rule) -> tuple[int, ...]:
-        """Return the shape of our tensor."""
+        """Return the shape of our tensor, from the shapes of theirs, without reading weights."""
         shapes = [tensors[name].get_shape() for name in rule.theirs]
         try:
             ours = rule.to_ours(*(torch.empty(shape, device="meta") for shape in shapes))
@@ -245,7 +262,7 @@ def import_weights(source: str, target: str) -> ModelShape:
         return tuple(ours.shape)
 
     def tensors_of_trine() -> Iterator[np.ndarray]:
-        """Yield our tensors, one after the other; UserError if a value is not finite."""
+        """Read, convert and yield our tensors one by one; UserError if a value is not finite."""
         for rule in all_rules:
             ours = rule.to_ours(*(tensors[name][:] for name in rule.theirs))
             wrong = ours.numel() - int(torch.isfinite(ours).sum())
@@ -258,6 +275,7 @@ def import_weights(source: str, target: str) -> ModelShape:
 
     shapes = {rule.name: shape_of(rule) for rule in all_rules}
     check_shapes(shapes, model, source)
+    # The single shard of the checkpoint has each tensor as one box, the whole tensor.
     parts = [(name, [tuple((0, size) for size in shape)]) for name, shape in shapes.items()]
     with new_folder(target) as folder:
         checkpoint = os.path.join(folder, folders.folder_name(0))
@@ -277,7 +295,10 @@ def import_weights(source: str, target: str) -> ModelShape:
 
 
 def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
-    """Return the attributes of the index.h5 of imported weights; source: the imported folder."""
+    """Return the attributes of index.h5 for imported weights, the same groups as those of a run.
+
+    source: the imported folder.
+    """
     return {
         "model": dataclasses.asdict(model),
         "progress": Progress().counts(),
@@ -312,23 +333,25 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
     return families.read_object(_path_in(folder, name), file_format.open_regular)
 
 
-# Ends of names of tensors that an import ignores. transformers saved buffers of GPT-2 and GPT-NeoX,
-# such as causal masks, and the head of models in which it is the embedding.
+# An import ignores tensors whose names end in one of these texts, unless a rule needs them.
+# transformers saved buffers of GPT-2 and GPT-NeoX, such as causal masks, and the matrix of the head
+# even where it is the embedding's.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _IGNORED = (*_BUFFERS, ".rotary_emb.inv_freq", "lm_head.weight", "embed_out.weight")
-# Names of tensors in the files of some versions of transformers, by the name in the rules.
+# Some versions of transformers wrote a tensor under another name: the key is the name in our rules,
+# the value the other name.
 _OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
 def _open_tensors(folder: str) -> dict[str, Any]:
-    """Return the tensors of a folder's safetensors files, not read yet, by name.
+    """Return, by name, slices of safetensors for the tensors of a folder; they read when indexed.
 
     The weights are in a single file, or in several files with an index. Raise UserError if a file
     is missing or damaged, or if a tensor has another type than floats.
     """
     files = [SINGLE]
     if not os.path.lexists(os.path.join(folder, SINGLE)):
-        weight_map = _read_json(folder, INDEX).get("weight_map")
+        weight_map = _read_json(folder, INDEX).get("weight_map")  # the file of each tensor
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
         valid = [isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in files]
         if not files or not all(valid):
@@ -348,9 +371,10 @@ def _open_tensors(folder: str) -> dict[str, Any]:
 
 
 def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[str, Any]:
-    """Return the tensors by their names in the rules; slices: the tensors by their names in files.
+    """Return the tensors that the rules need, by their names in the rules.
 
-    Raise UserError if a tensor is missing, or if the files have a tensor that no rule uses.
+    slices: all tensors, by their names in the files; the tensors that are needed are removed. Raise
+    UserError if a tensor is missing, or if a tensor is left whose name does not end as in _IGNORED.
     """
     tensors = {}
     missing = []

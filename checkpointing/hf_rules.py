@@ -3,8 +3,9 @@
     rules(model)                 a rule for each tensor of the model, for both directions
 
 "Ours" is a tensor of Trine, "theirs" are the tensors of transformers that hold the same weights.
-config/families.toml has their names for each family of models. hf_export.py reads and writes the
-files.
+A conversion "to ours" takes their tensors and returns ours; "to theirs" takes ours and returns a
+tuple. config/families.toml has their names for each family of models. hf_export.py reads and
+writes the files.
 """
 
 import re
@@ -47,8 +48,13 @@ def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
 
 
 def _rule(name: str, model: ModelShape, family: Family) -> Rule:
-    """Return the rule for our tensor `name`, such as "blocks.3.mlp.up.weight"."""
+    """Return the rule for our tensor `name`, such as "blocks.3.mlp.up.weight".
+
+    In this example `module` is "blocks.3.mlp.up", `kind` is "weight", and `general` is
+    "blocks.*.mlp.up", under which families.toml has the names of their modules.
+    """
     module, _, kind = name.rpartition(".")
+    # A router's bias and load have no tensor in transformers.
     if name.endswith((".router.bias", ".router.load")):
         initial = 1.0 if kind == "load" else 0.0
         return _rule_of_router(name, model, initial)
@@ -57,24 +63,27 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     their_modules = family.modules[general]
     layer = number[0] if number else "*"
     theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
-    if "#" in their_modules[0]:  # stands for the number of the expert
+    if "#" in their_modules[0]:  # in their names, "#" stands for the number of the expert
         return _rule_of_experts(name, theirs, model.experts)
     part = general.removeprefix("blocks.*.")
     if part == "attention.qkv":
         to_ours, to_theirs = _qkv(model, family, len(theirs))
     elif part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
+        # The scales of the norm: ours are (heads, head size), theirs are flat.
         to_ours = lambda t: t.unflatten(0, (-1, model.head_size))  # noqa: E731
         to_theirs = _as_tuple(torch.flatten)
-    elif len(theirs) == 2:
+    elif len(theirs) == 2:  # the two matrices of SwiGLU: ours has both, (2, width, hidden)
         to_ours = lambda gate, up: torch.stack([gate, up])  # noqa: E731
         to_theirs = torch.unbind
     elif part == "embedding.positions" and family.skipped_rows:
+        # Their matrix has this number of rows before the row of position 0, which ours leaves out.
         rows = family.skipped_rows
         to_ours = lambda t: t[rows:]  # noqa: E731
         to_theirs = _as_tuple(lambda t: torch.cat([t.new_zeros(rows, t.shape[1]), t]))
     else:
         to_ours = lambda t: t  # noqa: E731
         to_theirs = _as_tuple(lambda t: t)
+    # Some families keep the matrices of their blocks as (in, out), where ours are (out, in).
     is_matrix_of_block = general != module and kind == "weight" and "norm" not in part
     if family.transposed and is_matrix_of_block:
         return Rule(name, theirs, _transpose_before(to_ours), _transpose_after(to_theirs))
@@ -82,7 +91,7 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
 
 
 def _as_tuple(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return a conversion to theirs whose result is a tuple with the single tensor of `convert`."""
+    """Return a conversion to theirs for a single tensor: the result of `convert`, in a tuple."""
     return lambda t: (convert(t),)
 
 
@@ -99,20 +108,23 @@ def _transpose_after(to_theirs: Callable[[Tensor], Any]) -> Callable[[Tensor], t
 def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Callable]:
     """Return the conversions (to ours, to theirs) of weights or biases of queries, keys and values.
 
-    count: the number of their tensors, 1 or 3. Our tensor is (g, a/g + 2, d, ...): for each of g
-    key/value heads its queries, its key, its value; a: heads, d: head size.
+    count: the number of their tensors: 3 for queries (a d, ...), keys and values (g d, ...), or 1
+    with all of their rows. Our tensor is (g, a/g + 2, d, ...): for each of g key/value heads its
+    queries, its key, its value; a: heads, d: head size.
     """
     g = model.kv_heads
     d = model.head_size
     queries = model.heads // model.kv_heads
     parts = [queries, 1, 1]
-    if count == 3:
+    if count == 3:  # queries become (g, a/g, d, ...), keys and values (g, 1, d, ...)
         return (
             lambda *three: torch.cat([t.unflatten(0, (g, -1, d)) for t in three], 1),
             lambda t: tuple(part.flatten(0, 2) for part in t.split(parts, 1)),
         )
-    if family.qkv == "head":
+    if family.qkv == "head":  # the rows of their single tensor are in our order already
         return lambda t: t.unflatten(0, (g, queries + 2, d)), _as_tuple(lambda t: t.flatten(0, 2))
+    # Their single tensor has the queries of all heads first, then all keys, then all values; such a
+    # family has as many key/value heads as heads.
     return (
         lambda t: t.unflatten(0, (3, g, d)).transpose(0, 1),
         _as_tuple(lambda t: t.transpose(0, 1).flatten(0, 2)),
@@ -122,8 +134,8 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
 def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
     """Return the rule of a router's tensor, (experts,), that transformers does not have.
 
-    To ours, every element is `initial`. To theirs, UserError is raised if a bias of --balance bias
-    is not 0: transformers would send tokens to other experts.
+    An import sets every element to `initial`. An export writes nothing, and raises UserError if a
+    bias of --balance bias is not 0: transformers would send tokens to other experts.
     """
 
     def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
@@ -138,9 +150,11 @@ def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
 
 
 def _rule_of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
-    """Return the rule of a tensor with all experts, (experts, ...); they have one for each expert.
+    """Return the rule of our tensor for all experts, of which they have a tensor for each expert.
 
-    theirs: the name of their tensor, or of gate and up, with "#" for the expert's number.
+    theirs: the name of their tensor, or the names of gate and up, with "#" for the expert's number.
+    Ours is (experts, ...), or with gate and up (experts, 2, ...); their order is gate and up of
+    expert 0, gate and up of expert 1, ...
     """
     names: list[str] = []
     for expert in range(experts):

@@ -9,7 +9,8 @@
 A checkpoint may come from a stranger. So HDF5 does not open files by name here: it gets open files,
 and links are not followed. A shard is mapped into memory (mmap); HDF5 only gives the offsets of its
 flat arrays, and numpy copies parts of them. A box is a part of a tensor: (first index, last index
-+ 1) for each dimension. Read file_format.py first.
++ 1) for each dimension. A kind of state is "weights" or an optimizer state such as "exp_avg". A
+shard has one flat array of each kind, in which its boxes follow one another. Read file_format.py.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from config.messages import UserError
 from config.schema import ModelShape
 from corpora.usage import Usage
 
-GROUPS = ("model", "progress", "optimizer", "data", "run")  # have attributes only, no tensors
+GROUPS = ("model", "progress", "optimizer", "data", "run")  # the groups without tensors
 MOST_OPEN = 128  # the most shards that are mapped at the same time
 _FLOATS = {"float32": h5py.h5t.IEEE_F32LE, "float64": h5py.h5t.IEEE_F64LE}
 _PRIME = 2**61 - 1  # `_is_tiled` computes modulo this number
@@ -88,9 +89,10 @@ def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
     The time is linear in the number of boxes: along each dimension, each index at which a box
     begins or ends gets a random number, and the weight of a box is the product over the dimensions
     of the difference between its two numbers. If boxes tile the shape, their weights add up to the
-    weight of the whole shape. If they do not, this happens only by chance, once in 2^58 calls.
+    weight of the whole shape, as [0, 3) and [3, 5): (n3 - n0) + (n5 - n3) = n5 - n0. If they do
+    not, this happens only by chance, once in 2^58 calls.
     """
-    numbers: list[dict[int, int]]
+    numbers: list[dict[int, int]]  # for each dimension, the random number of each index
     numbers = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 
     def weigh(box: Iterable[tuple[int, int]]) -> int:
@@ -107,7 +109,7 @@ def _array_in(mapped: mmap.mmap, dataset: h5py.Dataset) -> np.ndarray:
     """
     properties = dataset.id.get_create_plist()
     (elements,) = dataset.shape
-    offset = dataset.id.get_offset()  # in bytes; None: the dataset has no memory in the file
+    offset = dataset.id.get_offset()  # its first byte in the file; None: it has no place there
     is_contiguous = properties.get_layout() == h5py.h5d.CONTIGUOUS
     if not is_contiguous or properties.get_external_count() or offset is None:
         raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
@@ -119,18 +121,18 @@ class Index:
     """An open checkpoint, for reading its attributes and any part of its tensors.
 
     A context manager. Its files should be checked first (`check_files`). Every method raises
-    UserError if the files are not as the format says. kinds: "weights", then the optimizer's kinds
-    of state. shapes: the global shape of each tensor, by name. dtypes: the dtype of each kind of
-    state in the files.
+    UserError if the files are not as the format says. kinds: the kinds of state, "weights" first.
     """
 
     def __init__(self, folder: str):
+        """Open index.h5; the groups in it that have tensors are named after the kinds of state."""
         self.folder = folder
         self.path = os.path.join(folder, INDEX)
-        self._known_sources: dict[str, list[tuple[str, int, Box]]] = {}  # by name of the tensor
-        self._arrays: dict[str, dict[str, np.ndarray]] = {}  # by mapped shard, then by kind
+        # Results of `_sources_of` by tensor, and the arrays of mapped shards by shard, then kind.
+        self._known_sources: dict[str, list[tuple[str, int, Box]]] = {}
+        self._arrays: dict[str, dict[str, np.ndarray]] = {}
         with _reading(self.path):
-            self._raw = open_regular(self.path)
+            self._raw = open_regular(self.path)  # HDF5 itself would follow a link
             self.file = h5py.File(self._raw, "r")
             groups = {name: _member(self.file, name, h5py.Group) for name in self.file}
             if not len(groups.get("weights", ())) or not all(map(str.isidentifier, groups)):
@@ -187,12 +189,12 @@ class Index:
         with _reading(self.path):
             needed = sum(math.prod(shape) for shape in self.shapes.values())
             needed *= sum(dtype.itemsize for dtype in self.dtypes.values())
-            if needed > sum(files.values()):
+            if needed > sum(files.values()):  # refuse a forged shape before memory is taken for it
                 raise ValueError(f"its tensors are {needed} bytes, the files {sum(files.values())}")
             if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
                 raise ValueError(f"{', '.join(self.kinds)} have different tensors")
             shards = sorted(files.keys() - {INDEX})
-            for name in shards[rank::size]:
+            for name in shards[rank::size]:  # each rank checks every `size`-th shard
                 arrays = self._arrays_in(name)
                 types = {kind: array.dtype for kind, array in arrays.items()}
                 lengths = {len(array) for array in arrays.values()}
@@ -203,7 +205,7 @@ class Index:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
-        """Raise ValueError unless each part of a tensor is in a shard; files: see `check`."""
+        """Raise ValueError unless a tensor's parts are in listed files, at its weights' places."""
         if self._sources(kind, name) != self._sources_of(name):
             raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
         for file, start, box in self._sources_of(name):
@@ -222,6 +224,7 @@ class Index:
             for box in boxes:
                 stop = first + elements_in(box)
                 part = out[first:stop].reshape([b - a for a, b in box])
+                # Each stored box that overlaps with this box fills a part of it.
                 for file, start, stored in sources:
                     self._read_overlap(kind, file, start, stored, box, part)
                 first = stop
@@ -235,7 +238,8 @@ class Index:
         the box `stored`. box: the box that `out` is for; `out` has its shape.
         """
         shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
-        if all(a < b for a, b in shared):
+        if all(a < b for a, b in shared):  # the boxes overlap in every dimension
+            # The places of the shared elements, counted from the corner of `stored` and of `box`.
             source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, stored))
             target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box))
             flat = self._arrays_in(file)[kind][start : start + elements_in(stored)]
@@ -273,7 +277,7 @@ class Index:
             if stop - start != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             sources.append((file, start, box))
-        # Read after the loop, which refuses selections without limits: HDF5 would open the shards.
+        # Read after the loop: for a selection without limits, refused there, HDF5 opens shards.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:
@@ -304,10 +308,8 @@ class Index:
         return self._arrays[shard]
 
 
-# ---- Whether a checkpoint is whole and sound -----------------------------------------------------
-
-
-COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")  # whole numbers >= 0
+# The attributes of the progress and the optimizer that must be whole numbers from 0 on.
+COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")
 
 
 def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1) -> dict[str, Any]:
@@ -337,7 +339,8 @@ def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None
 
     where: the path that the error names.
     """
-    if model.layers > len(found):  # before a table is made for a layer count from a hostile file
+    # A hostile file may give billions of layers: refuse it before `canonical_shapes` lists them.
+    if model.layers > len(found):
         raise UserError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
     expected = canonical_shapes(model)
     for name in sorted(expected.keys() | found.keys()):
@@ -422,8 +425,8 @@ def _check_attributes(index: Index, step: int) -> None:
     progress, optimizer, data, run = map(index.attributes, ("progress", "optimizer", "data", "run"))
     text = {"kind": optimizer.pop("kind", None), "fingerprint": data.get("fingerprint")}
     text["config"] = run.get("config")
-    counts = {"iteration": None} | progress
-    if len(index.kinds) > 1:
+    counts = {"iteration": None} | progress  # None is found wrong below if there is no iteration
+    if len(index.kinds) > 1:  # the checkpoint has an optimizer's state
         counts["step"] = optimizer.get("step")
     wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
     wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]

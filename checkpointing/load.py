@@ -5,6 +5,10 @@ rank. Then each rank reads from every tensor the elements whose master weights a
 it holds under this run's layout. Tensor and pipeline parallelism, replicas, ZeRO stage and
 precision of the run that saved make no difference. The other weights that a rank needs come from
 its replicas afterwards. Read index.py and state.py first.
+
+A kind of state is "weights" or the name of an optimizer state, such as "exp_avg". A shard is a flat
+range of the elements of a parameter on this rank. "Theirs" and "there" are about the checkpoint,
+"ours" and "here" about this run.
 """
 
 import dataclasses
@@ -39,16 +43,18 @@ from zero import Optimizer
 
 # Options of a model that do not change any tensor if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
-WIDEST = torch.float64.itemsize  # the most bytes that an element of a tensor takes
-# Data options that a resumed run prints if they have changed, beside all training options.
+WIDEST = torch.float64.itemsize  # the most bytes that an element of a saved tensor takes
+# The options of the group "data" that a resumed run prints if they have changed. All options of the
+# group "training" are printed in this case.
 DATA = ("data", "split", "order", "skip_samples")
 
 
 def repeatability(device: str, deterministic: bool) -> str:
-    """Return a line for a resumed run whose results differ by rounding from an uninterrupted run.
+    """Return a note for the log if resuming a run changes its results by rounding; otherwise "".
 
-    Return "" if the bits are the same. They differ on a GPU: the backward passes of flash attention
-    and of cuDNN add to a gradient by atomic operations, in another order in each run.
+    The results change on a GPU without --deterministic: the backward passes of flash attention and
+    of cuDNN add to a gradient by atomic operations, in another order in each run. On a CPU a
+    resumed run has the same bits as an uninterrupted run.
     """
     if device != "cuda" or deterministic:
         return ""
@@ -70,6 +76,7 @@ class Loader:
     print_line: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        """Set the fields that do not come from the caller; `resume` fills in the last two."""
         self.run = self.config.run
         self.parent = checkpoints_folder(self.config)
         self.chosen: str | None = None  # the folder that was loaded
@@ -93,12 +100,13 @@ class Loader:
             if weights_only:  # otherwise the models are equal, and so are the tensors' shapes
                 self._check_tensors(index, folder)
             self._read(index, ("weights",) if weights_only else self._kinds_of(index, folder))
+            # `after_load` makes the weights in compute precision from the masters that were read.
             if weights_only:
                 self.optimizer.after_load()
                 self.print_line(f"weights taken from {folder}: training begins at step 0")
                 return Progress()
             scalars = index.attributes("optimizer")
-            scalars.pop("kind")
+            scalars.pop("kind")  # the optimizer's name; the others are numbers, such as "step"
             self.optimizer.after_load(scalars)
             progress = self._read_progress(index)
             if self.mesh.rank == 0:
@@ -108,7 +116,7 @@ class Loader:
     def _choose(self) -> str | None:
         """Return the folder to load, after checking its files; None if --resume auto finds none.
 
-        Raise UserError if there are checkpoints but each of them has a problem.
+        Raise UserError if there are checkpoints but each of them has a problem. Collective.
         """
         # All ranks use rank 0's list: another node may not see a new checkpoint yet.
         listed = self._candidates() if self.mesh.rank == 0 else None
@@ -118,7 +126,7 @@ class Loader:
             problem = self._find_problem(folder)
             if problem is None:
                 return folder
-            if candidates == [self.run.resume]:
+            if candidates == [self.run.resume]:  # the user named this checkpoint
                 raise UserError(problem)
             problems.append(problem)
             self.damaged.append(os.path.basename(folder))
@@ -128,7 +136,10 @@ class Loader:
         return None
 
     def _candidates(self) -> list[str]:
-        """Return the folders to try, newest first; a single folder if --resume names it."""
+        """Return the folders to try, newest first; a single folder if --resume names a checkpoint.
+
+        Called on rank 0 only.
+        """
         if self.run.resume == "auto":
             return folders.list_checkpoints(self.parent)
         return folders.find_checkpoints(self.run.resume)
@@ -143,16 +154,18 @@ class Loader:
             check_files(folder, True, self.mesh.rank, self.mesh.size)
         except UserError as error:
             problem = str(error)
+        # All ranks get the problem of the first rank that has found one.
         return self.exchange.agree(problem, lambda problems: next(filter(None, problems), None))
 
     def _check_model(self, index: Index, folder: str) -> None:
-        """Raise UserError if the checkpoint is of another model; with --load-weights-only, print a
-        line instead.
+        """Raise UserError if the checkpoint's model has another shape than this run's model.
+
+        With --load-weights-only, print a line instead.
         """
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
         positions = self.config.model.positions
-        # Fields of the shape that have no effect with this kind of positions.
+        # Fields of the shape that have no effect with this kind of positions: they may differ.
         unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
@@ -164,10 +177,14 @@ class Loader:
         self.print_line(sentence)
 
     def _check_tensors(self, index: Index, folder: str) -> None:
-        """Raise UserError if a tensor has another shape in the checkpoint; print a line that lists
-        the tensors that only the model or only the checkpoint has. Collective.
+        """Compare names and shapes of the checkpoint's tensors with those of this run's model.
+
+        Raise UserError if a tensor has another shape in the checkpoint. Print a line that lists the
+        tensors that only the model or only the checkpoint has. Called with --load-weights-only,
+        when the models may differ. Collective.
         """
-        # Only the first ranks of `tp` and `replicas` report: the others have the same tensors.
+        # Each rank knows the tensors of its own stages, and rank 0 collects them. Only the first
+        # ranks of the groups `tp` and `replicas` report: the others have the same tensors.
         reports = self.mesh.tp.rank == self.mesh.replicas.rank == 0
         specs = self.optimizer.specs if reports else []
         reported = {spec.name: spec.shape for spec in specs}
@@ -212,7 +229,7 @@ class Loader:
     def _read(self, index: Index, kinds: tuple[str, ...]) -> None:
         """Fill this rank's state of the given kinds from the checkpoint, shard by shard.
 
-        Tensors that the checkpoint does not have are left as they are.
+        Shards of tensors that the checkpoint does not have are left as they are.
         """
         shards = [s for s in unpadded_shards(self.optimizer) if s.spec.name in index.shapes]
         longest = max((shard.stop - shard.start for shard in shards), default=0)
@@ -221,6 +238,7 @@ class Loader:
             self.mesh.recorder.at("load")
             boxes = global_boxes(shard)
             for kind in kinds:
+                # `current` gives the dtype and the device; its values are replaced.
                 current = shard.read(kind, shard.start, shard.stop)
                 loaded = buffer[: current.nbytes].view(current.dtype)
                 index.read(kind, shard.spec.name, boxes, loaded.numpy())
@@ -229,7 +247,8 @@ class Loader:
     def _read_progress(self, index: Index) -> Progress:
         """Return the progress that a checkpoint holds.
 
-        Old checkpoints have no counts of tokens; then all consumed samples count as trained on.
+        Old checkpoints have no `usage` (the counts of tokens); then it is computed as if all
+        consumed samples had been trained on.
         """
         progress = Progress(**index.attributes("progress"))
         data_attributes = index.attributes("data")
@@ -294,9 +313,10 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
 
 
 def _read_buffer(longest: int) -> Tensor:
-    """Return memory for the reading of tensors with at most `longest` elements, one at a time.
+    """Return a buffer, uint8 (bytes,), into which tensors of up to `longest` elements are read.
 
-    It is uint8, (bytes,). Mapping the pages of a new buffer takes longer than reading a tensor.
+    One buffer serves for all tensors, one after the other: a new buffer would take longer to map
+    into memory than a tensor takes to read.
     """
     return torch.empty(longest * WIDEST, dtype=torch.uint8)
 
@@ -304,7 +324,8 @@ def _read_buffer(longest: int) -> Tensor:
 def _options(config: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a configuration that determine the training, by name.
 
-    They are all options of its group "training", and those of DATA in its group "data".
+    They are all options of the configuration's group "training", and the options that are listed in
+    DATA of its group "data". config: the options by group, then by name.
     """
     data = config.get("data", {})
     return config.get("training", {}) | {name: data[name] for name in DATA if name in data}

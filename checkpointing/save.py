@@ -6,6 +6,10 @@
 
 A save that fails leaves everything as it was; the run prints why at the next step and continues.
 writer.py has the background part, file_format.py and folders.py the format.
+
+A shard is a flat range of a parameter's elements. A kind of state is "weights" or, for example,
+"exp_avg". `self.saves` has facts on earlier saves: `saves.step` is the step that was saved or
+loaded last; -1 makes every step count as not saved. "Collective" methods are called by every rank.
 """
 
 import contextlib
@@ -46,8 +50,8 @@ from zero import Optimizer
 
 # How long `finish` waits, with the state in memory, if the disk has no room for the last save.
 SECONDS_FOR_ROOM = 1800.0
-SECONDS_BETWEEN_LOOKS = 1.0  # between two looks at the free bytes in that time
-# The free bytes do not show a user's quota, so an attempt to save is made after this time.
+SECONDS_BETWEEN_LOOKS = 1.0  # the pause of `finish` between two looks at the disk's free bytes
+# The least time between two attempts to save: a user's full quota does not show in the free bytes.
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
@@ -57,8 +61,7 @@ class Checkpointer:
     samples: the training samples, whose fingerprint is saved. print_line: prints a line; called on
     rank 0 only. check_replicas: collective; called with the step, it raises RuntimeError if the
     replicas' copies of the state differ; None: saves are not checked. exchange: passes small values
-    between all ranks. Methods marked "Collective" are called by every rank of the world and return
-    the same value on each rank. Raise UserError if the checkpoints' folder cannot be written.
+    between all ranks. Raise UserError if the checkpoints' folder cannot be written.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Checkpointer:
         print_line: Callable[[str], None] = print,
         check_replicas: Callable[[int], None] | None = None,
     ):
+        """Prepare to save and to load; if the run saves, rank 0 makes the folder. Collective."""
         self.config = config
         self.run = config.run
         self.mesh = mesh
@@ -80,7 +84,7 @@ class Checkpointer:
         self.is_rank_0 = mesh.rank == 0
         self.print_line = print_line if self.is_rank_0 else lambda line: None
         self._check_replicas = check_replicas
-        self._checked_step = -1  # the step whose state was compared last
+        self._checked_step = -1  # the step after which the replicas were compared last
         self.parent = checkpoints_folder(config)
         name = "checkpoints"
         if context is None:
@@ -88,22 +92,23 @@ class Checkpointer:
         else:
             store = context.store
             self.exchange = StoreExchange(store, context.rank, context.size, name, self.recorder)
+        # A random text of rank 0 in the names of hidden folders, so that no two starts share one.
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
         self.kinds = saved_kinds(config, optimizer)
         self.buffers = HostBuffers(optimizer.device)
         self.saves = Saves()
-        # On rank 0, the progress at the newest save of the run that this process continues; None if
-        # there is none. Saves of a run that was left, by resuming an earlier one, do not count.
+        # On rank 0, the progress at the newest complete save that led to the present state; None:
+        # there is none. After a resume from an older checkpoint the newer ones do not count.
         self.newest: Progress | None = None
-        self._pending: PendingSave | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._pending: PendingSave | None = None  # the running save, until its end is printed
+        self._thread: threading.Thread | None = None  # writes the pending save, if asynchronous
+        self._stopping = False  # True: training has ended, and messages do not say "goes on"
         if self.run.saves and self.is_rank_0:
             self._prepare_folder()
 
     def _prepare_folder(self) -> None:
-        """Make the folder of checkpoints, and remove unfinished ones; UserError if that fails."""
+        """Make the folder of checkpoints and delete unfinished ones in it; UserError on failure."""
         try:
             os.makedirs(self.parent, exist_ok=True)
             unfinished = folders.remove_leftovers(self.parent)
@@ -112,8 +117,6 @@ class Checkpointer:
             raise UserError(f"cannot write in {self.parent}: {problem}") from None
         if unfinished:
             self.print_line(f"removed {len(unfinished)} unfinished checkpoints from {self.parent}")
-
-    # -- when to save -----------------------------------------------------------------------
 
     def after_step(self, progress: Progress, last: bool = False, requested: bool = False) -> None:
         """Print how a finished write ended, and begin a save if a save is due. Collective.
@@ -127,7 +130,10 @@ class Checkpointer:
             self.save(progress)
 
     def _is_due(self, iteration: int, last: bool) -> bool:
-        """Return whether a multiple of --save-every, or the last step, is not saved yet."""
+        """Return whether the last step, or a multiple of --save-every, is not saved yet.
+
+        After a multiple with a non-finite loss nothing is saved; then a later step is due.
+        """
         if iteration == self.saves.step:
             return False
         every = self.run.save_every
@@ -138,9 +144,7 @@ class Checkpointer:
 
     @property
     def requested_action(self) -> RequestedAction:
-        """This rank's request at the end of a step: on rank 0, a save if --save-every-minutes have
-        passed since the last save began; otherwise to go on.
-        """
+        """On rank 0 a request to save every --save-every-minutes; on other ranks always GO_ON."""
         minutes = (time.monotonic() - self.saves.began) / 60
         is_due = 0 < self.run.save_every_minutes <= minutes
         if is_due and self.is_rank_0:
@@ -148,7 +152,7 @@ class Checkpointer:
         return RequestedAction.GO_ON
 
     def _broadcast(self, answer: bool) -> bool:
-        """Return the answer of rank 0. Collective."""
+        """Return rank 0's answer on every rank: the others contribute only False. Collective."""
         return bool(self._largest(int(answer and self.is_rank_0)))
 
     def _largest(self, answer: int) -> int:
@@ -169,7 +173,7 @@ class Checkpointer:
 
     @property
     def bytes_needed(self) -> int:
-        """The bytes that one checkpoint of this run takes on the disk; only rank 0 may ask."""
+        """The bytes that one checkpoint of this run takes on the disk; on rank 0 only."""
         return bytes_of_a_save(self.config, self.optimizer, self.kinds)
 
     @property
@@ -182,8 +186,6 @@ class Checkpointer:
         if self.saving:
             return 2 * self.saves.seconds
         return self.saves.seconds
-
-    # -- saving -----------------------------------------------------------------------------
 
     def check_replicas(self, iteration: int) -> None:
         """Compare the replicas' copies of the state after this step, unless that was done before.
@@ -203,11 +205,11 @@ class Checkpointer:
         began = time.perf_counter()
         self.check_replicas(progress.iteration)
         self.recorder.enter("save")
-        self._wait()
+        self._wait()  # for the previous save: all saves use the same host buffers
         self.saves.step = progress.iteration
         self.saves.began = time.monotonic()
         name = folders.folder_name(progress.iteration)
-        # The folder has a hidden name until the checkpoint is complete.
+        # The folder has a hidden name until the checkpoint is complete. Only rank 0 makes it.
         hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
             return
@@ -241,7 +243,7 @@ class Checkpointer:
         return True
 
     def _read(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """Return this rank's shards by kind, as an iterator over flat arrays; no copy on a CPU."""
+        """Return, by kind, an iterator that reads this rank's shards for a synchronous save."""
 
         def runs(kind: str) -> Iterator[np.ndarray]:
             for shard in save.shards:
@@ -250,12 +252,12 @@ class Checkpointer:
         return {kind: runs(kind) for kind in save.kinds}
 
     def _copy_to_host(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """Return copies of this rank's shards by kind, as arrays that the next save overwrites."""
+        """Return, by kind, this rank's shards, copied to host memory that the next save reuses."""
         if not save.shards:
             return {kind: [] for kind in save.kinds}
         count = count_elements(save.shards)
         for kind, dtype in saved_types(save.shards[0], save.kinds).items():
-            # No list: it would hold all tensors that `read` may compute on the GPU at once.
+            # A generator: a list would hold all tensors at once that `read` may make on the GPU.
             runs = (shard.read(kind, shard.start, shard.stop) for shard in save.shards)
             self.buffers.copy(kind, runs, count, dtype)
         self.buffers.finish()
@@ -276,12 +278,13 @@ class Checkpointer:
         return self._is_visible(progress)
 
     def save_to_stop(self, progress: Progress) -> bool:
-        """Save all that a resume needs in this run's folder, wait, and return whether that
-        succeeded. Called when the run stops early. Collective.
+        """Save all that a resume needs in this run's folder; return whether that succeeded.
+
+        Wait until the save has ended. Called when the run stops early. Collective.
         """
         self._wait()
         self._stopping = True
-        # The step's checkpoint may be in another folder, or without optimizer state: save it again.
+        # Save this step again if its checkpoint is in another folder or has no optimizer state.
         all_kinds = ("weights", *self.optimizer.state_kinds)
         if not self._is_visible(progress) or self.kinds != all_kinds:
             self.kinds = all_kinds
@@ -289,7 +292,8 @@ class Checkpointer:
         return self.save_now(progress)
 
     def _is_visible(self, progress: Progress) -> bool:
-        """Return whether this state's checkpoint, in this run's folder, is complete. Collective."""
+        """Return whether this run's folder has a complete checkpoint of this state. Collective."""
+        # The folder may be older than this run's resume; then `newest` is not of this step.
         complete = os.path.isdir(self.writer.folder_of(progress))
         return self._broadcast(complete and self._newest_step == progress.iteration)
 
@@ -311,7 +315,7 @@ class Checkpointer:
         progress = loader.resume()
         self.begin_pinning()
         self.saves.step = progress.iteration
-        if loader.chosen:
+        if loader.chosen:  # a checkpoint was loaded: `why` tells the user why others are moved
             why = f"this run continues from {loader.chosen}"
             if loader.damaged:
                 why += f"; {', '.join(loader.damaged)} cannot be loaded"
@@ -360,6 +364,7 @@ class Checkpointer:
                 f"for room for its last checkpoint, {self.bytes_needed / 1e6:.1f} MB"
             )
         next_attempt = time.monotonic() + SECONDS_BETWEEN_ATTEMPTS
+        # Each rank requests an action after each look; all ranks do the largest that is requested.
         go_on, try_again, give_up = range(3)
         action = go_on
         while action == go_on:
@@ -374,14 +379,12 @@ class Checkpointer:
         return action == try_again
 
     def _may_have_room(self, next_attempt: float) -> bool:
-        """Return whether the disk has room at time `next_attempt` or later; only on rank 0."""
+        """Return whether the disk has room, at time `next_attempt` or later; only rank 0 looks."""
         if not self.is_rank_0 or time.monotonic() < next_attempt:
             return False
         with contextlib.suppress(OSError):  # a file system that fails now may answer the next look
             return shutil.disk_usage(self.parent).free >= self.bytes_needed
         return False
-
-    # -- how a save ended -------------------------------------------------------------------
 
     def _wait(self) -> None:
         """Wait until this rank's part of the running save has ended, and print how it ended."""
@@ -402,7 +405,7 @@ class Checkpointer:
         self._thread = None
         for note in save.notes:
             self.print_line(note)
-        if isinstance(save.error, OSError):
+        if isinstance(save.error, OSError):  # a failed disk does not end the run
             self._print_failure(save.progress.iteration, str(save.error))
             return
         if save.error is not None:

@@ -1,6 +1,8 @@
 """The parts of a run that a checkpoint holds: its progress, and this rank's shards of tensors.
 
-A shard is a flat range [start, stop) of the elements of a parameter on this rank.
+A shard is a flat range [start, stop) of the elements of a parameter on this rank. Its `spec` says
+which part of which global tensor the parameter is. A kind of state is "weights" or the name of an
+optimizer state such as "exp_avg"; a checkpoint has every kind for every element.
 """
 
 import dataclasses
@@ -20,8 +22,8 @@ from corpora.usage import Usage
 from data import Samples
 from zero import Optimizer, ParamShard
 
-# A shard that several ranks hold is written in equal parts by all of them if it has at least this
-# number of elements, else by the first of them.
+# Several ranks may hold copies of a shard. If it has at least this number of elements, each of them
+# writes an equal part of it to the checkpoint; a smaller shard is written by the first of them.
 SPREAD_ELEMENTS = 2**18
 # The write speed of one rank that is assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
@@ -32,8 +34,8 @@ class Progress:
     """How far a run is.
 
     iteration: the number of steps done. consumed_samples: the number of samples read in these
-    steps. skipped_samples: the number of these samples that were in skipped steps. usage: the
-    number of tokens read, and of samples and tokens trained on from each corpus.
+    steps. skipped_samples: the number of these samples that were in steps that changed no weight.
+    usage: the number of tokens read, and of samples and tokens trained on from each corpus.
     """
 
     iteration: int = 0
@@ -51,7 +53,8 @@ class Progress:
         """Return the progress after one more step.
 
         samples: the training samples. batch: the number of samples in the step. length: the tokens
-        of a sample. trained: whether the step updated the weights.
+        of a sample. trained: whether the step updated the weights. The training loop calls this
+        after each step.
         """
         begin = self.consumed_samples
         counts = samples.count_by_corpus(begin, begin + batch)
@@ -75,19 +78,20 @@ def checkpoints_folder(config: Config) -> str:
 def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
     """Return the shards of parameters whose master weights and optimizer state this rank holds.
 
-    Elements that are padding are left out. Raise ValueError if a tensor is padded along another
-    dimension than the first.
+    Elements that are padding are left out: they are the last rows of a local tensor. Raise
+    ValueError if a tensor is padded along another dimension than the first.
     """
     shards = []
     for shard in optimizer.owned():
         spec = shard.spec
         shape = shard.shape
         stop = shard.stop
+        # The rows [spec.start, spec.stop) of the global tensor are here; further rows are padding.
         if spec.dim is not None and shape[spec.dim] != spec.stop - spec.start:
             if spec.dim != 0:
                 raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
             stop = min(stop, (spec.stop - spec.start) * math.prod(shape[1:]))
-        if shard.start < stop:
+        if shard.start < stop:  # else the whole shard is padding
             shards.append(dataclasses.replace(shard, stop=stop))
     return shards
 
@@ -103,6 +107,7 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
     digest = hashlib.sha256()
     number = 1
     while number <= min(consumed, len(samples)):
+        # The number of a sample counts from 1 here, its index from 0.
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2
     return digest.hexdigest()[:16]
@@ -115,11 +120,11 @@ def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
     """
     shards = []
     for shard in unpadded_shards(optimizer):
-        if shard.spec.copy:
+        if shard.spec.copy:  # another stage has the original of this tied tensor, and writes it
             continue
         count = shard.stop - shard.start
         if shard.copies > 1 and count >= SPREAD_ELEMENTS:
-            # Each rank that holds a copy writes an equal part.
+            # Each of the `copies` ranks writes an equal part; `copy` is this rank's number.
             part_start = count * shard.copy // shard.copies
             part_stop = count * (shard.copy + 1) // shard.copies
             part = dataclasses.replace(
@@ -145,9 +150,10 @@ def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtyp
 
 
 def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
-    """Return the bytes that an element of a parameter takes in a checkpoint, over the given kinds.
+    """Return the bytes that an element of a parameter takes in a checkpoint: the sum over `kinds`.
 
-    Return 0 on a rank that owns no parameter; rank 0 always owns some.
+    Return 0 on a rank that owns no parameter, because the dtypes are those of a parameter there;
+    rank 0 always owns some.
     """
     shards = optimizer.owned()
     if not shards:
@@ -165,7 +171,8 @@ def bytes_of_a_save(config: Config, optimizer: Optimizer, kinds: tuple[str, ...]
 def seconds_of_first_save(optimizer: Optimizer) -> float:
     """Return the seconds that a save takes if this rank writes its bytes to a slow disk.
 
-    Called before a save has been measured.
+    --exit-after-minutes leaves this time for the save at the end, as long as no save has been
+    measured.
     """
     kinds = ("weights", *optimizer.state_kinds)
     size = count_elements(shards_to_write(optimizer)) * element_bytes(optimizer, kinds)
@@ -180,9 +187,10 @@ def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
-    """Return the free bytes that every save of this run needs on the disk; called on rank 0.
+    """Return the free bytes that every save of this run needs on the disk; right on rank 0 only.
 
-    Return None if the run saves only when it is stopped.
+    Return None if the run saves only when it is stopped. The number is in run.json, where the
+    supervisor reads it to tell whether a lack of room ended a run.
     """
     if not config.run.saves:
         return None
@@ -192,8 +200,9 @@ def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
 def check_begin(config: Config, done: Progress) -> None:
     """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples.
 
-    The steps before that number of samples belong to the stage before, with another layout; this
-    run's layout was not checked for them. done: the progress in the checkpoint.
+    A run may consist of stages with different layouts. --begin-at-samples is where the stage of
+    this start begins; its layout was not checked for the batch sizes of earlier steps. done: the
+    progress in the checkpoint.
     """
     begin = config.run.begin_at_samples
     if done.consumed_samples < begin:

@@ -5,6 +5,10 @@ report to rank 0 through the store and not by collectives, so a lost rank or a f
 other rank. A save that fails leaves the earlier checkpoints as they were. Read save.py and
 file_format.py first.
 
+A kind of state is "weights" or the name of an optimizer state, such as "exp_avg". A ParamShard is a
+flat range of a parameter's elements. A run is a flat array or tensor, a piece of what is written:
+the runs of a kind, one after the other, are the elements of all shards that this rank writes.
+
 `HostBuffers` is the host memory into which an asynchronous save copies this rank's state; every
 save uses the same memory.
 
@@ -49,19 +53,23 @@ from zero import ParamShard
 RECORDED_ELEMENTS = 2**26
 # How long `_when_there` looks for a file of another node: network file systems may show it late.
 SECONDS_TO_APPEAR = 30.0
-FIRST_PAUSE = 0.02  # seconds between the first two looks; each later pause is twice as long
-LONGEST_PAUSE = 2.0  # the most seconds between two looks
+# The seconds between the first two looks, and the most between two looks: each pause of
+# `_when_there` is twice as long as the pause before.
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 2.0
 
 
 def global_boxes(shard: ParamShard) -> list[Box]:
     """Return the shard's elements, in order, as boxes of the global tensor.
 
-    A box has indices (first, last + 1) for each dimension.
+    A box has indices (first, last + 1) for each dimension. Example: tensor rank 1 holds rows 4 to 7
+    of a matrix (8, 5); elements 0 to 9 of its part are the box ((4, 6), (0, 5)).
     """
     spec = shard.spec
     boxes = []
     for box in split_into_boxes(shard.shape, shard.start, shard.stop):
-        if spec.dim is not None:  # along this dimension the local tensor begins at spec.start
+        # Tensor parallelism splits dimension `dim`: there the local tensor begins at spec.start.
+        if spec.dim is not None:
             a, b = box[spec.dim]
             global_range = (a + spec.start, b + spec.start)
             box = (*box[: spec.dim], global_range, *box[spec.dim + 1 :])
@@ -75,15 +83,15 @@ class PendingSave:
 
     progress: Progress
     kinds: tuple[str, ...]
-    hidden: str  # the folder that is written to, until the checkpoint is complete
-    attributes: file_format.Attributes  # of index.h5; empty on ranks other than 0
+    hidden: str  # the path of the folder until the checkpoint is complete
+    attributes: file_format.Attributes  # the attributes of index.h5; only rank 0 has them
     shards: list[ParamShard]  # the shards that this rank writes
-    began: float  # time.perf_counter() at the beginning
+    began: float  # time.perf_counter() when the save began
     checks: tuple[str, ...] = ()  # names of the checks that this state has passed
     pause: float = 0.0  # seconds that training waited
-    seconds: float = 0.0  # from the beginning to the end of this rank's part
-    bytes: int = 0  # size of all files; on rank 0
-    error: BaseException | None = None  # OSError: the disk failed, or a rank did not answer
+    seconds: float = 0.0  # the seconds from `began` to the end of this rank's part
+    bytes: int = 0  # the size of all files together; only rank 0 knows it
+    error: BaseException | None = None  # why the save failed; an OSError does not end the run
     notes: list[str] = field(default_factory=list)  # lines that the main thread prints
 
 
@@ -91,11 +99,11 @@ class PendingSave:
 class Saves:
     """The saves of a run so far; `failed`, `lacks_room` and `announced` are set on rank 0 only."""
 
-    step: int = 0  # the step that was saved or loaded last
+    step: int = 0  # the step whose save began last, or that was loaded; -1: save again
     began: float = field(default_factory=time.monotonic)  # when the last save began
     seconds: float | None = None  # the duration of the last complete save; None: no save yet
     failed: bool = False  # whether the last save failed
-    lacks_room: bool = False  # whether it failed because the disk has no room
+    lacks_room: bool = False  # whether the last save failed because the disk had no room
     announced: bool = False  # whether the wait for room after the last step was printed
 
 
@@ -110,7 +118,8 @@ class Writer:
     parent: the folder of all checkpoints. exchange: passes the ranks' reports to rank 0.
     other_course: on rank 0, (step, reason): checkpoints of later steps did not lead to this run's
     state, and are moved to another folder before the run's first checkpoint appears. covered: the
-    newest checkpoint of at most this step is not deleted.
+    last step whose audit found nothing wrong; the newest checkpoint of this step or an earlier one
+    is not deleted. _image: what the image in index.h5 depends on, and the image.
     """
 
     run: Run
@@ -129,7 +138,7 @@ class Writer:
         exception is not raised but stored in `save.error`, for the main thread.
         """
         key = f"save/{save.progress.iteration}"
-        self.recorder.background_at("writes its shard")
+        self.recorder.background_at("writes its shard")  # for the report of a hang
         try:
             self.exchange.tell(key, self._try_to_write_shard(save, runs))
             if self.rank == 0:
@@ -138,7 +147,7 @@ class Writer:
                 self._complete(save, [report for report in reports if report is not None])
         except BaseException as error:
             save.error = error
-            if isinstance(error, OSError):
+            if isinstance(error, OSError):  # the run goes on without this checkpoint
                 shutil.rmtree(save.hidden, ignore_errors=True)
         save.seconds = time.perf_counter() - save.began
         self.recorder.background_at(None)
@@ -146,8 +155,8 @@ class Writer:
     def _try_to_write_shard(self, save: PendingSave, runs) -> dict[str, Any] | None:
         """Write this rank's file, and return the report to rank 0.
 
-        The report is the result of `_write_shard`, or {"error": a sentence}. Return None if this
-        rank has no shards. runs: see `write`.
+        The report is the result of `_write_shard`; {"error": a sentence} if the disk failed or the
+        state is not finite; None if this rank has no shards. runs: by kind of state.
         """
         if not save.shards:
             return None
@@ -161,10 +170,10 @@ class Writer:
             return {"error": sentence}
 
     def _write_shard(self, save: PendingSave, runs) -> dict[str, Any]:
-        """Write this rank's file, and return {"file": ..., "shapes": ...}.
+        """Write this rank's file, and return {"file": ..., "shapes": ...} for rank 0's index.
 
-        "file" is its `ShardFile` as a dictionary; "shapes" has the global shapes of its tensors, by
-        name. runs: see `write`.
+        "file" is the file's `ShardFile` as a dictionary; "shapes" has the global shapes of its
+        tensors, by name. runs: by kind of state.
         """
         types = saved_types(save.shards[0], save.kinds)
         dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in types.items()}
@@ -177,23 +186,26 @@ class Writer:
         count = count_elements(save.shards)
         name = f"rank_{self.rank:05d}.h5"
         path = os.path.join(save.hidden, name)
+        # Rank 0 has made the folder, which this node may not see yet.
         _when_there(lambda: open(path, "wb").close(), time.monotonic() + SECONDS_TO_APPEAR)
         size, crc = file_format.write_shard(path, count, arrays)
         shard_file = file_format.ShardFile(name, size, crc, dtypes, tensors)
         return {"file": asdict(shard_file), "shapes": shapes}
 
     def _checked(self, kind: str, runs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the elements of `runs` in shorter runs, and note each run in the flight recorder.
+        """Yield the elements of `runs` in shorter runs, and check that they are finite.
 
-        A run has at most RECORDED_ELEMENTS elements. Raise NonFiniteError if a run has an infinity
-        or a NaN.
+        A shorter run has at most RECORDED_ELEMENTS elements. Each is noted in the flight recorder,
+        as progress of this rank. Raise NonFiniteError if a run has an infinity or a NaN, because
+        training could not continue from such a state.
         """
         for whole in runs:
             for start in range(0, len(whole), RECORDED_ELEMENTS):
                 self.recorder.background_at("writes its shard")
                 run = whole[start : start + RECORDED_ELEMENTS]
+                # An infinity or a NaN makes the sum so too; np.isfinite would make an array.
                 with np.errstate(invalid="ignore"):
-                    total = run.sum(dtype=np.float64)  # np.isfinite would make an array
+                    total = run.sum(dtype=np.float64)
                 if not math.isfinite(total):
                     raise NonFiniteError(f"{kind} holds numbers that are not finite")
                 yield run
@@ -207,14 +219,15 @@ class Writer:
     def _complete(self, save: PendingSave, reports: list[dict[str, Any]]) -> None:
         """Check the ranks' files, add index and manifest, and make the checkpoint visible.
 
-        Raise OSError if a rank reported an error, or if a rank's file is not complete here.
+        reports: the results of `_try_to_write_shard` on the ranks that have shards. Raise OSError
+        if a rank reported an error, or if a rank's file is not complete on this node.
         """
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
             raise OSError("; ".join(errors))
         shards = [file_format.ShardFile(**report["file"]) for report in reports]
         limit = time.monotonic() + SECONDS_TO_APPEAR
-        for shard in shards:
+        for shard in shards:  # this node may not see another node's file, or its size, at once
             _when_there(functools.partial(_check_size, save.hidden, shard), limit)
         shapes: dict[str, tuple] = {}
         for report in reports:
@@ -223,7 +236,7 @@ class Writer:
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
-        if self.other_course:
+        if self.other_course:  # the first save after a resume
             step, why = self.other_course
             note = folders.set_aside(self.parent, step)
             if note:
@@ -239,13 +252,14 @@ class Writer:
                 save.progress.iteration,
                 self.covered,
             )
-        except OSError as error:  # the save has not failed: this checkpoint is complete
+        except OSError as error:  # the save has not failed: its own checkpoint is complete
             save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")
 
     def _index_image(self, shapes: dict[str, tuple], shards: list[file_format.ShardFile]) -> bytes:
         """Return the bytes of index.h5 without attributes.
 
-        They are computed only if the files contain other parts of tensors than in the last save.
+        They say where in the files each tensor is, not its values. So they are computed again only
+        if the files have other parts of tensors than in the last save.
         """
         key = [(shard.file, shard.dtypes, shard.tensors) for shard in shards]
         if self._image is None or self._image[0] != key:
@@ -256,8 +270,8 @@ class Writer:
 def _when_there(act: Callable[[], None], limit: float) -> None:
     """Call `act` again and again until it does not raise OSError for a missing or stale file.
 
-    Any other exception is raised at once. limit: the time.monotonic() after which the OSError is
-    raised too.
+    On a network file system a file of another node may appear late. Any other exception is raised
+    at once. limit: the time.monotonic() after which the OSError is raised too.
     """
     pause = FIRST_PAUSE
     while True:
@@ -281,7 +295,10 @@ def _check_size(folder: str, shard: file_format.ShardFile) -> None:
 
 
 def origin(config: dict[str, Any]) -> dict[str, str]:
-    """Return the attributes of a checkpoint's group /run: configuration, versions, time."""
+    """Return the attributes of a checkpoint's group /run: configuration, versions, time.
+
+    config: the options of the run, or the origin of imported weights.
+    """
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
     saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -298,9 +315,10 @@ class HostBuffers:
     """The buffers of one rank, by kind of state ("weights", and the kinds of the optimizer)."""
 
     def __init__(self, device: torch.device):
+        """Make no buffers yet: `begin_pinning` or the first `copy` of a kind allocates them."""
         self.device = device
         self.pinned = device.type == "cuda"
-        self._buffers: dict[str, list[Tensor]] = {}
+        self._buffers: dict[str, list[Tensor]] = {}  # by kind of state
         # The result of `begin_pinning`, until the first `copy` takes it.
         self._pinning: Future[dict[str, list[Tensor]]] | None = None
 
@@ -347,7 +365,7 @@ class HostBuffers:
         return [buffer.numpy() for buffer in self._buffers[kind]]
 
     def _allocate(self, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return flat buffers with `count` elements together; a single one if it is not pinned."""
+        """Return flat buffers with `count` elements together; on a CPU a single buffer."""
         sizes = _pinned_sizes(count) if self.pinned else [count]
         return [torch.empty(size, dtype=dtype, pin_memory=self.pinned) for size in sizes]
 
@@ -356,7 +374,8 @@ def _pinned_sizes(count: int) -> list[int]:
     """Return the numbers of elements of the buffers that together hold `count` elements.
 
     torch rounds pinned memory up to a power of two, so a single buffer could take twice its size.
-    So all buffers are powers of two, except for a small last one.
+    So all buffers are powers of two, except for a small last one. Example: 2^20 + 2^18 + 5 elements
+    are in buffers of 2^20, 2^18 and 5.
     """
     sizes = []
     while count > SMALL_PINNED_BUFFER:
@@ -366,9 +385,10 @@ def _pinned_sizes(count: int) -> list[int]:
 
 
 def _copy_to_pinned(runs: Iterable[Tensor], buffers: list[Tensor]) -> None:
-    """Begin to copy flat tensors, one after the other, into the buffers.
+    """Begin to copy flat tensors on a GPU, one after the other, into the buffers.
 
-    The buffers have as many elements as the runs; a run may be split between two buffers.
+    The buffers together have as many elements as the runs together; a run may be split between two
+    buffers.
     """
     next_buffers = iter(buffers)
     free = next(next_buffers)  # the part of a buffer that is not filled yet

@@ -1,7 +1,7 @@
 """The description of a run: its options, how they are read, and which go together. No torch.
 
-schema          the dataclasses of all options, and the axes of the mesh of ranks
-run_options     of these the options of training, data and run
+schema          the options of model and layout, `Config` with all options, the axes of the mesh
+run_options     the options of training, data and run
 command_line    flags and TOML to a `Config`, with what was given
 families        config.json of transformers in and out (families.toml), shapes of runs
 spelling        models by name (presets.toml), names of Megatron-LM's options (other_names.toml)
@@ -10,7 +10,7 @@ validation      every check across options; an error shows both sides with their
 needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
-block_kinds     the same of models with blocks of two kinds, with experts and without
+block_kinds     these numbers for models with blocks of two kinds, with experts and without
 launcher        the commands of an installed Trine
 messages        `UserError`, the parser and the version of every program
 """

@@ -5,6 +5,9 @@
     schedule.levels()               each size: when it begins, and for how many steps
     parse_ranges(("96:128",))       [(96, 128)]: steps with any of these samples are skipped
 
+A `BatchSchedule` has starts: (consumed samples, batch size from there on). A `Level` is a number of
+consecutive steps with one batch size.
+
 Batch sizes and skipped steps depend on the number of consumed samples alone, so a resumed run,
 under any layout, continues as if it had not been interrupted.
 """
@@ -16,7 +19,9 @@ from itertools import pairwise
 
 from config.messages import UserError
 
-LARGEST = 2**20  # most samples in a step: pipeline schedules list actions for every micro-batch
+# The most samples in a step. Pipeline schedules list the actions for every micro-batch of a step,
+# so a larger step would take too much memory.
+LARGEST = 2**20
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -24,7 +29,7 @@ SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 class Level:
     """Consecutive steps of one batch size.
 
-    first_step, consumed: the numbers of steps and of samples before this level.
+    batch: the batch size. first_step, consumed: the numbers of steps and samples before this level.
     """
 
     batch: int
@@ -44,17 +49,20 @@ class BatchSchedule:
 
     def batch(self, consumed: int) -> int:
         """Return the samples in the step that begins after `consumed` samples."""
+        # `later` is the index of the first start after `consumed`.
         later = bisect.bisect_right(self.starts, consumed, key=lambda start: start[0])
         _, size = self.starts[later - 1]  # the last start at or before `consumed`
         return size
 
     def levels(self, consumed: int = 0) -> list[Level]:
-        """Return the levels from `consumed` samples on; a size changes only between two steps.
+        """Return the levels from `consumed` samples on. The last level has no end.
 
-        Their steps are numbered from 0 at `consumed` on. The last level has no end.
+        The step that begins at `consumed` has number 0. The step in which the next start lies has
+        the old size, since a size changes only between two steps.
         """
         levels = []
         step = 0
+        # Each size `batch` holds up to the next start, at `end` consumed samples.
         for (_, batch), (end, _) in pairwise(self.starts):
             steps = -((consumed - end) // batch)  # (end - consumed) / batch, rounded up
             if steps > 0:
@@ -64,12 +72,15 @@ class BatchSchedule:
         return [*levels, Level(self.starts[-1][1], step, consumed, None)]
 
     def consumed(self, steps: int) -> int:
-        """Return the samples that are consumed after `steps` steps."""
+        """Return the samples that are consumed after `steps` steps of a run from its beginning."""
         level = [level for level in self.levels() if level.first_step <= steps][-1]
         return level.consumed + (steps - level.first_step) * level.batch
 
     def steps(self, samples: int, consumed: int = 0) -> int:
-        """Return the number of whole batches from `consumed` samples to `samples` samples."""
+        """Return the number of whole batches between `consumed` and `samples` consumed samples.
+
+        Called to get the steps of a run that reads `samples` samples, or those after a resume.
+        """
         if samples < consumed:
             return 0
         level = [level for level in self.levels(consumed) if level.consumed <= samples][-1]
@@ -109,10 +120,11 @@ def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
 
 
 def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
-    """Return the levels that a start of the run uses.
+    """Return the levels that one launch of the run uses, whose batch sizes its layout must divide.
 
-    begin, stop: the consumed samples at which the start begins and ends; stop is 0 if it has no
-    end. A level is used if it ends after `begin` and begins before `stop`.
+    begin, stop: --begin-at-samples and --stop-at-samples, the consumed samples between which the
+    launch trains; stop is 0 if it has no end. A level is used if it ends after `begin` and begins
+    before `stop`.
     """
     return [
         level
@@ -125,8 +137,8 @@ def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
 def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
     """Return (tokens, batch size) for each word of --batch-schedule, such as 0:192 5B:1024.
 
-    A size is used from its number of consumed tokens on. K, M, B and T are powers of a thousand.
-    Raise UserError if a word is malformed or the tokens do not ascend from 0.
+    A size is used from its number of consumed tokens on. K, M, B and T after a number of tokens are
+    powers of a thousand. Raise UserError if a word is malformed or the tokens do not ascend from 0.
     """
     text = " ".join(map(str, words))
     steps = []
@@ -165,9 +177,9 @@ def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
     """
     kept: list[tuple[int, int]] = []
     for start, batch in starts:
-        if kept and kept[-1][0] == start:
+        if kept and kept[-1][0] == start:  # this start replaces another at the same sample
             kept.pop()
-        if not kept or kept[-1][1] != batch:
+        if not kept or kept[-1][1] != batch:  # else the size does not change
             kept.append((start, batch))
     return BatchSchedule(tuple(kept))
 

@@ -3,8 +3,10 @@
     kinds(model)                  # [(58, model with experts), (3, model with one MLP per block)]
     mean(model, block_flops)      # mean FLOPs of a block over all blocks of the model
 
-Formulas about a block take a model whose blocks are alike. This module applies them to a model for
-each kind of block. ModelShape.has_experts decides of which kind a block is. Read schema.py first.
+Formulas about a block, such as the number of its parameters, take a model whose blocks are alike.
+This module makes such a model for each kind of block and applies the formulas to each. A block is
+"sparse" if it has experts and "dense" if it has one MLP; ModelShape.has_experts tells which. Read
+schema.py first.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from typing import Any
 
 from config.schema import ModelShape
 
-# The values of the options of experts in a model without experts.
+# The values that the options of experts have in a model without experts.
 OF_ONE_MLP: dict[str, Any] = {
     "experts": 1,
     "experts_per_token": 1,
@@ -30,8 +32,8 @@ OF_ONE_MLP: dict[str, Any] = {
 def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     """Return (number of blocks, model of these blocks alone) for each kind of block in the model.
 
-    The blocks with experts come first. A kind without blocks is left out. The ffn_hidden of the
-    model of a kind is the width of each of its MLPs.
+    The blocks with experts come first. A kind without blocks is left out. `ffn_hidden` of such a
+    model is the width of each of its MLPs: of each expert, in the model with experts.
     """
     all_alike: dict[str, Any] = {"first_dense_layers": 0, "expert_interval": 1}
     sparse = blocks_with_experts(model, 0, model.layers)
@@ -58,7 +60,7 @@ def total(model: ModelShape, value: Callable[[ModelShape], Any], first: int, las
     sparse = blocks_with_experts(model, first, last)
     dense = last - first - sparse
     number = 0
-    for _, kind in kinds(model):
+    for _, kind in kinds(model):  # `kind` is a model whose blocks are of one kind
         blocks = sparse if kind.experts > 1 else dense
         number += blocks * value(kind)
     return number

@@ -4,8 +4,9 @@
 
 Types, choices and limits are checked here; config/validation.py checks what depends on several
 options. Given options are those that a flag or the file sets; the others have their defaults.
-Modules that few command lines need are imported where they are used: models by name (spelling.py,
-families.py) and Megatron-LM's names of options (spelling.py). Read schema.py before this file.
+"Lacks" are sentences on the parts of a --model that the engine cannot train. GROUPS has the five
+dataclasses of options by name. Modules that few command lines need (spelling.py, families.py) are
+imported where they are used.
 """
 
 import argparse
@@ -28,11 +29,11 @@ from config.validation import check_shape
 if TYPE_CHECKING:
     from config.spelling import Translation
 
-
 MOST_BYTES = 2**20  # size of the largest TOML file that is read
-BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # global batch size in samples, in tokens
+BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # the two options for the global batch size
 # `--precision auto` counts as not given: a program's default or a resumed run may replace it.
 AUTOMATIC = ("precision", "auto")
+# The words of error messages for the types of options.
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 TEXT = re.compile(r"[^\x00-\x1f\x7f]+")  # not empty, and without control characters
 # The options that people use first: `--help` without a group shows these alone.
@@ -53,7 +54,7 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str]]:
-    """Return a model's shape, and sentences on the parts of the model that cannot be trained.
+    """Return the shape and the lacks of the model that --model names.
 
     name: the value of --model, a preset or a file. seq_length: the value of --seq-length, if given.
     """
@@ -107,18 +108,18 @@ def parse_request(
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda given: {},
     plans: bool = False,
 ) -> Request:
-    """Parse like `parse`, and return the names of the given options too; flags override the file.
+    """Return the configuration of `arguments` and of the --config file, and what was given in it.
 
-    defaults: a function from the given options to the program's values for other options; it never
-    overrides a given option. plans: if True, a part of the --model that the engine cannot train
-    makes a note, not a UserError. `--help` prints the options that people use first, `--help GROUP
-    ...` those of these groups, `--help all` every option; each of them ends the program.
+    A flag overrides the file. defaults: a function from the given options to the program's values
+    for other options. plans: if True, a part of the --model that the engine cannot train makes a
+    note, not a UserError. `--help` prints the options that people use first, `--help GROUP ...` the
+    options of these groups, `--help all` every option; each of them ends the program.
     """
     if not {"-h", "--help"}.isdisjoint(arguments):
         _print_help(description, arguments[1:])
     parser = _parser(description)
     flags, unknown = parser.parse_known_args(arguments)
-    translation: Translation | None = None
+    translation: Translation | None = None  # the arguments in our names, if some are not ours
     if unknown:  # the arguments may have Megatron-LM's names of options
         from config import spelling
 
@@ -134,10 +135,10 @@ def parse_request(
         by_file = {name: value for name, value in by_file.items() if name not in BATCH_SIZES}
     given = by_file | by_flags
     given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
-    given = _with_resumed(given)
+    given = _with_resumed(given)  # with model and precision of the run that --resume continues
     if given.keys() >= BATCH_SIZES:
         raise UserError("give one of --global-batch-size and --batch-tokens; both were given")
-    if "batch_tokens" in given:
+    if "batch_tokens" in given:  # the model is built to know its seq_length
         tokens = given.pop("batch_tokens")
         check_option("batch_tokens", tokens)
         model = build(defaults(given) | given, [] if plans else None).model
@@ -145,7 +146,7 @@ def parse_request(
     given = translation.finish(given) if translation else given
     lacks: list[str] = []
     config = build(defaults(given) | given, lacks if plans else None)
-    check_used(config, given)
+    check_used(config, given)  # UserError if a given option has no effect
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
     notes += _note_on_model(given.get("model", ""))
@@ -179,7 +180,7 @@ def _note_on_model(name: str) -> list[str]:
 def samples_of(tokens: int, length: int) -> int:
     """Return tokens / length, the samples of a batch; UserError unless `length` divides `tokens`.
 
-    If a power of two as the unit (Mi for M) would give whole samples, the error shows it.
+    The error shows the nearest numbers that would do; for 4M also 4Mi, if that is whole samples.
     """
     samples, remainder = divmod(tokens, length)
     if not remainder:
@@ -251,7 +252,7 @@ def to_words(
             continue
         if value == field.default and field.name not in always:
             continue
-        if field.name == "expert_ffn_hidden" and group.experts == 1:
+        if field.name == "expert_ffn_hidden" and group.experts == 1:  # no effect without experts
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
@@ -264,8 +265,8 @@ def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
     """Return a Config of the options `values`, by name; other options have their defaults.
 
     The option `model` is a preset or a file, whose shape the other options of the model change.
-    lacks: a list that receives sentences about parts of that file's model which the engine cannot
-    train; if it is None, these parts are a UserError.
+    lacks: a list that receives sentences about parts of the preset's or file's model which the
+    engine cannot train; if the list is None, such a part is a UserError.
     """
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     for name, value in values.items():
@@ -285,8 +286,9 @@ def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
 
 
 def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
-    """Return `base` with the values `own` by field name; derived fields, such as ffn_hidden, are
-    derived again unless `own` or `base` set them to another value.
+    """Return `base` with the values `own` by field name, for options beside --model.
+
+    A field at its derived default is derived again: with more `hidden`, GPT-2's ffn_hidden grows.
     """
     defaults = base.derived()
     derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
@@ -299,9 +301,9 @@ def _options() -> dict[str, dataclasses.Field[Any]]:
 
 
 def options_help(*groups: str) -> str:
-    """Return the help text of the options in `groups`, keys of GROUPS."""
+    """Return the help text of the options in `groups`, keys of GROUPS; for plan.py's help."""
     text = _parser("", groups, lists_models=True).format_help()
-    return text[text.index("  --config") :]
+    return text[text.index("  --config") :]  # without usage and description
 
 
 def _parser(
@@ -320,7 +322,7 @@ def _parser(
     parser.epilog = "Numbers may have a unit: 350B, 2k (2000), 2Ki (2048). Names of Megatron-LM's"
     parser.epilog += " options are understood. --help GROUP lists the options of a group: "
     parser.epilog += f"{', '.join(GROUPS)}. --help all lists every option."
-    absent: dict[str, Any] = {"default": argparse.SUPPRESS}
+    absent: dict[str, Any] = {"default": argparse.SUPPRESS}  # an option not given has no attribute
     parser.add_argument("--config", metavar="FILE", help="TOML file of these options", **absent)
     for group, cls in GROUPS.items():
         if group not in groups:
@@ -340,7 +342,7 @@ def _parser(
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
-    """Add the flag of an option to argparse's `section`; for a bool also the flag --no-OPTION."""
+    """Add the flag of the option with field `f` to `section`; for a bool also --no-OPTION."""
     meta = f.metadata
     name = "--" + f.name.replace("_", "-")
     kind: Any = meta["item"] if meta["nargs"] else f.type
@@ -367,13 +369,13 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name} is not TOML: line {line} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:  # also: 5,000 digits, 5,000 brackets
+    except (ValueError, RecursionError) as error:  # also for 5,000 digits or open brackets
         raise UserError(f"{name} is not TOML: {error}") from None
 
 
 def _options_of_file(path: str) -> dict[str, Any]:
     """Return the values of a TOML file by option name; its tables only group keys for readers."""
-    entries = []  # (where the key stands, key, value)
+    entries = []  # each entry is (where the key stands, key, value)
     for key, value in read_toml(path, f"--config {path}").items():
         if not isinstance(value, dict):
             entries.append(("at the top", key, value))
@@ -391,7 +393,7 @@ def _options_of_file(path: str) -> dict[str, Any]:
     places: dict[str, str] = {}
     for place, key, value in entries:
         name = key.replace("-", "_")
-        if name in options:
+        if name in options:  # in two tables, or with "-" and with "_"
             where = f"{places[name]} and {place}"
             raise UserError(f"--config {path} gives {key!r} twice: {where}")
         places[name] = place
@@ -422,13 +424,14 @@ def check_option(name: str, value: Any) -> None:
 
 
 def _check_list(flag: str, meta: Mapping[str, Any], value: Any) -> None:
-    """Raise UserError unless the value is a tuple of the option's items; meta: of the field."""
+    """Raise UserError unless the value is a tuple of items as the field's metadata `meta` asks."""
     if not isinstance(value, tuple) or not value or meta["nargs"] not in ("+", len(value)):
         shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
         count = "one or more" if meta["nargs"] == "+" else meta["nargs"]
         raise UserError(f"{flag} takes a list of {count} values, not {shown}")
     for item in value:
-        is_weight = flag == "--data" and isinstance(item, (int, float))  # a number, in TOML
+        # The weights of --data are texts on the command line, but may be numbers in TOML.
+        is_weight = flag == "--data" and isinstance(item, (int, float))
         _checked(flag, float if is_weight else meta["item"], item)
 
 

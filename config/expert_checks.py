@@ -1,6 +1,7 @@
-"""Checks the options of models with experts; validation.py calls it for such a model.
+"""Checks the options of models with experts; validation.py calls `check` for such a model.
 
-Read schema.py, which has the options, before this file.
+Each check raises UserError with a sentence that shows the values that do not go together. Read
+schema.py, which has the options, before this file.
 """
 
 from config.messages import UserError
@@ -10,7 +11,8 @@ from config.schema import Layout, ModelShape, Training
 def check(model: ModelShape, layout: Layout | None, training: Training | None) -> None:
     """Raise UserError if the options of experts do not go together.
 
-    layout, training: None while these options are not known yet; they are then not checked.
+    layout, training: the options of these groups; None where a caller has only the model, or the
+    model and the layout. What needs them is then not checked.
     """
     check_router(model)
     if layout is not None:
@@ -20,7 +22,11 @@ def check(model: ModelShape, layout: Layout | None, training: Training | None) -
 
 
 def check_router(model: ModelShape) -> None:
-    """Raise UserError if no block has experts, or the groups of experts do not go together."""
+    """Raise UserError if no block has experts, or if the router cannot choose among them.
+
+    The router divides the experts into `router_groups` groups, takes the `router_groups_per_token`
+    best groups for a token, and chooses the token's experts in these.
+    """
     if not any(map(model.has_experts, range(model.layers))):
         dense = model.first_dense_layers
         interval = model.expert_interval
@@ -46,7 +52,7 @@ def check_router(model: ModelShape) -> None:
 
 
 def check_ranks(model: ModelShape, layout: Layout) -> None:
-    """Raise UserError if the ranks of a stage cannot divide the experts."""
+    """Raise UserError if the ranks of a stage cannot divide the experts, or tp the other MLPs."""
     ep = layout.ep or 1
     ranks = (layout.dp or 1) * layout.cp * layout.tp
     if model.experts % ep:
@@ -54,6 +60,7 @@ def check_ranks(model: ModelShape, layout: Layout) -> None:
     if layout.dp is not None and ranks % ep:
         axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
         raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
+    # tp does not cut experts. It cuts the MLP that all tokens share and MLPs in place of experts.
     widths = {"shared-ffn-hidden": model.shared_ffn_hidden}
     if not all(map(model.has_experts, range(model.layers))):
         widths["ffn-hidden"] = model.ffn_hidden
@@ -63,7 +70,10 @@ def check_ranks(model: ModelShape, layout: Layout) -> None:
 
 
 def check_run(model: ModelShape) -> None:
-    """Raise UserError if a model with experts can be planned but not trained."""
+    """Raise UserError if a model with experts can be planned but not trained.
+
+    Called when all options of a run are known. A model and a layout alone are not refused for this.
+    """
     if model.bias:
         raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
     if model.router_normalised and model.experts_per_token == 1:

@@ -7,7 +7,8 @@
 options: values of ModelShape's fields, by field name. lacks: sentences on what the file's model has
 and the engine cannot train. A model that transformers cannot represent exactly is a UserError.
 `read` takes the run.json of a run too. "Ours" are names and values of ModelShape, "theirs" those
-in config.json.
+in config.json. Of a `Family`, `options` has the values that our options may have, `fields` the
+names that our other options have in config.json; families.toml explains all fields.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ from config.validation import ROTARY_SCALING, rotary_scaling
 MOST_BYTES = 2**26  # the most bytes that are read of a JSON file
 WINDOW = 4096  # tokens of Mistral's attention window if config.json has no sliding_window
 OF_MLP_ALONE = "mlp_only_layers"  # config.json's list of the numbers of the blocks without experts
-# By our option: our value for each value of config.json. If several values of config.json mean the
-# same value of ours, the first of them is written.
+# Some options have other values in config.json than here. For each of these options the table has
+# our value for each of theirs. If several of theirs mean the same, the first of them is written.
 _VALUES: dict[str, dict[Any, Any]] = {
     "activation": {
         "gelu_new": "gelu_tanh",
@@ -68,18 +69,20 @@ class Family:
     def obstacles(self, model: ModelShape) -> list[str]:
         """Return a text for each option that keeps a model out of the family.
 
-        A text shows the value that the family needs, then the model's: `bias True, not False`.
+        A text shows the value that the family needs, then the model's: `bias True, not False`. The
+        family's model that is most like `model` is made, and the two models are compared.
         """
         copied = {"seq_length", *self.fields}  # options that may have any value in the family
         if model.positions == "learned":
             copied.add("max_positions")
         values = {name: getattr(model, name) for name in copied}
-        for name, allowed in self.options.items():
+        for name, allowed in self.options.items():  # a value is kept if the family allows it
             value = getattr(model, name)
             values[name] = value if value in allowed else allowed[0]
         nearest = ModelShape(**values)  # the family's model that is most like `model`
         texts = []
         for name, value in dataclasses.asdict(model).items():
+            # Options without effect may differ: they are about other positions than the model's.
             unused = name.startswith("rotary") and model.positions != "rotary"
             unused |= name == "max_positions" and model.positions != "learned"
             if getattr(nearest, name) != value and not unused:
@@ -91,8 +94,8 @@ class Family:
 def _load() -> dict[str, Family]:
     """Return the families of families.toml by name.
 
-    An entry with the key `like` inherits the keys of another entry; a table that both entries have
-    is merged key by key.
+    An entry with the key `like` inherits the keys of another entry, which stands before it; a table
+    that both entries have is merged key by key.
     """
     entries: dict[str, Any] = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
     for name, entry in entries.items():
@@ -115,7 +118,7 @@ def _family(
     whole_names: dict[str, tuple[str, ...]] = {}
     for ours, theirs in modules.items():
         prefix = other_fields["inner"] if ours.startswith("blocks.") else other_fields["outer"]
-        if ours == "head":
+        if ours == "head":  # in transformers the head is beside the model, and not inside
             prefix = ""
         whole_names[ours] = tuple(prefix + short_name for short_name in _as_list(theirs))
     allowed = {ours: _as_list(values) for ours, values in options.items()}
@@ -141,6 +144,7 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     """
     candidates = FAMILIES if name is None else {name: FAMILIES[name]}
     obstacles = {family.name: family.obstacles(model) for family in candidates.values()}
+    # `min` returns the first family without obstacles, if there is one.
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     if obstacles[nearest]:
         needed = " and ".join(obstacles[nearest])
@@ -149,7 +153,10 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
 
 
 def export_note(model: ModelShape) -> str | None:
-    """Return a warning that checkpoints of the model cannot be exported; None if they can."""
+    """Return a warning that checkpoints of the model cannot be exported; None if they can.
+
+    Called at the start of a run that saves checkpoints.
+    """
     try:
         family_of(model)
     except UserError as error:
@@ -160,16 +167,16 @@ def export_note(model: ModelShape) -> str | None:
 def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
     """Return the fields of a config.json that describe the model's shape.
 
-    name: if given, the family to write; otherwise the first family that fits. Raise UserError if
-    the model cannot be represented exactly.
+    name: the name of the family to write; None: the first family that fits. Raise UserError if the
+    model cannot be represented exactly. Called when a checkpoint is exported.
     """
     family = family_of(model, name)
     config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     config |= family.fixed | family.written
     if family.window is not None:
-        config["sliding_window"] = None
+        config["sliding_window"] = None  # our attention has no window
     values = dataclasses.asdict(model)
-    if model.positions == "learned":
+    if model.positions == "learned":  # their length is the number of learned positions
         values["seq_length"] = model.max_positions
     for ours, names in family.fields.items():
         translations = _VALUES.get(ours, {}).items()
@@ -183,11 +190,11 @@ def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
 
 
 def _rope_fields(model: ModelShape, family: Family) -> dict[str, Any]:
-    """Return the fields for rotary positions in config.json: those of transformers 4 and of 5.
+    """Return the fields for rotary positions in config.json, for transformers 4 and for 5.
 
     transformers 4 reads rope_scaling, transformers 5 reads rope_parameters.
     """
-    kind, numbers = rotary_scaling(model.rotary_scaling)
+    kind, numbers = rotary_scaling(model.rotary_scaling)  # such as "linear", [4.0]; "none", []
     scaling: dict[str, Any] = {"rope_type": kind if numbers else "default"}
     scaling |= dict(zip(ROTARY_SCALING[kind], numbers))
     if "original_max_position_embeddings" in scaling:
@@ -211,7 +218,7 @@ def read(path: str, seq_length: int | None = None) -> tuple[dict[str, Any], list
     """
     file = _find(path)
     config = _read_json(file)
-    if "config" not in config:
+    if "config" not in config:  # the file is a config.json, not a run.json
         return from_config(config, file, seq_length)
     model = config["config"].get("model") if isinstance(config["config"], dict) else None
     if not isinstance(model, dict):
@@ -299,7 +306,9 @@ def from_config(
     if family is None:
         name = config.get("model_type")
         raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
+    # The options that config.json does not give have the family's (first) value.
     options = {ours: allowed[0] for ours, allowed in family.options.items()}
+    # A field with another value than the engine's, or a field that must be absent, adds a sentence.
     lacks = [
         f"{name} is {config[name]!a:.80}; here it is {value}"
         for name, value in family.fixed.items()
@@ -310,15 +319,19 @@ def from_config(
         for name in family.absent
         if config.get(name) is not None
     ]
+    # The first of these fields is of transformers 5, the second of transformers 4.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{where}: the rotary positions are {rope!a:.80}, not an object")
+    # transformers 5 has the base and the fraction inside of rope_parameters. `named` is the config
+    # with these two under the names that they have in transformers 4.
     named = dict(config)
     for ours, key in (("rotary_base", "rope_theta"), ("rotary_fraction", "partial_rotary_factor")):
         if ours in family.fields and rope.get(key) is not None:
             named[family.fields[ours][0]] = rope[key]
+    # An option has the value in the file, or the family's default, or is derived from others later.
     for ours, names in family.fields.items():
-        given = [name for name in names if named.get(name) is not None]
+        given = [name for name in names if named.get(name) is not None]  # the names in this file
         if ours == "rotary_scaling":
             _read_scaling(rope, options, lacks, where)
         elif given:
@@ -337,21 +350,22 @@ def _take(
 ) -> None:
     """Set the option `ours` to the value of a field of config.json.
 
-    name, value: the field. options: receives our value. lacks: receives a sentence instead if the
-    engine or the family has no value like this one.
+    name, value: the field's name and value. options: receives our value. lacks: receives a sentence
+    instead if the engine or the family has no value like this one.
     """
-    if name == OF_MLP_ALONE:
+    if name == OF_MLP_ALONE:  # a list of blocks, for which we have only a number of first blocks
         if not isinstance(value, list) or value != list(range(len(value))):
             lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")
             return
         value = len(value)
-    known = _VALUES.get(ours)
+    known = _VALUES.get(ours)  # our value for each of theirs; None: the values are the same
     if known is not None:
         value_here = known.get(value) if isinstance(value, (str, bool)) else None
     else:
         value_here = value
     allowed = family.options.get(ours)
     if value_here is None or (allowed and value_here not in allowed):
+        # The message names the values of this field that the family may have.
         ours_by_theirs = known or {choice: choice for choice in allowed or ()}
         wanted = [
             str(their_value)
@@ -392,7 +406,7 @@ def _read_scaling(
         raise UserError(
             f"{where}: rotary positions of type {kind} need numbers: {needed}"
         ) from None
-    if text:
+    if text:  # empty if `kind` is "none"
         options["rotary_scaling"] = ":".join([kind, *text])
 
 
@@ -406,13 +420,14 @@ def _limit_length(
     """Limit the option seq_length to the tokens of the model's sliding attention window.
 
     The engine has no sliding window; samples that are not longer than the window do not need it.
-    seq_length: the tokens of the samples that are to be trained; if they exceed the window, `lacks`
-    receives a sentence.
+    seq_length: --seq-length, the tokens of the samples that are to be trained, if it is given; if
+    they exceed the window, `lacks` receives a sentence. family.window is None for a family without
+    windows; otherwise it says whether the window is used if config has no use_sliding_window.
     """
     window = config.get("sliding_window", WINDOW) if family.window is not None else None
     if not isinstance(window, int) or not config.get("use_sliding_window", family.window):
         return
     if seq_length is not None and seq_length > window:
         lacks.append(f"sliding_window({window}) is shorter than seq-length({seq_length})")
-    if isinstance(options["seq_length"], int):
+    if isinstance(options["seq_length"], int):  # another type is refused later
         options["seq_length"] = min(options["seq_length"], window)

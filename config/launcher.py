@@ -15,7 +15,10 @@ PREFIX = "trine-"
 
 
 def main() -> NoReturn:
-    """Replace this process by the program NAME.py of the command trine-NAME, with its arguments."""
+    """Replace this process by the program NAME.py of the command trine-NAME, with its arguments.
+
+    The program is in the root or in scripts/ of the installed folder.
+    """
     name = Path(sys.argv[0]).stem.removeprefix(PREFIX).replace("-", "_") + ".py"
     folders = (ROOT, ROOT / "scripts")
     program = next(folder / name for folder in folders if (folder / name).exists())

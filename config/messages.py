@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VERSION = "0.3.0"  # the same as in pyproject.toml
-# Errors of writing to a file on a full disk, or to a pipe that no process reads any more.
+# Numbers of the errors of writing to a file on a full disk, or to a pipe that no process reads.
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 # Texts of the errors of a full disk: no space left, disk quota exceeded.
 NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
@@ -56,8 +56,8 @@ class SaveError(UserError):
 class NodeError(UserError):
     """An error after which the supervisor may start the run again, without the named nodes.
 
-    nodes: may be empty. kind, ranks: the kind of fault and its ranks, for the file that the
-    supervisor reads (OUT/hang/case.json).
+    nodes: the nodes that the supervisor leaves out; perhaps none. kind, ranks: the kind of fault
+    and its ranks, for the file that the supervisor reads (OUT/hang/case.json).
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class NodeError(UserError):
         kind: str = "preflight",
         ranks: Sequence[int] = (),
     ):
+        """Keep the nodes to leave out, the kind of fault, and the ranks that have the fault."""
         super().__init__(sentence)
         self.nodes = sorted(nodes)
         self.kind = kind
@@ -80,7 +81,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str | None = None, *, add_help: bool = True, **options: Any) -> None:
+        """Make a parser whose numbers may have units; it has --version if it has --help."""
         super().__init__(prog, add_help=add_help, **options)
+        # Arguments with type=int and type=float are read by these functions, which know units.
         self.register("type", int, whole_number)
         self.register("type", float, number)
         if add_help:
@@ -90,7 +93,10 @@ class Parser(argparse.ArgumentParser):
 
     @classmethod
     def described(cls, text: str) -> "Parser":
-        """Return a parser whose help has the first paragraph of `text` above, the rest below."""
+        """Return a parser whose help has the first paragraph of `text` above, the rest below.
+
+        text: the docstring of a program.
+        """
         head, _, rest = text.partition("\n\n")
         form = argparse.RawDescriptionHelpFormatter
         return cls(description=head, epilog=rest, formatter_class=form, allow_abbrev=False)
@@ -106,11 +112,14 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(flag, dest="gpus", type=int, **hidden)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the message as a UserError."""
+        """Raise argparse's message as a UserError; if options are missing, it names --help."""
         raise UserError(message + "; see --help" * ("are required" in message))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but raise UserError for an empty text: --resume "$UNSET"."""
+        """Parse like argparse, but raise UserError for an empty text, as in --resume "$UNSET".
+
+        The message shows the word before the empty one, or the word itself for --resume="$UNSET".
+        """
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words):
             if not word or (word.startswith("--") and word.find("=") == len(word) - 1):
@@ -120,9 +129,9 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def installed(how: str = SET_UP) -> Iterator[None]:
-    """In a block with imports, turn a package that is not installed into one error line.
+    """In a block with imports, print one error line and exit if a package is not installed.
 
-    The program then exits with status 2. how: the end of the line, which tells how to install.
+    The program exits with status 2. how: the end of the line, which tells how to install.
     """
     try:
         yield
@@ -145,9 +154,10 @@ def sentences() -> Iterator[None]:
     except OSError as error:
         if error.errno not in NOT_WRITTEN or error.filename is not None:
             raise
-        # Python writes the text that is still buffered at its exit, which would fail again.
+        # At its exit Python writes the text that is still buffered, which would fail again: so
+        # standard output is led to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        is_read = error.errno != errno.EPIPE
+        is_read = error.errno != errno.EPIPE  # False: nobody reads the output any more
         unwritten = UserError(f"cannot write the output: {error.strerror}")
         exit_with(unwritten, prints=is_read, delay=0.0)
 
@@ -168,16 +178,17 @@ def check_decoded(flag: str, text: str) -> None:
 def check_file(path: str | None) -> None:
     """Raise UserError if a file that a program writes at its end cannot be written; None: no file.
 
-    The check changes no file: it does not make a missing file, and it does not open a pipe.
+    The check changes no file: it does not make a missing file, and it does not open a pipe. So a
+    program finds a wrong path before its work, and not after it.
     """
     if path is None:
         return
     target = os.path.realpath(path)  # a link may lead to a file that does not exist yet
     try:
-        if os.path.isfile(target) or os.path.isdir(target):
+        if os.path.isfile(target) or os.path.isdir(target):  # for a folder `open` raises OSError
             with open(target, "ab"):
                 pass
-        elif not os.path.exists(target):
+        elif not os.path.exists(target):  # try whether its folder takes a file without a name
             tempfile.TemporaryFile(dir=os.path.dirname(target)).close()
             with contextlib.suppress(FileNotFoundError):
                 os.stat(target)  # OSError if a name is too long
@@ -239,7 +250,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
         return text
     shown = []
     for character in text:
-        is_control = unicodedata.category(character) in ("Cc", "Cs")  # or a surrogate
+        is_control = unicodedata.category(character) in ("Cc", "Cs")  # controls, surrogates
         if (is_control or character in TURNS_TEXT) and character not in keep:
             character = character.encode("unicode_escape").decode("ascii")
         shown.append(character)
@@ -249,8 +260,9 @@ def printable(text: str, keep: str = "\n\t") -> str:
 def nearest(name: str, known: Iterable[str], at_least: float = 0.6, most: int = 1) -> str:
     """Return `; did you mean ...?` with known names that are like `name`, or an empty string.
 
-    The shortest three names that have `name` between dashes come first. If there is none, up to
-    `most` names with a similarity of `at_least` (difflib's, from 0 to 1) are taken.
+    Known names that have `name` between dashes are taken first, the shortest three: for "norm",
+    "embedding-norm" and others. If there is none, up to `most` names are taken that have at least
+    the similarity `at_least`, difflib's measure from 0 to 1.
     """
     containing = [candidate for candidate in known if f"-{name}-" in f"-{candidate}-"]
     names = sorted(containing, key=len)[:3]
@@ -261,7 +273,7 @@ def nearest(name: str, known: Iterable[str], at_least: float = 0.6, most: int = 
 
 def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
     """Return whole numbers as 0-3,8, the form of Slurm and taskset; `between` separates ranges."""
-    parts: list[list[int]] = []
+    parts: list[list[int]] = []  # each part is [first, last] of numbers without a gap
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number
@@ -274,7 +286,8 @@ def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoRe
     """Exit with the error's status, after printing the message if `prints`.
 
     If several ranks have the same error, only one prints it. A launcher ends the whole job when a
-    rank exits with an error, so the other ranks first wait `delay` seconds for the printing rank.
+    rank exits with an error, so the other ranks wait `delay` seconds before they exit, in which the
+    message is printed.
     """
     if prints:
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
@@ -284,9 +297,15 @@ def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoRe
 
 
 def check_paths(config: Any) -> None:
-    """Raise UserError if --out, --cache, a switch file or --resume cannot be used as given."""
+    """Raise UserError if --out, --cache, a switch file or --resume cannot be used as given.
+
+    Called by train.py on rank 0 before training begins. A switch file is a file whose appearance
+    stops or saves the run; its folder must exist, or be the run's folder or a folder on the way to
+    it, which the run makes.
+    """
     run = config.run
     check_folder("--out", run.out)
+    # Whether the run reads token files: then it keeps orders of their samples in the cache.
     reads = config.data.data != ("synthetic",) or config.data.eval_data
     if config.data.cache_folder and reads:
         check_folder("--cache", config.data.cache_folder)
@@ -294,7 +313,7 @@ def check_paths(config: Any) -> None:
         if path and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder, not a file that may appear")
         folder = os.path.dirname(os.path.abspath(path)) if path else os.sep
-        out = os.path.join(os.path.abspath(run.out), "")  # with a slash at its end
+        out = os.path.join(os.path.abspath(run.out), "")  # with "/" at its end, as `folder` below
         made_by_run = out.startswith(os.path.join(folder, ""))
         if not os.path.isdir(folder) and not made_by_run:
             raise UserError(f"{flag} {path} can never appear: there is no folder {folder}")

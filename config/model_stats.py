@@ -4,10 +4,12 @@ The parts of a model are the embedding (tokens, positions, their norm), the bloc
 (final norm, output matrix, loss).
 
 Symbols: L layers, h hidden, s sequence length, V vocabulary, f MLP width, a heads of size d,
-g key/value heads, B samples.
+g key/value heads, B samples. A GEMM that makes n columns from h has h n parameters, and 2 h n FLOPs
+for a token.
 
 A model may have blocks with experts beside blocks with one MLP (block_kinds.py). Numbers of one
-block are then means over all blocks.
+block are then means over all blocks. A function with a name such as `_block_flops` takes a model
+whose blocks are alike; `block_flops` takes any model.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,10 @@ def norm_parameters(model: ModelShape) -> int:
 
 
 def head_norm_parameters(model: ModelShape) -> int:
-    """Parameters of --qk-norm head in a block: scales of shape (d,) for queries and for keys."""
+    """Parameters of --qk-norm head in a block: scales of shape (d,) for queries and for keys.
+
+    All heads share them. With another --qk-norm the result is 0.
+    """
     return 2 * model.head_size if model.qk_norm == "head" else 0
 
 
@@ -52,8 +57,8 @@ def block_parameters(model: ModelShape) -> Any:
 
 
 def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
-    """Parameters of the blocks [first, last) of a model."""
-    if model.experts == 1:
+    """Parameters of the blocks [first, last) of a model, for example of a pipeline stage."""
+    if model.experts == 1:  # all blocks are alike
         return (last - first) * _block_parameters(model)
     from config import block_kinds  # imported here: only models with experts need this module
 
@@ -64,9 +69,11 @@ def _block_parameters(model: ModelShape) -> int:
     """Parameters of one block of a model whose blocks are alike."""
     h = model.hidden
     qkv = model.qkv_width
-    mlps, _ = model.mlps
+    mlps, _ = model.mlps  # the number of experts, or 1
+    # The matrices of queries, keys and values and of the attention's output, and their biases.
     attention = h * (qkv + model.attention_width) + (qkv if model.qkv_bias else 0)
     attention += h if model.bias else 0
+    # With --qk-norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
     router = h * mlps if mlps > 1 else 0
     norms = scales + 2 * norm_parameters(model)
@@ -82,7 +89,7 @@ def mlp_parameters(model: ModelShape) -> int:
 
 def shared_parameters(model: ModelShape) -> int:
     """Parameters of the MLP that every token takes beside its experts, and of its gate."""
-    matrices = model.up_matrices + 1
+    matrices = model.up_matrices + 1  # up (and SwiGLU's gate), and down
     gate = model.hidden if model.shared_gate else 0
     return matrices * model.hidden * model.shared_ffn_hidden + gate
 
@@ -117,11 +124,17 @@ def block_flops(model: ModelShape) -> float:
 
 
 def _block_flops(model: ModelShape) -> float:
-    """Forward FLOPs of one block for one token, of a model whose blocks are alike."""
+    """Forward FLOPs of one block for one token, of a model whose blocks are alike.
+
+    A multiplication and an addition are 2 FLOPs. A token uses each weight of the shared MLP once,
+    so the number of these weights is the number of the multiplications with them.
+    """
+    # Per hidden unit: the columns of the GEMMs of attention, and of an MLP.
     attention = model.qkv_width + model.attention_width
     mlp = model.up_width + model.ffn_hidden
-    mlps, active = model.mlps
-    scores = model.seq_length * model.attention_width  # half of q k^T, p v
+    mlps, active = model.mlps  # the number of experts, and of those that compute a token
+    # q k^T and p v have s (a d) multiplications each; causal attention needs half of them.
+    scores = model.seq_length * model.attention_width
     router = mlps if mlps > 1 else 0
     products = model.hidden * (attention + active * mlp + router) + shared_parameters(model)
     return 2.0 * (products + scores)
@@ -134,6 +147,8 @@ def head_flops(model: ModelShape) -> float:
 
 def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[float, float]:
     """Forward FLOPs for one token of one block, and of the head, by a published formula.
+
+    Published speeds in FLOP/s count FLOPs by one of these:
 
     * megatron-2025: every GEMM, the causal half of attention; as in Megatron-LM since core 0.12.
     * megatron-2021: equation 3 of arXiv 2104.04473, full attention, f = 4h and g = a assumed.
@@ -152,7 +167,8 @@ def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[fl
 def model_flops(model: ModelShape, samples: int, formula: str = "megatron-2025") -> float:
     """FLOPs that a step on `samples` samples needs: three times the forward FLOPs.
 
-    The backward pass has twice the FLOPs of the forward pass.
+    The backward pass has twice the FLOPs of the forward pass: for each product one for the gradient
+    of the input and one for the gradient of the weights. formula: see `forward_flops`.
     """
     block, head = forward_flops(model, formula)
     return 3.0 * samples * model.seq_length * (model.layers * block + head)
@@ -168,11 +184,13 @@ def hardware_flops(
     """FLOPs that a step on `samples` samples executes: `model_flops` and the recomputed FLOPs.
 
     recompute: `full` repeats a block's forward pass, `selective` only its q k^T and p v; the head
-    is never recomputed. blocks: the number of recomputed blocks of the model, default: all.
+    is never recomputed. formula: see `forward_flops`. blocks: the number of recomputed blocks of
+    the model, default: all.
     """
     block, _ = forward_flops(model, formula)
+    # The causal half of q k^T and p v: 2 FLOPs for each of s (a d) multiplications.
     selective = 2.0 * model.seq_length * model.attention_width
-    repeated_by_mode = {"none": 0.0, "full": block, "selective": selective}  # of a block and token
+    repeated_by_mode = {"none": 0.0, "full": block, "selective": selective}  # per block and token
     blocks = model.layers if blocks is None else blocks
     repeated = samples * model.seq_length * blocks * repeated_by_mode[recompute]
     return model_flops(model, samples, formula) + repeated
@@ -182,7 +200,9 @@ def elements_of_run(config: Config) -> int:
     """Return an estimate of the numbers that a run on one rank holds at once.
 
     They are the weights, the inputs of the blocks and the logits of a micro-batch, and the order of
-    the samples.
+    the samples. The vocabulary's matrix is counted once more, with its padding. train.py compares
+    the estimate with a limit: only a run that is not small is checked against the node's memory
+    before it starts.
     """
     model = config.model
     vocabulary = max(model.vocab_size, config.layout.pad_vocab_multiple)

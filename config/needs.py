@@ -20,13 +20,14 @@ from typing import Any
 from config.messages import UserError
 from config.schema import Config
 
+# The options of the model that change nothing unless --positions is rotary.
 ROTARY = ("rotary_base", "rotary_fraction", "rotary_scaling")
 
 
 def check_used(config: Config, given: Collection[str]) -> None:
     """Raise UserError if a given option has no effect in this run.
 
-    given: the names of the options that flags or a file give.
+    given: the names of the options that flags or a file give. Called when a command line is parsed.
     """
     for field, value in _changed(config):
         for need in field.metadata["needs"]:
@@ -35,16 +36,22 @@ def check_used(config: Config, given: Collection[str]) -> None:
 
 
 def is_met(config: Config, need: str) -> bool:
-    """Return whether a run has what an option needs; need: as the declarations of options have it.
+    """Return whether a run has what an option needs.
 
-    Raise ValueError if there is no such option.
+    need: a text such as "--lr-schedule cosine, linear or wsd", as the declarations of options have
+    it; see the top of this file. Raise ValueError if there is no such option.
     """
-    condition, _, _ = need.partition(":")
+    condition, _, _ = need.partition(":")  # the reason after the colon is for people
     return any(_holds(config, part) for part in condition.removeprefix("--").split(" or --"))
 
 
 def _holds(config: Config, condition: str) -> bool:
-    """Return whether an option has a value; condition: `lr-schedule wsd`, `experts above 1`."""
+    """Return whether an option has a value that `condition` names.
+
+    condition: an option without its dashes, and perhaps values: `lr-schedule wsd`, `on-spike skip
+    or rollback`, `experts above 1`. Without values any value will do but 0, False, an empty text
+    and random tokens (`--data synthetic`).
+    """
     flag, *wanted = condition.replace(",", "").split()
     name = flag.replace("-", "_")
     [value] = [getattr(group, name) for group in _groups(config) if hasattr(group, name)]
@@ -56,7 +63,10 @@ def _holds(config: Config, condition: str) -> bool:
 
 
 def unused_rotary(config: Config) -> list[str]:
-    """Return the rotary options, as flags, of a model whose positions are not rotary."""
+    """Return the rotary options, as flags, that a model sets though its positions are not rotary.
+
+    Such options of a preset are no error: the user gets a note that they change nothing.
+    """
     if config.model.positions == "rotary":
         return []
     changed = _changed(config)
@@ -73,6 +83,7 @@ def _changed(config: Config) -> Iterator[tuple[dataclasses.Field, Any]]:
     for group in _groups(config):
         for field in dataclasses.fields(group):
             value = getattr(group, field.name)
+            # The default of max_positions is not in its declaration: it depends on seq_length.
             default = config.model.seq_length if field.name == "max_positions" else field.default
             if value != default:
                 yield field, value

@@ -1,7 +1,8 @@
 """The options `Training` (what is optimised, for how long), `Data` (samples) and `Run` (where a run
 executes, what it checks and writes).
 
-schema.py has the options of model and layout. `option` makes the fields of both files.
+Every field of these dataclasses is an option: a flag, and a key of a TOML file. `option` makes the
+fields here and in schema.py, which has the options of model and layout.
 """
 
 import os
@@ -31,15 +32,16 @@ def option(
 
     The field's annotation is the type of the option. Numbers must be finite, whole numbers below
     2^63. minimum, maximum: limits that are allowed themselves; above, below: limits that are not.
-    nargs: number of values of a tuple, as in argparse; item: the type of these values. needs: other
-    options without which this one has no effect, as needs.py describes them.
+    nargs: number of values of an option that is a tuple, as in argparse; item: their type. needs:
+    other options without which this one has no effect, as needs.py describes them.
     """
     facts = {"help": help, "choices": choices, "nargs": nargs, "item": item, "needs": needs}
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return field(default=default, metadata=facts | limits)
 
 
-# Each of these is what several options need; `option` explains the form.
+# Values of the argument `needs` of `option` that several options have: what must be given for the
+# option to have an effect. After a colon stands the reason that the error message gives.
 LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
 HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
 FP16 = ("--precision fp16",)
@@ -60,7 +62,8 @@ class Training:
         minimum=1,
         maximum=batches.LARGEST,
     )
-    # Only flags and files set batch_tokens; command_line.py turns it into global_batch_size.
+    # batch_tokens is None in every finished Config: command_line.py turns the value that a flag or
+    # a file gives into global_batch_size.
     batch_tokens: int = option(None, "global-batch-size in tokens, such as 4Mi", minimum=1)
     rampup_batch_size: tuple = option(
         None,
@@ -230,15 +233,17 @@ class Data:
         return os.path.join(self.cache or tempfile.gettempdir(), f"trine-{os.getuid()}")
 
 
+# A word of --eval-data, NAME=PREFIX or NAME=PREFIX:SAMPLES; the groups are these three.
 EVAL_SET = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+?)(?::([0-9]{1,18}))?")
-SPLIT_NAMES = ("validation", "test")  # splits of --data, which name the losses on them
+# The log names losses by the split or the evaluation set, so no set may have the name of a split.
+SPLIT_NAMES = ("validation", "test")
 
 
 class EvalSet(NamedTuple):
     """An evaluation set of --eval-data.
 
-    prefix: the path of the corpus, without the ending. samples: the number of samples of the corpus
-    that are evaluated; None: all of them.
+    name: its name in the log. prefix: the path of the corpus, without the ending. samples: the
+    number of samples of the corpus that are evaluated; None: all of them.
     """
 
     name: str
@@ -423,12 +428,15 @@ class Run:
 
     @property
     def tracked_runs(self) -> str:
-        """The file in --out with the run's id in W&B, which a resumed run continues."""
+        """The file in --out with the id of the run in W&B, from which a resumed run gets the id."""
         return os.path.join(self.out, TRACKED_RUNS)
 
 
 def unused_number(paths: list[str]) -> int:
-    """Return the smallest number N, from 1 on, such that PATH.N exists for none of the paths."""
+    """Return the smallest number N, from 1 on, such that PATH.N exists for none of the paths.
+
+    Called to set older files or folders aside under the name PATH.N.
+    """
     number = 1
     while any(os.path.lexists(f"{path}.{number}") for path in paths):
         number += 1

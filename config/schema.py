@@ -3,9 +3,9 @@
     config = validation.check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
 Every option is a field of one of five dataclasses: `ModelShape` and `Layout` here, `Training`,
-`Data` and `Run` in run_options.py.
-command_line.py makes flags, TOML keys and help text from these fields; validation.py checks which
-options go together.
+`Data` and `Run` in run_options.py. command_line.py makes flags, TOML keys and help text from these
+fields; validation.py checks which options go together. A `Config` has one instance of each. The
+axes of the mesh are pp, dp, cp and tp.
 """
 
 import dataclasses
@@ -28,18 +28,19 @@ BUCKET_ELEMENTS = 16 * 2**20
 # A small model has BUCKETS buckets, so that reductions overlap, unless a bucket would then have
 # fewer than LEAST_BUCKET gradients.
 BUCKETS, LEAST_BUCKET = 8, 2**20
-# Logits that the loss holds in fp32 at a time. They must stay in a cache between kernels: 17 MB in
-# a GPU's L2 cache, which has 40 MB or more from A100 on, or 0.5 MB in the L2 cache of a CPU core.
+# The number of logits that the loss holds in fp32 at a time. They must stay in a cache between
+# kernels: 17 MB in a GPU's L2 cache (40 MB from A100 on), or 0.5 MB in the L2 cache of a CPU core.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
 
-# Pipeline schedules; schedules/orders.py builds them.
+# Names of pipeline schedules: schedules/orders.py builds them; auto stands for the fastest of them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 
 
 def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
-    """Return the most gradients in a bucket of several parameters.
+    """Return the most gradients that several parameters may have in one bucket.
 
-    held: the number of gradients on this rank. most: an upper limit.
+    A bucket is reduced over the replicas in one operation. held: the number of gradients on this
+    rank, which BUCKETS buckets should hold together. most: an upper limit of the result.
     """
     return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
 
@@ -134,6 +135,7 @@ class ModelShape:
     shared_gate: bool = option(False, "a gate that each token opens for the shared MLP")
 
     def __post_init__(self) -> None:
+        """Derive the fields that are None; UserError if layers, hidden or heads is not given."""
         missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
         if missing:
             flags = ", ".join(f"--{n}" for n in missing)
@@ -150,10 +152,10 @@ class ModelShape:
         return head | widths | {"qkv_bias": self.bias}
 
     def default_ffn(self) -> int:
-        """Return the width of the MLP for a model without --ffn-hidden."""
+        """Return the MLP's width without --ffn-hidden: 4 h, or with SwiGLU 8/3 h as in Llama."""
         if self.activation != "swiglu":
             return 4 * self.hidden
-        return -(-8 * self.hidden // (3 * 64)) * 64  # Llama's 8/3 rule, up to a multiple of 64
+        return -(-8 * self.hidden // (3 * 64)) * 64  # rounded up to a multiple of 64
 
     @property
     def rotary_width(self) -> int:
@@ -189,14 +191,19 @@ class ModelShape:
         return self.experts, self.experts_per_token
 
     def has_experts(self, block: int) -> bool:
-        """Return whether the block with number `block`, from 0, has experts in place of one MLP."""
+        """Return whether the block with number `block`, from 0, has experts in place of one MLP.
+
+        With expert_interval 2 these are the blocks 1, 3, 5, ..., without the first dense layers.
+        """
         if self.experts == 1 or block < self.first_dense_layers:
             return False
         return (block + 1) % self.expert_interval == 0
 
     def padded_vocab(self, layout: "Layout") -> int:
-        """Return the vocabulary's rows as stored: vocab_size rounded up to the next multiple of
-        pad_vocab_multiple x tp, and of that number x pp with --vocab-pp.
+        """Return the number of rows that the vocabulary's matrices have with their padding.
+
+        It is vocab_size rounded up to a multiple of pad_vocab_multiple x tp, or of that number x pp
+        with --vocab-pp.
         """
         multiple = layout.pad_vocab_multiple * layout.tp * (layout.pp if layout.vocab_pp else 1)
         return -(-self.vocab_size // multiple) * multiple
@@ -209,7 +216,8 @@ AXES = ("pp", "dp", "cp", "tp")
 def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Return a rank's position on every axis; `axes` has the sizes, with the slowest axis first.
 
-    rank = ((pp * DP + dp) * CP + cp) * TP + tp. Only this function computes it.
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp, where DP, CP and TP are sizes. Only this function
+    computes it. Example: axes pp 2, dp 1, cp 1, tp 2; rank 3 has pp 1, dp 0, cp 0, tp 1.
     """
     place = {}
     for name in reversed(list(axes)):
@@ -221,8 +229,10 @@ def rows_along(axes: Mapping[str, int], names: Collection[str]) -> list[tuple[in
     """Return all groups of ranks that differ only along the named axes, such as the tp groups.
 
     axes: the sizes of all axes. names: the axes along which the ranks of a group differ. The ranks
-    of a group ascend.
+    of a group ascend. Example: pp 2 and tp 2, names ("tp",): (0, 1) and (2, 3); ("pp",): (0, 2) and
+    (1, 3).
     """
+    # The groups, by the positions that all ranks of a group share.
     rows: dict[tuple, list[int]] = {}
     for rank in range(math.prod(axes.values())):
         place = coordinates(rank, axes)
@@ -289,9 +299,10 @@ class Layout:
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     def over_heads(self, model: ModelShape) -> int:
-        """Return the number of cp ranks that exchange tokens for heads (context_parallel.py).
+        """Return the number of neighbouring cp ranks that exchange tokens for heads in attention.
 
-        It divides cp and the number of key/value heads on a tp rank.
+        It divides cp and the number of key/value heads on a tp rank. The cp ranks that then have
+        the same heads gather each other's keys and values (context_parallel.py).
         """
         return math.gcd(self.cp, model.kv_heads // self.tp)
 
@@ -300,6 +311,7 @@ class Layout:
         """The pipeline stages on each rank of pp; several are virtual stages."""
         if self.schedule == "interleaved":
             return self.virtual_stages or 2
+        # zb-v, and the searched order like it: the stages go down the ranks and up again.
         return 2 if self.schedule.endswith("-v") else 1
 
     @property
@@ -349,12 +361,13 @@ class Config:
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)
     run: Run = field(default_factory=Run)
-    # Ranges [A, B) of samples that --on-spike leaves out since an earlier start of the run.
+    # Ranges [A, B) of samples that no step trains on, because --on-spike has decided so in an
+    # earlier start of the run.
     passed_over: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def batches(self) -> BatchSchedule:
-        """The sizes of the global batches; UserError if the options are inconsistent."""
+        """The sizes of the run's global batches; UserError if the options are inconsistent."""
         return batch_schedule(self.training, self.model.seq_length)
 
     @property
@@ -388,7 +401,7 @@ class Config:
 
     @property
     def total_steps(self) -> int:
-        """Steps in the whole run: whole global batches only."""
+        """The number of steps in the whole run; an incomplete last batch is no step."""
         return self.steps_after(0, 0)
 
     def steps_after(self, iteration: int, consumed: int) -> int:
@@ -416,7 +429,8 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
     """Return the batch sizes by the options; UserError if they are inconsistent.
 
-    seq_length: the tokens of a sample, because --batch-schedule counts tokens.
+    seq_length: the tokens of a sample, because --batch-schedule counts tokens. Without a ramp-up
+    and without --batch-schedule every step has --global-batch-size samples.
     """
     size = training.global_batch_size
     steps = training.batch_schedule

@@ -5,7 +5,10 @@
     translation.notes             lines to print: how each name was understood
     translation.finish(values)    sets options that depend on others, such as --eval-iters
 
-"Theirs" are names of Megatron-LM, "ours" the names in schema.py; other_names.toml has both.
+"Theirs" are names of Megatron-LM, "ours" the names in schema.py; other_names.toml has both, in
+NAMES here: "same" has options with another name, "words" switches that are an option with a value
+here, "iterations" options that count samples here, "instead" options without effect, "values" our
+names of values, "meant" our options for names that other programs use.
 
 The second part finds models by name: the presets of presets.toml. A --model is the name of a preset
 or a path.
@@ -28,7 +31,8 @@ from config.messages import Parser, UserError, nearest
 from config.schema import ModelShape
 
 NAMES = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
-FLAG = re.compile(r"--?[A-Za-z]")  # a negative number is a value
+# A word of the command line that begins so is a flag; a negative number, such as -1, is a value.
+FLAG = re.compile(r"--?[A-Za-z]")
 
 
 @dataclass
@@ -38,9 +42,10 @@ class Translation:
     words: list[str] = field(default_factory=list)  # the command line in our names
     ours: dict[str, str] = field(default_factory=dict)  # our flag for each translated flag
     instead: list[str] = field(default_factory=list)  # a sentence per option without effect here
-    # The number of iterations, for our options that count samples, by the name of our option.
+    # Numbers of iterations that `finish` turns into samples, by the name of our option.
     iterations: dict[str, float] = field(default_factory=dict)
-    warmup_fraction: float | None = None  # warm-up as a share of the samples of the decay
+    # The warm-up as a share of the samples of the learning rate's decay; None: it was not given.
+    warmup_fraction: float | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -59,11 +64,12 @@ class Translation:
             return values
         steps = values.get("batch_schedule")
         size = values.get("global_batch_size")
-        if size is None:
+        if size is None:  # the default: the last size of --batch-schedule, or 8
             size = batch_schedule.parse_steps(tuple(steps))[-1][1] if steps else 8
         finished = values | {name: round(count * size) for name, count in self.iterations.items()}
         if self.warmup_fraction is not None:
             total = values.get("train_samples") or values.get("steps", 0) * size
+            # By default the decay lasts for the whole run.
             decay = finished.get("lr_decay_samples", total)
             finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
         return finished
@@ -73,24 +79,28 @@ def translate(words: list[str]) -> Translation:
     """Return a command line in our names: first the words that were in our names already.
 
     words: the command line, with theirs and ours. Raise UserError if Trine does not have what an
-    option asks for, or if an option is given by two names.
+    option asks for, or if an option is given by two names. Called if a command line has an unknown
+    flag.
     """
+    # A parser that knows only their options leaves our words over: these are the list `ours`.
     parser = Parser(add_help=False, allow_abbrev=False)
     theirs = ["lr-warmup-fraction"]
     for table in ("same", "words", "iterations", "instead"):
         theirs += NAMES[table]
-    for name in theirs:
+    for name in theirs:  # with any number of values; an option that is not given is left out
         parser.add_argument(f"--{name}", nargs="*", default=argparse.SUPPRESS)
     given, ours = parser.parse_known_args(list(map(_with_dashes, words)))
     translation = Translation(ours)
-    names = {}  # for each option that is given: the flag as it was written
+    # For each of our options that is given, such as --bias, the flag that gave it: --no-bias or
+    # --disable-bias-linear. A second flag for the same option is an error that shows both.
+    names = {}
     for word in filter(FLAG.match, ours):
         flag = word.partition("=")[0]
         names[flag.replace("--no-", "--")] = flag
     for attribute, values in vars(given).items():
         name = attribute.replace("_", "-")
         flag, *our_values = _our_words(name, values, translation) or [""]
-        if not flag:
+        if not flag:  # the option adds no words to our command line
             continue
         option = flag.replace("--no-", "--")
         if option in names:
@@ -101,7 +111,10 @@ def translate(words: list[str]) -> Translation:
 
 
 def _with_dashes(word: str) -> str:
-    """Return a word of the command line; in the name of a flag every underscore is a dash."""
+    """Return a word of the command line with dashes for underscores in the name of a flag.
+
+    A flag's value, and a word that is no flag, stay as they are.
+    """
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -111,9 +124,10 @@ def _with_dashes(word: str) -> str:
 def _our_words(name: str, values: list[str], translation: Translation) -> list[str]:
     """Return the words of our command line for an option of Megatron-LM.
 
-    name: without dashes. values: the words after it. translation: receives the notes, and the
-    numbers that `finish` needs. The result is [] if the option has no effect here, or if `finish`
-    sets the option. Raise UserError if the option asks for something that Trine does not do.
+    name: the option without its two dashes. values: the words after it. translation: receives the
+    notes, and the numbers that `finish` needs. The result is [] if the option has no effect here,
+    or if `finish` sets the option. Raise UserError if the option asks for something that Trine does
+    not do.
     """
     flag = f"--{name}"
     written = " ".join([flag, *values])
@@ -127,7 +141,7 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
         else:
             raise UserError(f"{written}: {entry['text']}")
         return []
-    if name in NAMES["iterations"]:
+    if name in NAMES["iterations"]:  # `finish` sets our option, to a number of samples
         ours = NAMES["iterations"][name]
         translation.iterations[ours.replace("-", "_")] = _number(name, values)
         translation.ours[flag] = f"--{ours} (times --global-batch-size)"
@@ -136,9 +150,9 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
         translation.warmup_fraction = _number(name, values)
         translation.ours[flag] = "--lr-warmup-samples (times --lr-decay-samples)"
         return []
-    if name in NAMES["words"]:
+    if name in NAMES["words"]:  # such as fp16, which is "--precision fp16" here
         translation.ours[flag] = NAMES["words"][name]
-        if name == "tensorboard-dir":  # Trine's folder is fixed
+        if name == "tensorboard-dir":  # Trine always writes to OUT/tensorboard
             translation.instead.append(f"{written}: the events are in OUT/tensorboard")
             values = []
         return [*NAMES["words"][name].split(), *values]
@@ -162,7 +176,8 @@ def _number(name: str, values: list[str]) -> float:
 def _resumed(translation: Translation) -> Translation:
     """Turn --load FOLDER into --resume auto if --save has the same folder; return the translation.
 
-    --load was translated to --resume, and --save to --out.
+    In Megatron-LM a first start with both is no error; --resume FOLDER would be one here, because
+    FOLDER has no checkpoint yet. --load was translated to --resume before, and --save to --out.
     """
     words = translation.words
     if "--load" not in translation.ours or "--out" not in words:
@@ -181,8 +196,8 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     options: the names of all options. Names that other programs use lead to our option.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
-    dashes = "--" if name.startswith("-") else ""
-    meant = NAMES["meant"]
+    dashes = "--" if name.startswith("-") else ""  # a key of a TOML file has none
+    meant = NAMES["meant"]  # our option for each name of other programs
     alike = difflib.get_close_matches(plain, meant, 1, 0.8)
     close = nearest(plain, list(options), 0.8)
     if plain in meant or (alike and not close):
@@ -196,8 +211,9 @@ def suggestion(name: str, options: Iterable[str]) -> str:
 def _load_presets() -> tuple[dict[str, ModelShape], dict[str, list[str]], dict[str, str]]:
     """Return three dictionaries of presets.toml: shapes, lacks and aliases.
 
-    Shapes and lacks are by the preset's name, in the file's order; the keys of the aliases are
-    other names of presets.
+    Shapes and lacks have a value for each preset, by its name, in the file's order: its ModelShape,
+    and sentences about parts that the engine cannot train. The aliases have the name of the preset
+    for each other name.
     """
     tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
     shapes = {}
@@ -205,6 +221,7 @@ def _load_presets() -> tuple[dict[str, ModelShape], dict[str, list[str]], dict[s
     for family in tree["family"]:
         options = _first_options(family.get("name")) | family["shared"]
         for name, sizes in family["models"].items():
+            # `sizes` are the first fields of ModelShape: layers, hidden, heads, ...
             shapes[name] = ModelShape(*sizes, **options)
             lacks[name] = family.get("lacks", [])
     return shapes, lacks, tree["aliases"]
@@ -234,10 +251,10 @@ def preset_name(name: str) -> str:
 
 
 def means_preset(name: str) -> bool:
-    """Return whether a --model is the name of a preset and not a path.
+    """Return whether the value of --model is a name, which presets may have, and not a path.
 
-    It is if no file or folder has that name; for OWNER/MODEL, if there is no folder OWNER. The name
-    of a preset always means the preset.
+    The value is a name if no file or folder has that name; for OWNER/MODEL, if there is no folder
+    OWNER. The exact name of a preset always means the preset.
     """
     owner = name.rpartition("/")[0]
     is_path = name.endswith(".json") or "/" in owner or Path(owner or name).exists()
@@ -245,7 +262,10 @@ def means_preset(name: str) -> bool:
 
 
 def preset(name: str) -> ModelShape:
-    """Return the shape of a preset; UserError with the nearest names if there is none."""
+    """Return the shape of a preset; raise UserError with the nearest names if there is none.
+
+    name: see `preset_name`.
+    """
     key = preset_name(name)
     if key not in PRESETS:
         hint = nearest(key, list(PRESETS), 0.5, most=3) or "; train.py --help model lists them"

@@ -78,6 +78,7 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
 
 def check_shape(model: ModelShape) -> None:
     """Raise UserError if the model cannot be built under any layout."""
+    # Only the default head size, hidden / heads, needs a number of heads that divides hidden.
     if model.hidden % model.heads and model.head_size == model.hidden // model.heads:
         both = f"heads({model.heads}) does not divide hidden({model.hidden})"
         raise UserError(f"{both}: give another --head-size than {model.head_size}")
@@ -98,7 +99,7 @@ def check_shape(model: ModelShape) -> None:
         )
 
 
-# The names in config.json of the numbers of each kind of --rotary-scaling, in their order.
+# For each kind of --rotary-scaling, the names that its numbers have in config.json, in order.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROTARY_SCALING = {"none": (), "linear": ("factor",), "llama3": _LLAMA3}
 
@@ -120,7 +121,7 @@ def rotary_scaling(text: str) -> tuple[str, list[float]]:
 
 
 def check_split(model: ModelShape, layout: Layout) -> None:
-    """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
+    """Raise UserError if tensor, context or pipeline parallelism cannot divide the model."""
     sizes = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
     if model.experts == 1:  # tp cuts a block's one MLP, but no experts
         sizes["ffn-hidden"] = model.ffn_hidden
@@ -159,18 +160,15 @@ def _check_experts(
         "--balance": training is not None and training.balance != "none",
         "--router-z-loss": training is not None and training.router_z_loss > 0,
     }
-    for flag in filter(is_given.get, is_given):
+    for flag in filter(is_given.get, is_given):  # the flags whose value is True
         raise UserError(f"{flag} needs --experts N, with N above 1")
 
 
 def _uncut(layout: Layout, length: int) -> str:
-    """Return the text of the product that must divide a sample's tokens but does not; else "".
-
-    length: the tokens of a sample.
-    """
+    """Return the product that must divide a sample's tokens (`length`) but does not; or ""."""
     tp = layout.tp
     cp = layout.cp
-    if cp > 1 and length % (2 * cp):
+    if cp > 1 and length % (2 * cp):  # each cp rank has two equal chunks of a sample
         return f"2 * cp({cp})"
     if layout.sequence_parallel and length % (cp * tp):
         return "--sequence-parallel: " + f"cp({cp}) * " * (cp > 1) + f"tp({tp})"
@@ -192,9 +190,10 @@ def _check_schedule(layout: Layout) -> None:
 
 
 def explicit_costs(layout: Layout) -> list[float] | None:
-    """Return the six numbers of --schedule-costs: costs of F, B, W of a block and of the head.
+    """Return the six numbers of --schedule-costs, or None for counted and measured.
 
-    None for counted and measured; raise UserError for any other text.
+    The numbers are the costs of F, B and W (forward, gradient of the input, gradient of the
+    weights) of a block, then of the head. Raise UserError for any other text.
     """
     text = layout.schedule_costs
     if text in ("counted", "measured"):
@@ -210,7 +209,7 @@ def explicit_costs(layout: Layout) -> list[float] | None:
 
 
 def _check_vocab_pp(layout: Layout) -> None:
-    """Raise UserError if the schedule or the ZeRO stage does not go with --vocab-pp."""
+    """Raise UserError if --vocab-pp does not go with the pipeline's ranks or with its schedule."""
     if not layout.vocab_pp:
         return
     if layout.pp == 1:
@@ -222,7 +221,10 @@ def _check_vocab_pp(layout: Layout) -> None:
 def refusal_of_vocab_pp(
     training: Training, data: Data | None = None, run: Run | None = None
 ) -> str:
-    """Return the reason why a run cannot have --vocab-pp, as a sentence; empty if it can."""
+    """Return the reason why a run cannot have --vocab-pp, as a sentence; empty if it can.
+
+    data, run: None where a caller has only the options of training; they are then not checked.
+    """
     if data and (data.masks_attention or data.reset_positions):
         return "--vocab-pp takes neither masks of attention nor reset positions"
     if run and run.sample_every:
@@ -325,14 +327,14 @@ def check_batches(config: Config) -> None:
     for level in config.levels:
         name = "global-batch-size"
         when = ""
-        if level.consumed or level.steps:
+        if level.consumed or level.steps:  # one of several batch sizes: say when it begins
             name = "batch"
             when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
         check_batch(config.layout, name, level.batch, when)
 
 
 def check_sharding(layout: Layout, training: Training) -> None:
-    """Raise UserError if --zero does not go with the optimizer, tensor or pipeline parallelism."""
+    """Raise UserError if --zero, --vocab-pp or recomputation does not go with other options."""
     name = training.optimizer
     zero = layout.zero
     if zero == 3 and layout.pp > 1:
@@ -368,7 +370,7 @@ def _check_objective(config: Config) -> None:
         "--mask-eod-loss": data.mask_eod_loss,
         "--reset-positions": data.reset_positions,
     }
-    for flag in filter(needs_end.get, needs_end):
+    for flag in filter(needs_end.get, needs_end):  # the flags that are given
         if data.eod_token is None:
             raise UserError(f"{flag} needs --eod-token: the id of the token that ends a document")
     if data.eod_token is not None and data.eod_token >= model.vocab_size:
@@ -420,6 +422,7 @@ def _check_run(run: Run, steps: int) -> None:
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
     traced = [("trace-numerics", step) for step in run.trace_numerics]
+    # Without --torch-profile step 1 is tested, which every run has.
     for flag, step in [("torch-profile", run.torch_profile or 1), *traced]:
         if not 1 <= step <= steps:
             raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")
