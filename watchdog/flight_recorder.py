@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch
+Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch or None
 RING = 256  # the number of records that are kept
 STEPS = 101  # the number of step durations that are kept, for their median
 # The number of stream waits that are kept. The host is at most 1024 launches ahead of a stream, so
@@ -160,9 +160,9 @@ class StreamWaits:
     ) -> tuple[Any, Any] | None:
         """Make the stream wait for the operation's handle, and record an event after the wait.
 
-        In a hang the event shows whether the stream has passed the operation; this thread never
-        queries it. stamp: makes a timing event, or None; then return None. Otherwise return the
-        timing events before and after the wait.
+        In a hang the event shows whether the stream has passed the operation; only the watchdog's
+        thread queries it. stamp: makes a timing event, in a measured step; the result is then the
+        timing events before and after the wait. Otherwise `stamp` is None, and so is the result.
         """
         first = stamp() if stamp else None
         operation.handle.wait()
@@ -230,7 +230,7 @@ class FlightRecorder:
         # wait has the action "wait" and the operation in place of the micro-batch.
         self.spans: list[tuple] | None = None
         self.stamp: Callable[[], Any] | None = None  # returns a span's time; None: monotonic clock
-        self._mark: Any = None  # the start of the span that the current action will be
+        self._mark: Any = None  # when the current action began, as the time of a span
         # The seconds spent in each phase. Between two steps the phase is `log`.
         self.spent: dict[str, float] = defaultdict(float)
         self.stream = StreamWaits(new_event) if new_event else None  # None over gloo
@@ -256,7 +256,7 @@ class FlightRecorder:
         """Record that a training step has ended; its duration counts towards the median."""
         self.steps.append(time.monotonic() - self._step_began)
         self.steps_done += 1
-        self.enter("log")
+        self.enter("log")  # the phase between two steps
 
     def enter(self, phase: str) -> None:
         """Record that a phase other than a training step begins: evaluate, save, load, end, ..."""

@@ -101,12 +101,13 @@ class Entrance:
             sock, _ = self.listener.accept()
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
-                # All newcomers are late at infinity, and the oldest comes first.
+                # No descriptor is left: close the oldest newcomer. At time infinity all are late.
                 self.close_late(float("inf"), most=1)
-                time.sleep(FULL_SECONDS)  # the listener stays readable, so the loop would spin
+                time.sleep(FULL_SECONDS)  # the listener stays readable: do not return at once
             return
         sock.setblocking(False)
-        # poll reports the connection as readable only when the whole hello has arrived.
+        # With this option poll reports the connection as readable only when the whole hello has
+        # arrived, so that `read` gets it in one call.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELLO_BYTES)
         self.newcomers[sock.fileno()] = sock, time.monotonic() + MAX_SECONDS
         self.poll.register(sock.fileno(), select.EPOLLIN)

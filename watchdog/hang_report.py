@@ -41,7 +41,7 @@ from typing import Any
 from config.messages import NodeError, number_ranges
 from watchdog.flight_recorder import describe_place
 
-Ranks = dict[int, dict[str, Any]]  # by rank: the result of monitor.Rank.to_dict
+Ranks = dict[int, dict[str, Any]]  # the result of monitor.Rank.to_dict of each rank, by its number
 
 
 def _now() -> str:
@@ -89,7 +89,7 @@ class WaitGraph:
         # Results of `_not_entered`, by (group, number of the collective).
         self._missing: dict[tuple, list[int]] = {}
         for number, rank in ranks.items():
-            # The last snapshot of a silent or dead rank may be out of date.
+            # The last snapshot of a silent or dead rank may be out of date, so it does not count.
             if rank["state"] not in ("answered", "failed") or rank["snapshot"] is None:
                 continue
             # The snapshot has the counts of the rank's groups in the order of `groups`.

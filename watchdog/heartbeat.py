@@ -117,7 +117,7 @@ class Watchdog:
         self._groups = 0  # the number of groups that were reported to the monitor
         self._memory = MemoryReader()
         # faulthandler writes the stacks if its timer is not set again within `_dump_after` seconds.
-        # It was set at `_armed`: long ago, so that the first heartbeat sets it.
+        # The timer was last set at `_armed`: long ago, so that the first heartbeat sets it.
         self._dump_after = 60.0
         self._armed = -3600.0
         # Seconds to add to time.monotonic() for the monitor's clock, and their error. The heartbeat
@@ -251,7 +251,8 @@ class Watchdog:
         if "echo" in message:
             self._dump_after = message["dump_after"]
             # The monitor read its clock between the heartbeat and its answer. The middle of the two
-            # times is wrong by at most half of the time between them.
+            # times is taken, which is wrong by at most half of the time between them. So the
+            # fastest answer gives the best offset.
             if (now - message["echo"]) / 2 < self.clock_error:
                 self.clock_error = (now - message["echo"]) / 2
                 self.clock_offset = message["clock"] - (now + message["echo"]) / 2
@@ -393,6 +394,6 @@ def kill_process(pid: int, started: int) -> None:
 
     started: the time of `start_time`, so that no other process with the same id is killed.
     """
-    with contextlib.suppress(OSError):  # the process has ended in the meantime
+    with contextlib.suppress(OSError):  # the process may have ended by now
         if start_time(pid) == started and os.stat(f"/proc/{pid}").st_uid == os.getuid():
             os.kill(pid, signal.SIGKILL)

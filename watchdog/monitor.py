@@ -50,7 +50,7 @@ FLUSH_SECONDS = 0.5  # mpirun needs these seconds to pass on printed lines befor
 EXIT_TIMEOUT = 8.0  # ranks that have not ended after these seconds are killed
 SUSPENDED_SECONDS = 2.0  # a round of the loop that takes longer shows a suspended monitor
 QUIET_SECONDS = 3.0  # a rank without a heartbeat for these seconds is quiet
-RAW_BYTES = 1 << 16  # of faulthandler's output only the newest bytes are kept, this number
+RAW_BYTES = 1 << 16  # the number of bytes that are kept of faulthandler's output, the newest ones
 MAX_LINE = 1 << 25  # the most bytes of a message; a rank's records take 1.5 MB with 1,024 ranks
 
 
@@ -137,7 +137,7 @@ class Monitor:
         self.job = job
         self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
-        # Ranks whose connection for stacks closed, or that sent a bad message, and the time of it.
+        # Ranks whose connection for stacks closed or that sent a bad message, each with the time.
         self.closed: list[tuple[Rank, float]] = []
         self.dead: list[int] = []  # ranks in the order of their deaths
         self.failures: list[tuple[int, float]] = []  # ranks that reported a failure, and when
@@ -294,7 +294,7 @@ class Monitor:
 
     def _find_case(self, now: float) -> Case | None:
         """Return the case for which the job must end, or None."""
-        if self.dead:
+        if self.dead:  # asked first, because a death may make other ranks fail or hang
             return Case("dead", self.job.size, first=self.dead[0])
         if self.failures:
             rank, when = self.failures[0]
@@ -310,7 +310,7 @@ class Monitor:
         return self._find_hang(now)
 
     def _find_hang(self, now: float) -> Case | None:
-        """Return a hang if ranks are over their limits and do not all wait for moving ranks."""
+        """Return a hang if ranks are over their limits; None if they all wait for moving ranks."""
         if not self.job.limit:  # without --hang-timeout the limit follows from the step times
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
             self.limit = max(MIN_HANG_TIMEOUT, MEDIAN_STEPS * max(steps, default=0.0))
@@ -378,10 +378,10 @@ class Monitor:
         while missing and time.monotonic() < until:
             self._receive()
             silent = sum(not r.status and r.state not in ("gone", "left") for r in asked)
-            if silent < missing:  # wait on while answers come: a thousand take long to read
+            if silent < missing:  # go on waiting while answers come: a thousand take long to read
                 until = time.monotonic() + STATUS_TIMEOUT
                 missing = silent
-        for rank in asked:  # on the monitor's node, perhaps no rank has answered for the others
+        for rank in asked:  # about silent ranks on its own node the monitor asks the kernel itself
             if rank.status is None and rank.state == "alive" and rank.node == self.job.node:
                 rank.process = process_state(rank.pid, rank.started)
 
@@ -439,7 +439,7 @@ def _print(text: str) -> None:
 def main() -> None:
     """Watch a job. Argument: the listening socket's descriptor; stdin: the Job as JSON."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends these to all processes of a step
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes: survive them
     with contextlib.suppress(OSError):  # use all cores of the job, not only those of rank 0
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
