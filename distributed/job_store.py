@@ -147,7 +147,8 @@ class Server:
         listener = socket.create_server((host, 0), backlog=max(128, CONNECTIONS * size))
         self.address = Address(host, listener.getsockname()[1])
         self.descriptor = listener.detach()
-        _check_reachable(self.address)  # TCPStore connects to itself and would try for long
+        # TCPStore connects to this address too, and would try for half an hour.
+        _check_reachable(self.address)
         self.store = dist.TCPStore(
             host,
             self.address.port,

@@ -9,7 +9,9 @@ rank and needs no process group.
 
 A role is the name of a kind of group, such as tp. All groups of a role are given as rows: the ranks
 of each group. With pp = 2, dp = 1, tp = 2 the rows of tp are (0, 1), (2, 3), the rows of pp are
-(0, 2), (1, 3): the pipelines.
+(0, 2), (1, 3): the pipelines. Each group of cp is divided twice: cp = (0, 1, 2, 3) has the heads
+(0, 1), (2, 3), which are n = 2 neighbours, and the kv (0, 2), (1, 3), the ranks with the same place
+in their heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +25,8 @@ from watchdog.flight_recorder import FlightRecorder
 ROLES = ("tp", "cp", "dp", "replicas", "forward", "backward", "tied", "world")
 # If ranks hold several stages, messages of activations are spread over four groups, and gradients
 # over four others: by the direction of the message (up: to a higher pipeline rank), and by whether
-# the sender's pipeline rank is even. `Mesh.channel` says why.
+# the sender's pipeline rank is even. `Mesh.channel` says why; `Mesh._channels` has the groups in
+# this order, for F (activations) and B (gradients).
 CHANNELS = ("up from even", "up from odd", "down from even", "down from odd")
 
 
@@ -53,9 +56,8 @@ class Mesh:
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
-        axes: the number of ranks along each axis; None means 1 for each. context: this rank among
-        all ranks; None for a mesh of one rank. channels: whether ranks hold several stages, so that
-        activations (and their gradients) travel in both directions or round a ring.
+        axes: the number of ranks along each axis; None means 1 for each. channels: whether ranks
+        hold several stages, so that messages travel in both directions or round a ring.
         vocabulary: whether the vocabulary is sharded over the group `vocabulary` (pp x tp) and not
         over tp alone. over_heads: the number of neighbouring ranks of cp that form `heads`.
         ep: the number of ranks in `experts`; 0: the model has no experts.
@@ -71,8 +73,7 @@ class Mesh:
         shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
         self.recorder.coordinates = {name: self.place[name] for name in shown}
 
-        # Both functions make all groups of a role, and return the group that has this rank. The
-        # first takes the groups' ranks, the second the axes along which the groups lie.
+        # Make all groups of a role, by their ranks or by axes; return the group with this rank.
         def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
             return context.group(rows, role) if context else Group((self.rank,))
 
@@ -82,8 +83,6 @@ class Mesh:
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
         self.heads, self.kv = Group((self.rank,)), self.cp
-        # Each group of cp is divided twice. cp = (0, 1, 2, 3), n = 2: heads (0, 1), (2, 3) are
-        # neighbours, and kv (0, 2), (1, 3) are the ranks with the same place in their `heads`.
         if over_heads > 1:
             cp_groups = rows_along(self.axes, ("cp",))
             n = over_heads
@@ -95,13 +94,11 @@ class Mesh:
             self.experts, self.expert_replicas = self._expert_groups(ep, own_group)
         self.pp = self.forward = along("forward", "pp")
         self.backward = along("backward", "pp")
-        # The groups for messages of activations (F) and of gradients (B), in the order of CHANNELS.
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # A group for each kind of vocabulary pass (E, S, T, G), so that the collectives of one kind
-        # never wait for collectives of another kind. Without `vocabulary` there are none.
+        # Each kind of vocabulary pass (E, S, T, G) has a group: kinds never wait for one another.
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))

@@ -248,11 +248,12 @@ class Monitor:
                 self.dead.append(rank.rank)
 
     def _handle(self, rank: Rank, message: dict[str, Any]) -> None:
-        """Do what a rank's message asks for; heartbeat.py sends the messages."""
+        """Do what a rank's message asks for; heartbeat.py's docstring lists the messages."""
         rank.heard = now = time.monotonic()
         if "beat" in message:
             self._note(rank, message["beat"], now)
             rank.memory = message["memory"]
+            # faulthandler must write the stacks before a hang is found: at half of the limit.
             answer = {"echo": message["sent"], "clock": time.time()}
             self._send(rank, answer | {"dump_after": max(2.0, self.limit / 2)})
         elif "groups" in message:
