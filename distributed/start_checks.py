@@ -20,7 +20,7 @@ from distributed.context import Context
 from distributed.placement import Say
 from schedules.partition import StageSpec
 
-# What --compile compiles: the text in the log and in run.json.
+# The parts that --compile compiles, as a text for the log and run.json.
 COMPILED = (
     "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
     "samples these run as they are), and the loss; by torch.compile"
