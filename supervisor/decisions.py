@@ -109,6 +109,7 @@ def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit
     if not unusable and not found.disk_is_full and found.is_mistake:
         cause = "a user's mistake" if found.finite else "training has diverged"
         return Decision(Action.STOP, f"{cause}: another start would end in the same way")
+    # In all cases below the ranks may be started again, which must not happen too often.
     actions = [end.decision.action for end in recent if end.ago < HOUR]
     restarts = actions.count(Action.RESTART) + actions.count(Action.WAIT)
     if restarts >= limit:
