@@ -8,11 +8,12 @@ gloo on CPUs. Ranks that share a GPU use gloo too; their data then goes through 
     handle.wait()                                  # now `tensor` may be used
     group.at_once.all_reduce(tensor).wait()        # nothing between start and wait
 
-In gloo's rings every rank must be scheduled once per hop, and oversubscribed cores make each hop
-slow. So over gloo all-reduces and all-gathers of few bytes (`_prefers_one_hop`), and every
-reduce-scatter of more than two ranks, are one all-to-all, which is one hop. Sums are then local and
-in rank order, with the same bits on every rank (benchmarks/results/gloo-collectives.md). A longer
-all-gather is one broadcast by every rank. A reduce-scatter of two ranks is one message each way.
+gloo's rings pass data on in hops: every rank must be scheduled once per hop, and oversubscribed
+cores make each hop slow. So over gloo all-reduces and all-gathers of few bytes
+(`_prefers_one_hop`), and every reduce-scatter of more than two ranks, are one all-to-all, which is
+one hop. Sums are then local and in rank order, with the same bits on every rank
+(benchmarks/results/gloo-collectives.md). A longer all-gather is one broadcast by every rank. A
+reduce-scatter of two ranks is one message each way.
 
 Over NCCL `at_once` runs the collective on the current stream; over gloo it is the same group.
 
@@ -39,8 +40,8 @@ MAX = dist.ReduceOp.MAX
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Over gloo one hop is faster than a ring for messages of up to SHORT_BYTES, and among more than two
-# ranks also if a rank sends up to EXCHANGE_BYTES in all.
+# Over gloo an all-to-all (one hop) is faster than a ring for messages of up to SHORT_BYTES; among
+# more than two ranks also if a rank sends up to EXCHANGE_BYTES to all others together.
 SHORT_BYTES = 2**16
 EXCHANGE_BYTES = 4 * 2**20
 
@@ -54,7 +55,7 @@ class Handle(Protocol):
 
 @dataclass
 class _Pending:
-    """A communication and the local step that completes it; either may be missing."""
+    """The handle of a communication and of the local step that completes it; both are optional."""
 
     work: Any = None  # torch's handle; None: nothing was sent, as in a group of one rank
     complete: Callable[[], object] | None = None  # called once the data has arrived
@@ -71,7 +72,7 @@ class _Pending:
 
 @dataclass
 class _All:
-    """Several communications that run at the same time; the wait is for all of them."""
+    """The handle of several communications that run at the same time."""
 
     works: list
 
@@ -83,7 +84,7 @@ class _All:
 
 @dataclass
 class _OnCurrentStream:
-    """A collective that starts in its `wait()`, on the current stream."""
+    """The handle of a collective that starts only in `wait()`, on the current stream."""
 
     run: Callable[[], object]
 
@@ -106,11 +107,11 @@ class DelayedStart:
         self.handle: Handle | None = None  # None until the operation is started
 
     def start(self) -> None:
-        """Start the operation."""
+        """Start the operation, recorded under the action that computed its input."""
         current_place = self._recorder.place
         self._recorder.place = self._place
         self.handle = self._begin()
-        del self._begin
+        del self._begin  # frees the input, unless the operation keeps it
         self._recorder.place = current_place
 
     def wait(self) -> None:
@@ -138,6 +139,7 @@ class Group:
         group_log: GroupLog | None = None,
         blocking: bool = False,
     ):
+        """Make this rank's view of a process group; Context.group calls it with all arguments."""
         self.ranks = ranks
         self.rank = rank
         self.handle = handle
@@ -145,25 +147,23 @@ class Group:
         self.blocking = blocking
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
-        self._on_current_stream = False
+        self._on_current_stream = False  # True in `at_once` over NCCL: waits start the collectives
         self.at_once = self
         if handle is not None and not self._gloo and not blocking:
             self.at_once = copy.copy(self)
             self.at_once._on_current_stream = True
 
     def shard(self, tensor: Tensor) -> Tensor:
-        """Return this rank's slice of `tensor`: part `rank` of `size` equal parts of dimension 0.
-
-        The group's size must divide the length of dimension 0.
-        """
+        """Return part `rank` of `size` equal parts of `tensor` along dimension 0, as a view."""
         rows = tensor.shape[0] // self.size
         return tensor[self.rank * rows : (self.rank + 1) * rows]
 
     def balanced_shard(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's share of a sample: chunks `rank` and `2 size - 1 - rank`, joined.
 
-        The tensor is cut into 2 x size equal chunks along dimension `dim`, the tokens. With a
-        causal mask every rank of cp then has the same work. A group of one rank has the whole.
+        The tensor is cut into 2 x size equal chunks along dimension `dim`, the tokens: with two
+        ranks, rank 0 has chunks 0 and 3, rank 1 has chunks 1 and 2. A later token attends to more
+        tokens, so with a causal mask all ranks of cp then have the same work.
         """
         if self.size == 1:
             return tensor
@@ -171,10 +171,7 @@ class Group:
         return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
 
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
-        """Start to replace `tensor` by its sum over the group, with equal bits on every rank.
-
-        op: SUM or MAX; with MAX the result is the maximum of each element.
-        """
+        """Start to replace `tensor` by its sum, or with op MAX its maximum, equal on all ranks."""
         if self.size == 1:
             return _Pending()
         return self._start("all_reduce", tensor.nbytes, self._all_reduce, tensor, op)
@@ -197,7 +194,7 @@ class Group:
     def all_to_all(
         self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] | None = None
     ) -> Handle:
-        """Start to write block `rank` of member j's `source` into block j of `output`, for all j.
+        """Start to send block j of `source` to member j, and receive block j of `output` from it.
 
         Both tensors are contiguous, cut along dimension 0 into a block for each member, and must
         not overlap. rows: the numbers of rows of `output`'s blocks and of `source`'s blocks; None:
@@ -225,10 +222,7 @@ class Group:
         return self._start("reduce", tensor.nbytes, self._reduce, tensor, to)
 
     def send(self, tensor: Tensor, to: int) -> Handle:
-        """Start to send `tensor` to the group's rank `to`.
-
-        The tensor must stay unchanged until the handle's wait.
-        """
+        """Start to send `tensor` to the group's rank `to`; do not change it before the wait."""
         record = self.group_log.enter_send(tensor.nbytes, to) if self.group_log else None
         tensor = tensor.cpu() if self._gloo else tensor
         sending = dist.isend(tensor, self.ranks[to], group=self.handle)
@@ -239,7 +233,7 @@ class Group:
         """Start to receive into `tensor` from the group's rank `source`."""
         record = self.group_log.enter_receive(tensor.nbytes, source) if self.group_log else None
         received = tensor
-        if self._gloo and tensor.is_cuda:
+        if self._gloo and tensor.is_cuda:  # gloo uses host memory; the wait copies to the GPU
             received = torch.empty_like(tensor, device="cpu")
         receiving = dist.irecv(received, self.ranks[source], group=self.handle)
         handle = _Pending(receiving)
@@ -248,7 +242,7 @@ class Group:
         return record.under_way(handle) if record else handle
 
     def values(self, tensor: Tensor) -> list:
-        """Return `tensor.tolist()`; the log records that the host waits for the device."""
+        """Return `tensor.tolist()`; a hang's report would show that the host waits for the GPU."""
         if self.group_log is None or not tensor.is_cuda:
             return tensor.tolist()
         with self.group_log.recorder.waiting_for("device"):
@@ -274,15 +268,16 @@ class Group:
         return handle
 
     def _collective(self, function: Callable, *arguments: Any) -> Handle:
-        """Start a collective of torch; if this group is `at_once`, the handle's wait starts it.
+        """Start torch's collective `function` over this group.
 
-        function: torch's function. arguments: its arguments, without the group.
+        In `at_once` over NCCL nothing starts yet: the handle's wait runs the collective.
         """
         if self._on_current_stream:
             return _OnCurrentStream(lambda: function(*arguments, group=self.handle))
         return function(*arguments, group=self.handle, async_op=True)
 
     def _all_reduce(self, tensor: Tensor, op) -> Handle:
+        """Start an all-reduce: torch's own, or over gloo for few bytes one hop and a local sum."""
         if not self._gloo:
             return self._collective(dist.all_reduce, tensor, op)
         if not self._prefers_one_hop(tensor.nbytes):
@@ -296,6 +291,7 @@ class Group:
         return _Pending(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
     def _reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
+        """Start a reduce-scatter: torch's own, or over gloo one hop and a local sum."""
         if not self._gloo:
             return self._collective(_reduce_scatter, output, source)
         if self.size == 2:
@@ -323,12 +319,13 @@ class Group:
         return _Pending(_All(works), add, sent)
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Handle:
+        """Start an all-gather: torch's own, or over gloo one hop or a broadcast by every rank."""
         if not self._gloo:
             return self._collective(_all_gather, output, source)
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
-            # One broadcast by every rank, in place: gloo's own all-gather makes a copy of `output`.
+            # Rank i broadcasts part i, in place: gloo's own all-gather makes a copy of `output`.
             parts = output.view(self.size, -1)
-            if parts[self.rank].data_ptr() != source.data_ptr():
+            if parts[self.rank].data_ptr() != source.data_ptr():  # `source` is elsewhere
                 parts[self.rank].copy_(source.view(-1))
             return _All([self._broadcast(part, i) for i, part in enumerate(parts)])
         work, received = self._one_hop(source.reshape(1, -1))
@@ -337,6 +334,7 @@ class Group:
     def _all_to_all(
         self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] = ([], [])
     ) -> Handle:
+        """Start an all-to-all; gloo gets copies in host memory of tensors on a GPU."""
         sent = source.cpu() if self._gloo else source  # no copy if `source` is on the CPU already
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
         work = self._collective(dist.all_to_all_single, received, sent, *rows)
@@ -349,6 +347,7 @@ class Group:
         return self._collective(dist.broadcast, tensor, self.ranks[source])
 
     def _reduce(self, tensor: Tensor, to: int) -> Handle:
+        """Start a reduce to one rank; gloo gets a copy in host memory of a tensor on a GPU."""
         host = tensor.cpu() if self._gloo else tensor  # no copy if it is on the CPU already
         work = self._collective(dist.reduce, host, self.ranks[to])
         if host is tensor:
@@ -376,6 +375,7 @@ class _SumBothWays(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
+        """Replace x by its sum over the group, in place."""
         ctx.group = group
         ctx.mark_dirty(x)
         group.at_once.all_reduce(x).wait()
@@ -383,6 +383,7 @@ class _SumBothWays(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """Return the sum of the ranks' gradients, in a copy: autograd's `grad` must not change."""
         grad = grad.clone(memory_format=torch.contiguous_format)
         ctx.group.at_once.all_reduce(grad).wait()
         return grad, None
@@ -402,6 +403,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, tp):
+        """Replace x by its sum over tp, in place."""
         ctx.mark_dirty(x)
         tp.at_once.all_reduce(x).wait()
         return x
@@ -412,13 +414,11 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
-    """Operator g with sequence parallelism: reduce-scatter of x, (s, b, h), to (s/tp, b, h).
-
-    Its backward is an all-gather of the gradient.
-    """
+    """Operator g with sequence parallelism: a reduce-scatter, whose backward is an all-gather."""
 
     @staticmethod
     def forward(ctx, x, tp):
+        """Return this rank's part, (s/tp, b, h), of the sum of x, (s, b, h), over tp."""
         ctx.tp = tp
         part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
         tp.at_once.reduce_scatter(part, x.contiguous()).wait()

@@ -8,12 +8,15 @@ from config.messages import UserError
 
 
 def check(kernels: dict[str, str], device: str, node: str) -> None:
-    """Raise UserError if this node lacks a compiler or triton; see start_checks.check_compiler.
+    """Raise UserError if this node lacks a compiler, or triton where there is a GPU.
 
-    kernels: the chosen kernels by kind. device: cpu or cuda. node: the name of this node.
+    Called by start_checks.check_compiler for a run that compiles a kernel. kernels: the names of
+    the run's kernels by kind; "compiled" is there with --compile. device: cpu or cuda. node: the
+    name of this node.
     """
     on_gpu = device == "cuda"
     what = "--compile" if "compiled" in kernels else kernels["attention"]
+    # On a GPU triton calls a C compiler, on a CPU torch calls a C++ compiler.
     variable, default = ("CC", "gcc") if on_gpu else ("CXX", "g++")
     name = os.environ.get(variable, default)
     if shutil.which(name) is None:

@@ -10,6 +10,10 @@
 The context is passed as an argument and is never a global. Functions import torch and mpi4py
 where they need them, so that a wrong option is reported before these slow imports. Read
 rendezvous.py first.
+
+The watchdog is a thread of each rank that sends heartbeats to the monitor, a process that rank 0
+starts; the monitor finds ranks that hang or died and ends the job (watchdog/). The launcher is the
+program that started the ranks: srun, mpirun, torchrun, or none (launch.py).
 """
 
 import atexit
@@ -49,17 +53,19 @@ COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's timeout; the watchdog reports
 # beside that product. Megatron-LM offers the same as --high-priority-stream-groups.
 HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
 # The most SMs (NCCL: CTAs) that an operation of a group takes, by the first word of the group's
-# role; for other roles NCCL chooses. A message's kernel runs from its start until the other rank
-# has joined, and its SMs compute nothing until then. With --vocab-pp messages of several groups run
-# at once; a message that finds no free SM would never begin. Four CTAs move about 80 GB/s, more
-# than a network link. Gradients (dp, replicas) are reduced during the backward pass. Four and 16 of
-# a GPU's 132 SMs are estimates from published rates, not measured. NCCL: ncclConfig_t.maxCTAs.
+# role; for other roles NCCL chooses. SMs that NCCL takes do not compute.
+# Messages (forward, backward, vocabulary): the kernel of a message runs from its start until the
+# other rank has joined. With --vocab-pp messages of several groups run at once, and a message that
+# finds no free SM would never begin. Four CTAs move about 80 GB/s, more than a network link.
+# Gradients (dp, replicas): they are reduced during the backward pass, which needs the other SMs.
+# Four and 16 of a GPU's 132 SMs are estimates from published rates, not measured.
 MOST_CTAS = {"forward": 4, "backward": 4, "vocabulary": 4, "dp": 16, "replicas": 16}
 SECONDS_FOR_MONITOR_TO_END = 5.0  # the longest wait of `stop` for the monitor
 SECONDS_FOR_THREADS_TO_REST = 5.0  # the longest wait of `stop` for threads of gloo
-M_ARENA_MAX = -8  # a constant of glibc's malloc.h
-# Rank 0's exit gives the launcher the job's status. Under srun rank 0 exits SECONDS_AFTER_OTHERS
-# after the other ranks. Under mpirun rank 0 ends them; they wait for it SECONDS_TO_BE_ENDED.
+M_ARENA_MAX = -8  # glibc's mallopt calls this option "the most heaps" (malloc.h)
+# The launcher takes the job's status from rank 0's exit (`_exit_job`). Under srun rank 0 exits
+# SECONDS_AFTER_OTHERS after the other ranks. Under mpirun rank 0 ends the other ranks by MPI_Abort,
+# and they sleep up to SECONDS_TO_BE_ENDED until that happens.
 SECONDS_AFTER_OTHERS = 1.0
 SECONDS_TO_BE_ENDED = 30.0
 
@@ -67,16 +73,17 @@ SECONDS_TO_BE_ENDED = 30.0
 def prepare(run: Run, pp: int = 1) -> None:
     """Set the environment variables that torch, CUDA, cuBLAS and NCCL read when they are loaded.
 
-    Called before torch is imported. pp: the number of pipeline stages. With CUDA_LAUNCH_BLOCKING a
-    send returns when the message has arrived, so two stages that both send before they receive
-    would wait for each other: with several stages the variable is not set.
+    Called before torch is imported. A variable that the user has set stays, but for those of
+    --blocking. pp: the number of pipeline stages.
     """
-    if run.blocking:
+    if run.blocking:  # every collective blocks the host, and so does every kernel
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    # With CUDA_LAUNCH_BLOCKING a send returns when the message has arrived, so two stages that both
+    # send before they receive would wait for each other.
     if run.blocking and pp == 1:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
-    # The messages of each group have a stream, and streams that share one of the device's hardware
-    # queues (8 by default) may wait for one another.
+    # The messages of each group have a stream. Streams that share one of the device's hardware
+    # queues (8 by default) may wait for one another, so more queues are asked for.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Silence torch's warning, on each rank, that messages of one group may wait for one another.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -85,16 +92,16 @@ def prepare(run: Run, pp: int = 1) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if run.compile:  # there are few small kernels: no pool of compiler processes beside each rank
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if run.deterministic or run.audit_every:
+    if run.deterministic or run.audit_every:  # cuBLAS repeats its bits only with this workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def share_heap() -> None:
     """Make all threads of this process allocate from one heap, unless the user set a number.
 
-    Otherwise each thread of gloo keeps the memory of the largest message that it has gathered.
-    Called before any thread is started: existing threads would keep their heaps, and later threads
-    would share those.
+    By default glibc gives each thread a heap of its own, and each thread of gloo would keep the
+    memory of the largest message that it has gathered. Called before any thread is started:
+    existing threads would keep their heaps, and later threads would share those.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     set_by_user = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in tunables
@@ -106,15 +113,16 @@ def share_heap() -> None:
 def await_other_threads(seconds: float) -> None:
     """Return when all other threads of this process sleep, or after `seconds`.
 
-    Called before the interpreter ends. A thread of gloo may still be freeing the tensor of its last
-    operation, after the main thread's wait for that operation has returned. It needs the
-    interpreter's lock for that, and would abort the process if the interpreter has begun to end.
+    Called by `Context.stop` before the interpreter ends. A thread of gloo may still be freeing the
+    tensor of its last operation, after the main thread's wait for that operation has returned. The
+    thread needs the interpreter's lock for that, and would abort the process if the interpreter has
+    begun to end.
     """
     this_thread = str(threading.get_native_id())
     deadline = time.monotonic() + seconds
     quiet_looks = 0  # looks in a row at which all other threads slept
     # Two looks are needed: a thread that sleeps because it waits for the interpreter's lock gets
-    # the lock during the sleep of this loop.
+    # the lock during the sleep of this loop, and the second look finds it awake.
     while quiet_looks < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
         threads = [path for path in Path("/proc/self/task").iterdir() if path.name != this_thread]
@@ -124,7 +132,8 @@ def await_other_threads(seconds: float) -> None:
 def _sleeps(thread: Path) -> bool:
     """Whether a thread sleeps or has ended. thread: its folder in /proc/self/task."""
     with contextlib.suppress(OSError):  # the thread has ended
-        _, _, fields = (thread / "stat").read_text().rpartition(")")  # "PID (NAME) STATE ..."
+        # The file is "PID (NAME) STATE ...", and the state S is sleep.
+        _, _, fields = (thread / "stat").read_text().rpartition(")")
         return fields.split()[0] == "S"
     return True
 
@@ -142,10 +151,13 @@ class Context(Meeting):
     watchdog: Watchdog | None = None
     run_lock: RunLock | None = None  # on rank 0, set by `take`
     out: str = ""  # the folder of the run, set by `take`
-    _groups: dict = field(default_factory=dict)  # torch's process group by (ranks, role)
+    _groups: dict = field(default_factory=dict)  # torch's process groups, by (ranks, role)
 
     def take(self, out: str) -> None:
-        """Lock the run's folder until the end; rank 0 raises UserError if another run has it."""
+        """Lock the run's folder `out` until the end, on rank 0; the trainer calls this once.
+
+        Rank 0 raises UserError if another run has locked the folder.
+        """
         self.out = out
         if self.rank == 0:
             self.run_lock = RunLock(out)
@@ -159,8 +171,10 @@ class Context(Meeting):
     def group(self, rows: Sequence[tuple[int, ...]], role: str) -> "Group":
         """Make all groups of a role and return this rank's group; collective over all ranks.
 
-        rows: the ranks of each group. role: the groups' purpose, such as tp; each role has its own
-        process groups and streams. A rank that is in no row gets a group of itself alone.
+        The mesh calls this for each role. rows: the ranks of each group, such as (0, 1) and (2, 3).
+        role: the groups' purpose, such as tp; each role has its own process groups and streams. A
+        rank that is in no row gets a group of itself alone. A group of one rank needs no process
+        group. torch requires that every rank makes every group, in the same order.
         """
         import torch.distributed as dist
 
@@ -168,12 +182,12 @@ class Context(Meeting):
 
         members = next((row for row in rows if self.rank in row), (self.rank,))
         # With `device_id` NCCL connects the members of a new group at once, and not in the group's
-        # first operation. The world's group has no device: with one, torch would split every other
-        # group off the world, in which every rank has to take part.
+        # first operation. The world's group has no device: if it had one, torch would make each
+        # other group by splitting the world, in which every rank has to take part.
         on_nccl = self.backend == "nccl"
         device = self.device if on_nccl else None
         for row in rows:
-            if role == "world" and len(row) > 1:
+            if role == "world" and len(row) > 1:  # torch has made this group already
                 self._groups[row, role] = dist.group.WORLD
             elif len(row) > 1 and (row, role) not in self._groups:
                 options: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT, "device_id": device}
@@ -182,16 +196,17 @@ class Context(Meeting):
                 self._groups[row, role] = dist.new_group(list(row), **options)
         log = self.recorder.group_log(role, members) if members in rows else None
         handle = self._groups.get((members, role))
-        # Collectives of the vocabulary's passes are actions of a schedule: a rank that waited where
-        # one starts would not do the actions that other ranks need before they can join.
+        # --blocking waits for each collective where it starts. In a pass of the vocabulary a rank
+        # that waited there would not do the actions that other ranks need before they can join.
         blocking = self.blocking and not role.startswith("vocabulary")
         return Group(members, members.index(self.rank), handle, log, blocking)
 
     def clock(self) -> tuple[float, float]:
         """Return the seconds to add to time.monotonic() for a clock common to all ranks.
 
-        The second result is the error of these seconds; it is 0 without a watchdog, where the
-        common clock is the node's.
+        The second result is the error of these seconds. With a watchdog the common clock is the
+        monitor's; without, it is the node's, and the error is given as 0. Spans of different ranks
+        are compared by this clock.
         """
         if self.watchdog:
             return self.watchdog.clock_offset, self.watchdog.clock_error
@@ -218,11 +233,12 @@ class Context(Meeting):
     def failing_loudly(self) -> Iterator[None]:
         """End every rank with a non-zero status if an exception leaves the block.
 
-        It does no collective, so that it works when other ranks hang.
+        Programs run their whole work in this block. It does no collective, so that it works when
+        other ranks hang.
         """
         try:
             yield
-        except SystemExit:
+        except SystemExit:  # the program ends on purpose
             raise
         except BaseException as error:
             self._fail(error)
@@ -230,8 +246,8 @@ class Context(Meeting):
     def stop(self, status: int = 0) -> None:
         """End the job in order, after all work is done; collective over all ranks.
 
-        With a status other than 0 it does not return: the process exits, and the launcher reports
-        that status.
+        With a status other than 0 this call does not return: the process exits, and the launcher
+        reports that status (75 after a run that was stopped early).
         """
         self.recorder.enter("end")
         if self.size > 1:
@@ -255,9 +271,10 @@ class Context(Meeting):
     def _exit_job(self, status: int) -> None:
         """Exit so that the launcher reports `status`, which is not 0.
 
-        When a rank exits with a status other than 0, launchers kill the other ranks and may report
-        the status of a killed rank. So under srun the others exit with 0, and rank 0 exits later
-        with `status`. MPICH's mpirun reports exactly the status that MPI_Abort is given.
+        Called by `stop`. When a rank exits with a status other than 0, launchers kill the other
+        ranks and may report the status of a killed rank. So under srun the others exit with 0, and
+        rank 0 exits later with `status`. MPICH's mpirun reports exactly the status that MPI_Abort
+        is given, so under mpirun rank 0 ends all ranks by MPI_Abort.
         """
         for output in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # nothing reads the output any more, or disk full
@@ -267,7 +284,7 @@ class Context(Meeting):
                 time.sleep(SECONDS_TO_BE_ENDED)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: hide MPI_Abort's message
             self.end_all_ranks(status)
-        if self.launch.mpi:
+        if self.launch.mpi:  # srun
             from mpi4py import MPI
 
             MPI.Finalize()
@@ -280,20 +297,21 @@ class Context(Meeting):
         """Report the error and end the job; called by `failing_loudly`.
 
         If another rank failed first or is dead, the monitor normally ends this process while it
-        waits in `watchdog.fail`. The lock on the run's folder is released before that, because
-        another rank that failed too may end this one at any moment.
+        waits in `watchdog.fail`; otherwise `fail` tells whether this rank prints its error. The
+        lock on the run's folder is released before that, because another rank that failed too may
+        end this process at any moment.
         """
         if self.run_lock:
             self.run_lock.release()
-        status = error.status if isinstance(error, UserError) else 0
+        status = error.status if isinstance(error, UserError) else 0  # 0: an exception of the code
         trace = "".join(traceback.format_exception(error))
         if self.watchdog is None or self.watchdog.fail(trace, status):
             text = f"rank {self.rank} of {self.size} on {self.node} failed:\n{trace}"
-            if status:
+            if status:  # a user's mistake needs no traceback
                 text = f"error: {error}"
             print(text, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
-                from watchdog import hang_report  # needed for this error alone
+                from watchdog import hang_report  # imported here: only this error needs it
 
                 with contextlib.suppress(OSError):  # the error has been printed already
                     hang_report.write_refusal(f"{self.out}/hang", error)
@@ -318,7 +336,7 @@ class Context(Meeting):
 
 
 def _nccl_options(role: str) -> Any:
-    """Return the ProcessGroupNCCL.Options of a group with that role: its priority and its SMs."""
+    """Return NCCL's options of a group with this role: priority, SMs and the time limit."""
     import torch.distributed as dist
 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=role in HIGH_PRIORITY)
@@ -352,7 +370,8 @@ def _start(launch: Launch, run: Run, meet_within: timedelta) -> Context:
     if run.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        # By default torch then fills every empty tensor, even one that a collective overwrites.
+        # With deterministic algorithms torch also fills every new empty tensor with a value, even
+        # if a collective overwrites all of it. That costs time and is switched off.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if run.watchdog:
         _start_watchdog(context, run, host_address(meeting.local))
@@ -368,8 +387,9 @@ def _start(launch: Launch, run: Run, meet_within: timedelta) -> Context:
 def _start_process_groups(context: Context) -> None:
     """Start torch.distributed, with the watchdog running; collective over all ranks.
 
-    torch sets NCCL's algorithms for --deterministic here. The world's group has no bound device;
-    `Context.group` has the reason.
+    This makes the group of all ranks, without a device_id for the reason that `Context.group`
+    gives. If --deterministic has set torch's deterministic algorithms before, torch also sets
+    NCCL's algorithms in this call.
     """
     import torch.distributed as dist
 
@@ -398,7 +418,7 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
                 host, context.node, context.size, run.out, run.hang_timeout, key
             )
         exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
-        address = exchange.agree(address, lambda values: values[0])  # rank 0's, on all ranks
+        address = exchange.agree(address, lambda values: values[0])  # all ranks get rank 0's value
         context.watchdog = Watchdog(
             context.recorder,
             (*address, key),

@@ -36,12 +36,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages
-# Not `-m`, which does not search the current folder if PYTHONSAFEPATH is set.
+# The program of the watch, for `python -c`. `python -m distributed.start_watch` would not find the
+# packages if PYTHONSAFEPATH is set, because it does not search the current folder then.
 WATCH = "import sys; sys.path.insert(0, '.'); from distributed import start_watch as s; s.main()"
-SECONDS_TO_MEET = 1800.0  # the limit until all ranks have met; the watchdog does not run yet
+SECONDS_TO_MEET = 1800.0  # a rank that has not met all others after these seconds exits
 SECONDS_TO_FLUSH = 0.5  # mpirun needs this time to pass on printed lines before the job is ended
 SECONDS_FOR_PMI = 2.0  # the longest wait for the launcher to answer, or to end this process
-# The variables with the rank and the number of ranks, in the order in which `discover` reads them.
+# The launchers' variables with the rank and the number of ranks: torchrun, Open MPI, MPICH, srun.
+# launch.discover reads them in the same order.
 PLACES = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -61,7 +63,10 @@ class StartWatch:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Start the process if there are several ranks; called first of all in a program."""
+        """Start the watch, a process beside this rank; called first of all in a program.
+
+        A single rank needs no watch, because no other rank would wait for it.
+        """
         if not place_of_rank():
             return
         try:
@@ -69,28 +74,34 @@ class StartWatch:
                 [sys.executable, "-ES", "-c", WATCH, str(os.getpid())],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
-                bufsize=0,  # nothing is left to write where the process was killed
+                bufsize=0,  # unbuffered: if the watch was killed, nothing is left to be written
                 stdout=subprocess.DEVNULL,
-                close_fds=False,  # the launcher's socket is inherited
+                close_fds=False,  # the watch inherits PMI's socket, over which it can end the job
             )
         except OSError as error:
             text = f"note: nothing watches the start of this rank: {error.strerror}"
             print(text, file=sys.stderr, flush=True)
 
     def follow(self, out: str) -> None:
-        """Make the process write its report of a death into `out`, the folder of the run."""
+        """Tell the watch the folder of the run, `out`, into which it writes a report of a death."""
         self._tell({"out": os.path.abspath(out)})
 
     def have_met(self) -> None:
-        """Leave deaths to the watchdog's monitor from here on. A stopped rank is still killed."""
+        """Tell the watch that all ranks have met: from here on the watchdog's monitor sees a death.
+
+        The watch still kills a rank that is stopped.
+        """
         self._tell({"met": True})
 
     def outlive(self) -> None:
-        """Make the process end the job some seconds after this rank, if the launcher does not."""
+        """Tell the watch that this rank ends on purpose, with a status that the launcher reports.
+
+        If the launcher does not end the other ranks, the watch ends the job some seconds later.
+        """
         self._tell({"outlives": True})
 
     def close(self) -> None:
-        """End the process; may be called from any thread, and more than once."""
+        """End the watch; may be called from any thread, and more than once."""
         process = self._process
         self._process = None
         if process:
@@ -118,13 +129,14 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
         if not end.code or not place_of_rank():
             watch.close()
             raise
-        # Under srun the job has this status only if the rank exits: with PMI's abort it would be
-        # 137. Without --kill-on-bad-exit the other ranks go on until the watch ends them.
+        # Under srun (by_pmi=False) this rank only exits: with PMI's abort the job's status
+        # would be 137 and not `status`. If srun then does not end the other ranks, because it has
+        # no --kill-on-bad-exit, this rank's watch ends them.
         status = end.code if isinstance(end.code, int) else 1
         end_job(watch, status, by_pmi="SLURM_STEP_ID" not in os.environ)
     except BaseException as error:
         place = place_of_rank()
-        if not place:
+        if not place:  # a single process: Python prints the traceback and exits
             raise
         trace = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):  # standard error may be closed
@@ -135,7 +147,8 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
 
 def place_of_rank() -> tuple[str, str] | None:
     """Return this rank and the number of ranks from the launcher's variables; None for one rank."""
-    first = 0 if "TORCHELASTIC_RUN_ID" in os.environ else 1  # RANK is torchrun's only
+    # RANK and WORLD_SIZE, the first of PLACES, count only under torchrun.
+    first = 0 if "TORCHELASTIC_RUN_ID" in os.environ else 1
     for rank, size in PLACES[first:]:
         if os.environ.get(size, "1") != "1":
             return os.environ.get(rank, ""), os.environ[size]
@@ -150,8 +163,9 @@ def node_name() -> str:
 def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
     """End every rank with a status that is not 0; may be called from any thread.
 
-    watch: this rank's watch, which then reports no death. by_pmi: whether PMI may end the job at
-    once if MPI has not been started.
+    If MPI runs, MPI_Abort ends the job; otherwise PMI's abort command does. watch: this rank's
+    watch, which then reports no death. by_pmi: whether PMI may end the job at once; if not, and MPI
+    has not been started, this rank only exits, and its watch ends the job if the launcher does not.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     # An MPI library that does not fit the launcher has a world of one rank and cannot end others.
@@ -165,7 +179,7 @@ def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
             output.flush()
     time.sleep(SECONDS_TO_FLUSH)
     if mpi and begun:
-        # The reason of the end has been printed: hide MPI_Abort's message.
+        # The reason for the end has been printed, so MPI_Abort's own message is hidden.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         mpi.COMM_WORLD.Abort(status)
     if by_pmi:
@@ -178,15 +192,16 @@ def abort_by_pmi(status: int) -> None:
 
     Called by a rank before MPI has started, or by its watch, when MPI may have started.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # PMI's launcher started torchrun, not the ranks
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher with PMI has started torchrun, not ranks
         return
-    # Without a launcher that listens, the caller can only exit.
+    # The variable PMI_FD has the descriptor of the socket. If there is no such socket or nothing
+    # listens, the errors are suppressed, and the caller can only exit.
     with contextlib.suppress(OSError, ValueError):
         number = int(os.environ.get("PMI_FD", ""))
         with socket.socket(fileno=os.dup(number)) as launcher:
             launcher.settimeout(SECONDS_FOR_PMI)
             launcher.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
-            with contextlib.suppress(TimeoutError):  # Slurm's does not answer if MPI has begun
+            with contextlib.suppress(TimeoutError):  # Slurm does not answer if MPI has begun
                 launcher.recv(1024)
             launcher.sendall(b"cmd=abort exitcode=%d\n" % status)
             launcher.recv(1024)  # the launcher does not answer, but ends this process meanwhile

@@ -15,7 +15,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-# Recomputation leaves reference cycles for each block and micro-batch, which must not accumulate.
+# The number of steps between two collections. Recomputation leaves reference cycles for each block
+# and micro-batch. Only the collector frees these cycles, so the number must stay small.
 STEPS_BETWEEN = 10
 
 
@@ -32,7 +33,10 @@ def collecting_between_steps() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Collect garbage, and exclude all remaining objects from later collections."""
+    """Collect garbage, and exclude all remaining objects from later collections.
+
+    Called before the first step, and again after the warm-up, which makes torch.compile's objects.
+    """
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,8 @@
 """The GPU of a rank: which one, and whether the torch that is installed can use it.
 
-Only ranks that may take a GPU load this module (rendezvous.py).
+Only ranks that may take a GPU load this module: rendezvous.meet asks `are_usable`, calls `take`,
+and compares the ranks' GPUs with `check_gpus` when all have met. A Place says where a rank runs;
+its `gpu` identifies a GPU among all GPUs of the job (placement.py).
 """
 
 import os
@@ -14,10 +16,10 @@ from distributed.placement import SHARE_FOR_TESTS, Place, shared_gpus
 
 
 def are_usable(required: bool) -> bool:
-    """Return whether torch sees a GPU on this node.
+    """Return whether torch sees a GPU on this node, so that this rank runs on a GPU.
 
     required: whether --device cuda was given. Raise UserError if torch sees no GPU although a GPU
-    is required, or although the node has a GPU.
+    is required, or although the node has a GPU that this job may use.
     """
     import torch
 
@@ -48,12 +50,13 @@ def take(local: Local, node: str, sharing: bool) -> tuple[Any, str]:
 def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharing: bool) -> int:
     """Return the index of a rank's GPU among the GPUs that the rank sees.
 
+    local_rank, local_size: the rank's number among the ranks of its node, and their number.
     visible: the number of GPUs that this rank sees; 1 if the launcher gives each rank one GPU
     (--gpus-per-task). sharing: whether several ranks may use one GPU; if not, raise UserError if
     the node has fewer GPUs than ranks.
     """
-    if visible == 1:
-        return 0  # `check_gpus` later finds ranks that see the same GPU
+    if visible == 1:  # whether other ranks see the same GPU, `check_gpus` finds later
+        return 0
     if local_size > visible and not sharing:
         raise UserError(
             f"{local_size} ranks on node {node} have {visible} GPUs; start at most {visible} "
@@ -63,11 +66,12 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
 
 
 def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
-    """Let ranks share GPUs over NCCL if SHARE_FOR_TESTS is set and ranks do share GPUs.
+    """Let ranks share GPUs over NCCL in tests; return whether ranks do share GPUs.
 
-    Return whether that is so. NCCL refuses two ranks on one GPU of one host, and knows hosts by
-    NCCL_HOSTID: each rank gets another value. Messages then go over the loopback network and take
-    milliseconds each. Called before the first process group is made.
+    This happens only if the environment variable SHARE_FOR_TESTS is set. NCCL refuses two ranks on
+    one GPU of one host, and knows hosts by NCCL_HOSTID. So each rank gets a host id of its own,
+    and messages go over the loopback network and take milliseconds each. Called before the first
+    process group is made.
     """
     if not os.environ.get(SHARE_FOR_TESTS) or not shared_gpus(places):
         return False
@@ -78,7 +82,10 @@ def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
 
 
 def check_kernels(device: Any) -> None:
-    """Raise UserError if the installed torch has no kernels for this GPU, a torch.device."""
+    """Raise UserError if the installed torch has no kernels for this GPU, a torch.device.
+
+    A build of torch has kernels for some compute capabilities only; a small addition shows it.
+    """
     import torch
 
     try:
@@ -86,6 +93,7 @@ def check_kernels(device: Any) -> None:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         capability = torch.cuda.get_device_capability(device)
+        # GPUs before Turing (7.5) have kernels only in torch's builds for CUDA 12.6.
         advice = "install a build of torch for it"
         if capability < (7, 5):
             advice = "install torch's build for CUDA 12.6 (+cu126)"
@@ -104,14 +112,16 @@ def unusable_driver(
 ) -> str:
     """Return the reason why torch sees no GPU, as the end of an error message.
 
-    Empty if no NVIDIA driver is loaded on this node. version: torch's. cuda: the CUDA version for
-    which torch is built, None for a build for CPUs.
+    The text is empty if no NVIDIA driver is loaded on this node. version: torch's version. cuda:
+    the CUDA version for which torch is built, None for a build for CPUs. path: the driver's file
+    with its version, for tests.
     """
     try:
         with open(path) as file:
             words = file.read().split()
     except OSError:
         return ""
+    # The file's first word like 550.54.14 is the version of the driver.
     driver = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
     if cuda is None:
         return f", because torch {version} is built for CPUs; the driver here is {driver}"
@@ -129,6 +139,7 @@ def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
     was given no GPU, and nothing is raised.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # A number, GPU-... or MIG-... names a GPU; an empty text or -1 names none.
     if cuda is None or (shown is not None and not re.match(r"\s*(\d|GPU-|MIG-)", shown)):
         return
     gpus = sorted(path.name for path in Path(devices).glob("nvidia[0-9]*"))
@@ -140,7 +151,10 @@ def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
 
 
 def check_gpus(places: list[Place]) -> None:
-    """Raise UserError if two ranks have the same GPU."""
+    """Raise UserError, for the first GPU found, if several ranks have the same GPU.
+
+    places: the place of every rank, in rank order. Called over NCCL, which allows one rank a GPU.
+    """
     for gpu, ranks in shared_gpus(places).items():
         place = places[ranks[0]]
         on_node = sum(other.node == place.node for other in places)

@@ -10,6 +10,7 @@ into the store. All later keys begin with the secret, so that keys which another
 before are never read, and the ranks show the secret to the watchdog's monitor.
 
 Rank 0 gives the address to the other ranks over MPI, or under torchrun in torchrun's own store.
+Each rank has CONNECTIONS connections: a thread that waits for a key keeps a connection busy.
 """
 
 import json
@@ -29,17 +30,17 @@ from distributed.early_end import node_name
 from distributed.launch import Launch, Local
 
 TIMEOUT = timedelta(minutes=30)  # torch's time limit for a call of the store
-CONNECTIONS = 2  # connections of each rank to the store
-OTHER_FILES = 256  # files that a rank may have open besides the connections to the store
+CONNECTIONS = 2  # the number of connections of each rank to the store
+OTHER_FILES = 256  # the most files that a rank has open besides the connections to the store
 PAUSE = 0.05  # seconds between two looks for a value or a closed connection
 SECONDS_TO_CONNECT = 60.0  # limit for a connection to rank 0: the network may need several attempts
-SECONDS_TO_CLOSE = 10.0  # ended connections must be gone from rank 0's list within this time
-KEY = "trine rendezvous"  # the key in torchrun's store under which rank 0 puts the address
-SECRET = "secret"  # the key in the job's store of the secret
+SECONDS_TO_CLOSE = 10.0  # ended connections must vanish from the kernel's list within this time
+KEY = "trine rendezvous"  # rank 0 puts the address under this key into torchrun's store
+SECRET = "secret"  # rank 0 puts the secret under this key into the job's store
 
 
 class Address(NamedTuple):
-    """Where the store is."""
+    """The address at which the store listens."""
 
     host: str
     port: int
@@ -59,7 +60,8 @@ class JobStore:
     def part(self, purpose: str, second: bool = False) -> Any:
         """Return the part of the store for one purpose; None for a single process.
 
-        second: use the second connection and not the first one.
+        All keys of the part begin with the secret and the purpose. second: use the second
+        connection, for a thread that must not wait while another thread uses the first.
         """
         import torch.distributed as dist
 
@@ -72,15 +74,17 @@ class JobStore:
 def open_store(launch: Launch, local: Local) -> JobStore:
     """Start the job's store on rank 0 and connect to it; collective over all ranks.
 
-    Raise UserError if torchrun's port is in use, other programs are connected to the store, or the
-    limit of open files is below the number of connections that rank 0 will have.
+    Called once, by rendezvous.meet. Raise UserError if torchrun's port is in use, other programs
+    are connected to the store, or the limit of open files is below the number of connections that
+    rank 0 will have.
     """
-    if launch.size == 1:
+    if launch.size == 1:  # no store is needed, but the watchdog's monitor asks for the secret
         return JobStore(new_secret())
     allow_open_files(launch.size)
     server = Server(host_address(local), launch.size) if launch.rank == 0 else None
     if not launch.mpi:
-        # Kept until all ranks have met: rank 0 may be the server of this store.
+        # This variable keeps torchrun's store alive until all ranks have met: rank 0 may be the
+        # server of that store too.
         torchruns_store = _torchruns_store()
         if server:
             torchruns_store.set(KEY, json.dumps(server.address))
@@ -90,8 +94,8 @@ def open_store(launch: Launch, local: Local) -> JobStore:
 
     world = MPI.COMM_WORLD
     address = world.bcast(server.address if server else None)
-    # Over libfabric a message moves only while its sender is inside an MPI call: ranks that forward
-    # the broadcast must go on calling MPI (Iprobe) until all ranks have received it.
+    # Over libfabric a message moves only while its sender is inside an MPI call. A rank that has
+    # the address may have to forward it, so `meet` goes on calling MPI (Iprobe) while it waits.
     return meet(address, launch.size, server, world.Iprobe)
 
 
@@ -101,12 +105,12 @@ def new_secret() -> str:
 
 
 def allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files to its hard limit.
+    """Raise this process's soft limit of open files, often 1,024, to its hard limit.
 
-    size: the number of ranks. Raise UserError if the hard limit is too low for the store of rank 0.
+    size: the number of ranks. Each connection to the store is an open file of rank 0. Raise
+    UserError if the hard limit is too low for all connections.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The soft limit is often 1,024.
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     needed = CONNECTIONS * size + OTHER_FILES
     if hard_limit != resource.RLIM_INFINITY and hard_limit < needed:
@@ -119,7 +123,7 @@ def host_address(local: Local) -> str:
     """Return the address at which the ranks of this job reach this node.
 
     If there are several nodes, a loopback address is avoided, which some /etc/hosts give for the
-    name of the node itself.
+    name of the node itself: then the first other address of a network card is returned.
     """
     if local.one_node:
         return "127.0.0.1"
@@ -143,7 +147,8 @@ class Server:
         listener = socket.create_server((host, 0), backlog=max(128, CONNECTIONS * size))
         self.address = Address(host, listener.getsockname()[1])
         self.descriptor = listener.detach()
-        _check_reachable(self.address)  # torch's server is a client of its own
+        # TCPStore connects to this address too, and would try for half an hour.
+        _check_reachable(self.address)
         self.store = dist.TCPStore(
             host,
             self.address.port,
@@ -154,13 +159,14 @@ class Server:
         )
 
     def close_port(self, connections: int) -> None:
-        """Accept no new connection from here on.
+        """Accept no new connection from here on; called when every rank has connected.
 
         connections: the number that the ranks have made. Raise UserError if the server still has
-        another number of connections after SECONDS_TO_CLOSE.
+        another number of connections after SECONDS_TO_CLOSE: then another program is connected.
         """
         null = os.open(os.devnull, os.O_RDONLY)
-        # This closes the listening socket; torch has no call that ends only the listening.
+        # torch has no call that ends only the listening. To put another file in the place of the
+        # listening socket's descriptor closes the socket.
         os.dup2(null, self.descriptor)
         os.close(null)
         deadline = time.monotonic() + SECONDS_TO_CLOSE
@@ -175,6 +181,7 @@ class Server:
     def _count(self) -> int:
         """Return the number of connections that the server has now."""
         all_ends = psutil.Process().net_connections("tcp")
+        # Rank 0 is also a client of its server; the clients' ends have other local ports.
         own_ends = [end for end in all_ends if end.laddr.port == self.address.port]
         return sum(end.status == psutil.CONN_ESTABLISHED for end in own_ends)
 
@@ -187,11 +194,12 @@ def meet(
 ) -> JobStore:
     """Connect to the store and wait until all ranks have connected; collective over all ranks.
 
-    server: on rank 0. act: called repeatedly while this rank waits.
+    address: where the store listens. size: the number of ranks. server: the server of the store, on
+    rank 0; None on the other ranks. act: called repeatedly while this rank waits.
     """
     import torch.distributed as dist
 
-    stores = [server.store] if server else []
+    stores = [server.store] if server else []  # the server's object is rank 0's first connection
     _check_reachable(address)
     while len(stores) < CONNECTIONS:
         timeout = TIMEOUT
@@ -201,7 +209,7 @@ def meet(
     store = stores[0]
     store.add("met", 1)
     if server:
-        while store.add("met", 0) < size:
+        while store.add("met", 0) < size:  # the sum: the number of ranks that have connected
             act()
             time.sleep(PAUSE)
         server.close_port(CONNECTIONS * size)
@@ -215,8 +223,8 @@ def meet(
 def _check_reachable(address: Address) -> None:
     """Raise OSError if the address, at which rank 0 listens, cannot be reached.
 
-    Without this check torch would try to connect for half an hour, and print its stack at each
-    attempt.
+    The connection is closed again at once. Without this check torch would try to connect for half
+    an hour, and print its stack at each attempt.
     """
     socket.create_connection((address.host, address.port), SECONDS_TO_CONNECT).close()
 

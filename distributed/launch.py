@@ -8,6 +8,8 @@
 Slurm step of several tasks; without any of these this is a single process. Launcher and MPI must
 agree on rank and size: otherwise a job of four ranks silently becomes four jobs of one rank that
 overwrite one another. Each mistake that leads to such a disagreement has its own error message.
+
+Under Slurm a job holds nodes; each srun in the job starts a step of one or more tasks, the ranks.
 """
 
 import contextlib
@@ -23,7 +25,8 @@ from config.messages import UserError
 from distributed.early_end import StartWatch
 from distributed.placement import allowed_cores, threads_asked_for
 
-SECONDS_FOR_SIGNALS = 0.02  # in this time the thread of Signals handles a signal that came before
+# The thread of stop_conditions.Signals needs this time to handle a signal that has arrived already.
+SECONDS_FOR_SIGNALS = 0.02
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,17 @@ class Launch:
     @property
     def exit_delay(self) -> float:
         """Seconds that a rank waits before it exits for an error that another rank reports."""
-        # The first exit ends all ranks (early_end.py). The reporting rank may come seconds later,
-        # since ranks start seconds apart where many read their modules from one disk.
+        # The first rank that exits ends all ranks (early_end.py), so the rank that prints the error
+        # must exit first. It may come to the error seconds later than this rank, since ranks start
+        # seconds apart where many read their modules from one disk.
         return 10.0 if self.size > 1 else 0.0
 
 
 def discover(env: Mapping[str, str] = os.environ) -> Launch:
     """Return the launcher that started this process, its rank and the number of ranks.
 
-    env: the environment variables. Raise UserError if the launcher's variables are incomplete or no
-    whole numbers.
+    Called first of all by each program. env: the environment variables. Raise UserError if the
+    launcher's variables are incomplete or no whole numbers.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
@@ -61,7 +65,8 @@ def discover(env: Mapping[str, str] = os.environ) -> Launch:
         return Launch("mpirun of Open MPI", *place, mpi=True)
     in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
     # In a Slurm job MPICH's mpirun starts its helper processes with srun: the variables of that
-    # Slurm step do not describe the ranks. MPI_LOCALRANKID is set by mpirun, not by srun.
+    # Slurm step do not describe the ranks. MPI_LOCALRANKID is set by mpirun and not by srun, so it
+    # shows that mpirun started this rank.
     if "PMI_SIZE" in env and ("MPI_LOCALRANKID" in env or not in_step):
         return Launch("mpirun", *_rank_and_size(env, "PMI_RANK", "PMI_SIZE"), mpi=True)
     if in_step and _slurm_tasks(env) > 1:
@@ -72,7 +77,7 @@ def discover(env: Mapping[str, str] = os.environ) -> Launch:
 def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
     """Return the whole number in an environment variable, or raise UserError.
 
-    below: the name of a second variable; the number must be less than the second variable's.
+    name: the variable. below: the name of a second variable, whose number must be larger; or empty.
     """
     text = env.get(name)
     if text is None:
@@ -85,7 +90,7 @@ def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
 
 
 def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    """Return the numbers in two variables, by their names; UserError unless rank < size."""
+    """Return the numbers in the variables `rank` and `size`; raise UserError unless rank < size."""
     return _number(env, rank, below=size), _number(env, size)
 
 
@@ -96,14 +101,15 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
     """
     tasks = _slurm_tasks(env)
     for read in (threads_asked_for, job_nodes, cores_asked_for):
-        read()  # raises its UserError now, before the slow imports
+        read()  # a wrong variable raises its UserError now, before the slow imports
     if launch.launcher == "torchrun":
         _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
         if launch.size > 1:
             _number(env, "MASTER_PORT")
             if not env.get("MASTER_ADDR"):
                 raise UserError("torchrun's MASTER_ADDR is not set, where the ranks meet")
-        # mpirun or srun may have started several torchruns.
+        # mpirun or srun may have started several torchruns. If each of them believes that it is the
+        # only one, they are separate runs in the same folder.
         names = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
         torchruns = max((_number(env, name) for name in names), default=1)
         if "SLURM_STEP_ID" in env:
@@ -114,7 +120,7 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
                 f"runs would overwrite one another; start train.py itself with srun or mpirun, or "
                 f"give torchrun --nnodes {torchruns} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
             )
-    in_job = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env
+    in_job = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env  # in a job, not started by srun
     if launch.launcher == "python" and in_job and tasks > 1:
         return (
             f"this Slurm job has {tasks} tasks, but this process was started without srun and is "
@@ -124,7 +130,7 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    """Return the number of tasks of the Slurm step or job; 1 without Slurm."""
+    """Return the number of tasks of the Slurm step, or else of the Slurm job; 1 without Slurm."""
     names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
     return _number(env, names[0]) if names else 1
 
@@ -138,9 +144,9 @@ class Local:
 
     rank: int  # this rank's number among the ranks of the node
     size: int  # the number of ranks on the node
-    one_node: bool  # all ranks of the job are on this node
-    sharing: int  # the number of ranks on the node that may use the same cores, this one included
-    place_among_sharing: int  # this rank's number among these ranks
+    one_node: bool  # whether all ranks of the job are on this node
+    sharing: int  # the number of ranks on the node, with this rank, that may use the same cores
+    place_among_sharing: int  # this rank's number among the ranks that may use the same cores
 
 
 def job_nodes() -> int | None:
@@ -151,9 +157,9 @@ def job_nodes() -> int | None:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The Slurm job in which a batch script runs."""
+    """The Slurm job in which this process runs; the supervisor asks for it."""
 
-    start: str  # JOB.RESTARTS: differs each time Slurm starts the job again
+    start: str  # the job's number and its restarts, such as 7.0; differs at each start of the job
     nodes: tuple[str, ...]  # the names of the job's nodes
     tasks_per_node: int  # --ntasks-per-node; 0 if it was not given
 
@@ -176,24 +182,24 @@ def slurm_job() -> SlurmJob | None:
 
 
 def cores_asked_for() -> int | None:
-    """Return --cpus-per-task of the Slurm job; None outside a Slurm step or if it is not set."""
+    """Return --cpus-per-task of the Slurm job; None outside a Slurm step or if it was not given."""
     asked = os.environ.get("SLURM_CPUS_PER_TASK")
     in_step = "SLURM_STEP_ID" in os.environ
     return _number(os.environ, "SLURM_CPUS_PER_TASK") if asked and in_step else None
 
 
 def find_local(launch: Launch) -> Local:
-    """Return this rank's place on its node.
+    """Return this rank's place on its node; called by rendezvous.meet.
 
     If the launcher is mpirun or srun, this starts MPI and is collective over all ranks. Raise
     UserError if launcher and MPI disagree about rank or size, or if MPI cannot be loaded.
     """
     if launch.mpi:
         return _local_by_mpi(launch)
-    if launch.launcher == "torchrun":
+    if launch.launcher == "torchrun":  # it binds no cores, so all ranks of a node share them
         rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
-    return Local(0, 1, True, 1, 0)
+    return Local(0, 1, True, 1, 0)  # a single process
 
 
 def _local_by_mpi(launch: Launch) -> Local:
@@ -201,7 +207,8 @@ def _local_by_mpi(launch: Launch) -> Local:
     try:
         import mpi4py
 
-        # The import must not call MPI_Init: the library is checked first.
+        # mpi4py normally calls MPI_Init at its import. It must not do so here, because the library
+        # is checked first.
         mpi4py.rc(initialize=False, finalize=True)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -226,7 +233,7 @@ def _local_by_mpi(launch: Launch) -> Local:
             f"{launch.launcher} started {launch.size} tasks and numbered this one {launch.rank}, "
             f"but MPI ({library}) reports rank {world.rank} of {world.size}; {advice}"
         )
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)  # a communicator of the ranks on this node
     cores = allowed_cores()
     sharing = [rank for rank, other in enumerate(node.allgather(cores)) if other == cores]
     _unlink_shared_memory()
@@ -236,14 +243,14 @@ def _local_by_mpi(launch: Launch) -> Local:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end this process at once while the block runs.
+    """Let SIGTERM and SIGINT end this process at once while the block of `with` runs.
 
     The block is MPI_Init, which holds Python's lock, perhaps for minutes, so that no handler
-    written in Python could run. A launcher ends the other ranks when one dies of a signal.
+    written in Python could run. A launcher ends the other ranks when a rank dies of a signal.
     """
     numbers = signal.SIGTERM, signal.SIGINT
     handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    time.sleep(SECONDS_FOR_SIGNALS)
+    time.sleep(SECONDS_FOR_SIGNALS)  # a signal that came before is handled by its thread now
     try:
         yield
     finally:
@@ -257,6 +264,7 @@ def _unlink_shared_memory() -> None:
     The memory stays usable. MPICH removes the name only in MPI_Finalize, so a job that ends by
     MPI_Abort or a signal would leave the file, some megabytes, in the memory of its nodes.
     """
+    # /proc/self/maps has a line for each file that this process has mapped into its memory.
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if path.startswith("/dev/shm/mpich_shm_"):
@@ -272,13 +280,14 @@ def _prefer_libfabric(library: str) -> None:
     holds a line of more than 1,023 bytes, Slurm's pmi2 plugin (22.05) fails and MPI_Init hangs:
     once in some hundred starts. Over libfabric an address is one line of 65 bytes.
     """
+    # This line of the text names the networks that MPICH can use; ofi is libfabric.
     device = next((line for line in library.splitlines() if "MPICH Device" in line), "")
     if {"ucx", "ofi"} <= set(device.replace(":", " ").replace(",", " ").split()):
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
 
 
 def _right_launcher(launch: Launch, library: str) -> str:
-    """Return the text that names the launcher which fits the MPI library that was loaded.
+    """Return advice for an error message: the launcher that fits the MPI library that was loaded.
 
     library: the name and version of that library.
     """

@@ -6,6 +6,12 @@ Neighbouring ranks form a tensor group, which normally lies on one node. The nex
 ranks have the same samples and different tokens. pp is the slowest axis, so a pipeline crosses
 nodes. The Mesh is passed as an argument to all code that communicates. `Mesh()` is a mesh of one
 rank and needs no process group.
+
+A role is the name of a kind of group, such as tp. All groups of a role are given as rows: the ranks
+of each group. With pp = 2, dp = 1, tp = 2 the rows of tp are (0, 1), (2, 3), the rows of pp are
+(0, 2), (1, 3): the pipelines. Each group of cp is divided twice: cp = (0, 1, 2, 3) has the heads
+(0, 1), (2, 3), which are n = 2 neighbours, and the kv (0, 2), (1, 3), the ranks with the same place
+in their heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +23,10 @@ from watchdog.flight_recorder import FlightRecorder
 
 # The attributes of Mesh that are groups in every layout; the pre-flight tries them in this order.
 ROLES = ("tp", "cp", "dp", "replicas", "forward", "backward", "tied", "world")
-# If ranks hold several stages, activations have four groups and gradients too: by the direction of
-# the message, to a higher or lower pipeline rank, and by the parity of the sender's pipeline rank.
+# If ranks hold several stages, messages of activations are spread over four groups, and gradients
+# over four others: by the direction of the message (up: to a higher pipeline rank), and by whether
+# the sender's pipeline rank is even. `Mesh.channel` says why; `Mesh._channels` has the groups in
+# this order, for F (activations) and B (gradients).
 CHANNELS = ("up from even", "up from odd", "down from even", "down from odd")
 
 
@@ -48,8 +56,8 @@ class Mesh:
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
-        axes: sizes by name; None means 1 for each. channels: whether ranks hold several stages, so
-        that activations (and their gradients) travel in both directions or round a ring.
+        axes: the number of ranks along each axis; None means 1 for each. channels: whether ranks
+        hold several stages, so that messages travel in both directions or round a ring.
         vocabulary: whether the vocabulary is sharded over the group `vocabulary` (pp x tp) and not
         over tp alone. over_heads: the number of neighbouring ranks of cp that form `heads`.
         ep: the number of ranks in `experts`; 0: the model has no experts.
@@ -65,7 +73,7 @@ class Mesh:
         shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
         self.recorder.coordinates = {name: self.place[name] for name in shown}
 
-        # Both functions make all groups of a role, and return the group that has this rank.
+        # Make all groups of a role, by their ranks or by axes; return the group with this rank.
         def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
             return context.group(rows, role) if context else Group((self.rank,))
 
@@ -90,7 +98,7 @@ class Mesh:
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # Collectives of one kind of vocabulary pass (E, S, T, G) never wait for those of another.
+        # Each kind of vocabulary pass (E, S, T, G) has a group: kinds never wait for one another.
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))
@@ -99,7 +107,10 @@ class Mesh:
         self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")
 
     def _expert_groups(self, ep: int, own_group: Callable[..., Group]) -> tuple[Group, Group]:
-        """Return the groups `experts`, of `ep` neighbouring ranks, and `expert_replicas`."""
+        """Return this rank's groups `experts`, of `ep` neighbouring ranks, and `expert_replicas`.
+
+        Example: four ranks of a stage, ep = 2: experts (0, 1), (2, 3); replicas (0, 2), (1, 3).
+        """
         stages = rows_along(self.axes, ("dp", "cp", "tp"))  # the ranks of each pipeline position
         starts = range(0, len(stages[0]), ep)
         experts = own_group([row[i : i + ep] for row in stages for i in starts], "experts")
@@ -111,9 +122,10 @@ class Mesh:
 
         kind: F for activations, B for their gradients. source, to: positions in the pipeline.
         NCCL runs the operations of a group on a rank one after the other, so a message that waits
-        for its receiver delays all later messages of that group. Where ranks hold several stages,
-        a group therefore has the messages of one direction from every second rank. Then a waiting
-        message delays only later messages to the same receiver.
+        for its receiver delays all later messages of the same group on this rank. Where ranks hold
+        several stages, a rank sends up and down and receives from both sides. Each of these four
+        has a group of its own: of three ranks in a row, 1 receives from 0 in "up from even" and
+        sends to 2 in "up from odd". A waiting message delays only messages to the same receiver.
         """
         channel = source % 2  # an index of CHANNELS
         if to < source:
@@ -123,7 +135,8 @@ class Mesh:
     def group(self, role: str) -> Group:
         """Return the group with this name, such as tp: an attribute of the mesh.
 
-        The specs of parameters have names of groups.
+        The spec of a parameter names groups, for example the group over which its gradient is
+        reduced; code that has a name calls this.
         """
         return getattr(self, role)
 

@@ -4,6 +4,8 @@
     for sentence in placement_warnings(places, layout, job_nodes=2): ...
 
 All facts about the cluster are arguments, so that tests can describe clusters they do not have.
+`places` is always the list of all ranks' places, in rank order: when the ranks meet, each tells its
+place to the others (rendezvous.py). A logical CPU is one hardware thread of a physical core.
 """
 
 import os
@@ -25,14 +27,17 @@ class Place:
 
     node: str
     local_rank: int  # the rank's number among the ranks on its node
-    device: str  # cpu, or cuda:3
-    gpu: str | None  # unique among all GPUs of the job; None on a CPU
-    cores: tuple[int, ...]  # the logical CPUs on which it may run
-    asked_cores: int | None = None  # --cpus-per-task of the Slurm job
+    device: str  # the name of torch's device: cpu, or such as cuda:3
+    gpu: str | None  # an identifier, unique among all GPUs of the job; None on a CPU
+    cores: tuple[int, ...]  # the logical CPUs on which the rank may run
+    asked_cores: int | None = None  # --cpus-per-task of the Slurm job; None if it was not given
 
 
 def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """Group ranks by value: return the ranks of each value. values: one per rank, in rank order."""
+    """Return the ranks that have each value. values: the value of each rank, in rank order.
+
+    Example: ranks_by(["n1", "n1", "n2"]) is {"n1": [0, 1], "n2": [2]}.
+    """
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -50,8 +55,9 @@ def allowed_cores() -> tuple[int, ...]:
 def threads_asked_for() -> int | None:
     """Return the number of threads in OMP_NUM_THREADS, or None if it is not set.
 
-    OpenMP allows a list with a number for each nesting level; the first is the outermost level.
-    Raise UserError unless the variable is a list of whole numbers above 0.
+    OpenMP allows a list with a number for each nesting level, such as 4,2; the first number is for
+    the outermost level and is returned. Raise UserError unless the variable is a whole number above
+    0 or a list of such numbers.
     """
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     parts = [part.strip() for part in text.split(",")]
@@ -63,9 +69,10 @@ def threads_asked_for() -> int | None:
 def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the logical CPUs of each physical core, in the machine's order of cores.
 
-    logical: the CPUs to group; other CPUs of the same cores are left out.
+    logical: the logical CPUs to group by core, such as those that this process may use; other CPUs
+    of the same cores are left out. If CPUs 0 and 64 are one core, 0, 1, 64 give (0, 64) and (1,).
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}  # the logical CPUs of a core, by the core's first CPU
     for cpu in logical:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
@@ -82,7 +89,8 @@ def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tupl
 
     cores: the logical CPUs of each core. ranks: the number of ranks that share the cores. index:
     this rank's number among these ranks. A share has adjacent cores, so that a rank stays on one
-    socket; GPUs are numbered by socket as well.
+    socket, near its GPU, because GPUs are numbered by socket as well. Example: of 8 cores and 3
+    ranks, rank 0 gets cores 0 and 1, rank 1 gets 2 to 4, rank 2 gets 5 to 7.
     """
     if ranks > len(cores):
         return None
@@ -101,7 +109,8 @@ SHARE_FOR_TESTS = "TRINE_TEST_SHARE_GPU"
 def check_devices(places: list[Place]) -> None:
     """Raise UserError if some ranks have a GPU and other ranks have none.
 
-    Ranks on CPUs use gloo and ranks on GPUs use NCCL, so they could not communicate.
+    Called when all ranks have met. Ranks on CPUs use gloo and ranks on GPUs use NCCL, so they could
+    not communicate.
     """
     cpu_ranks = [rank for rank, place in enumerate(places) if place.device == "cpu"]
     if not cpu_ranks or len(cpu_ranks) == len(places):
@@ -115,7 +124,7 @@ def check_devices(places: list[Place]) -> None:
 
 
 def shared_gpus(places: list[Place]) -> dict[str, list[int]]:
-    """Return the ranks of each GPU that several ranks have, by the GPU's identifier."""
+    """Return the ranks of each GPU that several ranks share, by the GPU's identifier."""
     ranks_by_gpu = ranks_by(place.gpu for place in places)
     return {gpu: ranks for gpu, ranks in ranks_by_gpu.items() if gpu and len(ranks) > 1}
 
@@ -130,7 +139,8 @@ def placement_warnings(
 ) -> list[str]:
     """Return one line of text for each property of the placement that makes the run slower.
 
-    job_nodes: the number of nodes of the Slurm job, None without Slurm.
+    Rank 0 prints these lines before the model is built. job_nodes: the number of nodes of the Slurm
+    job, None without Slurm.
     """
     warnings = [*_uneven_nodes(places, job_nodes), *_split_group(places, layout)]
     return warnings + _cores_not_inherited(places) + _sharing(places)
@@ -138,7 +148,7 @@ def placement_warnings(
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
     """Yield a warning if nodes have unequal numbers of ranks, and one if nodes have no rank."""
-    ranks = Counter(place.node for place in places)
+    ranks = Counter(place.node for place in places)  # the number of ranks on each node
     low = min(ranks, key=ranks.__getitem__)
     high = max(ranks, key=ranks.__getitem__)
     if ranks[low] != ranks[high]:
@@ -152,9 +162,10 @@ def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
 
 
 def _split_group(places: list[Place], layout: Layout) -> list[str]:
-    """Return a warning about the first tp group whose ranks are on several nodes.
+    """Return a list with at most one warning: about the first tp group that spans several nodes.
 
-    If there is none, the first such cp group; [] without any such group.
+    If no tp group does, the warning is about the first cp group that spans several nodes. These
+    groups communicate in every layer, and the network is slow in comparison with a node's links.
     """
     for kind, axis, product in (("tensor", "tp", "tp"), ("context", "cp", "tp x cp")):
         for ranks in rows_along(layout.axes, (axis,)):
@@ -170,7 +181,10 @@ def _split_group(places: list[Place], layout: Layout) -> list[str]:
 
 
 def _cores_not_inherited(places: list[Place]) -> list[str]:
-    """Return a warning if ranks have fewer cores than the job's --cpus-per-task; otherwise []."""
+    """Return a warning if ranks have fewer cores than the Slurm job's --cpus-per-task, or [].
+
+    This happens if only sbatch was given the option, and srun started the ranks without it.
+    """
     ranks = [rank for rank, p in enumerate(places) if len(p.cores) < (p.asked_cores or 0)]
     if not ranks:
         return []
@@ -192,7 +206,10 @@ def _sharing(places: list[Place]) -> list[str]:
 
 
 def table(places: list[Place]) -> str:
-    """Return the table of the nodes: node, number of devices, cores and ranks."""
+    """Return the table that rank 0 prints at the start, with a line for each node.
+
+    The columns are the node's name, its number of devices, its cores and its ranks.
+    """
     lines = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (the place of each is in run.json)"]
     for node, ranks in ranks_by(place.node for place in places).items():
         devices = {places[rank].gpu or rank for rank in ranks}  # a rank on a CPU is its own device

@@ -4,6 +4,9 @@ Every rank must answer, have the same source files, options and library versions
 and multiply matrices; every group of the layout must all-reduce. Slow ranks are found in training,
 by --check-speed-every. The answers go through torch's store with a time limit (store.py), so that a
 node which does not answer, for any reason, is named in the error and can be left out.
+
+A check of the nodes raises NodeError, on every rank, with the nodes to leave out: the supervisor
+then starts the run again without them. `say` prints a line on rank 0. `peers` gathers values.
 """
 
 import hashlib
@@ -29,10 +32,12 @@ from distributed.run_lock import free_bytes
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS_TO_ANSWER = 60.0  # then a rank is considered lost; slow imports have been done before
-GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the square matrices
+# A rank that has not answered a check after this time is considered lost. It is enough: the slow
+# imports have been done before.
+SECONDS_TO_ANSWER = 60.0
+GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the matrices that a device multiplies
 SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that a check allocates and frees again
-NAMED = 3  # ranks that an error message lists before it gives only the number of further ranks
+NAMED = 3  # the most ranks that an error message lists; it gives only the number of further ranks
 
 
 class Peers(StoreExchange):
@@ -41,7 +46,7 @@ class Peers(StoreExchange):
     def __init__(self, context: Context, seconds: float = SECONDS_TO_ANSWER):
         """seconds: the time after which a silent rank is considered lost."""
         self.context = context
-        # The second connection, because another thread may be waiting on the first.
+        # The second connection to the store, because a wait of another thread may occupy the first.
         store = context.second_store
         name = "preflight"
         super().__init__(store, context.rank, context.size, name, context.recorder, seconds)
@@ -81,9 +86,10 @@ class Peers(StoreExchange):
 
 
 def check_nodes(config: Config, peers: Peers, say: Say) -> None:
-    """Check answers, versions, clocks, devices and groups; collective over all ranks.
+    """Check that all ranks answer, their versions, devices and groups; collective over all ranks.
 
-    Print one line with the result. Raise UserError, on every rank, if a check fails.
+    Called by start_checks.introduce before the model is built. Print one line with the result.
+    Raise NodeError, on every rank, if a check fails.
     """
     began = time.perf_counter()
     context = peers.context
@@ -102,7 +108,10 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
 
 
 def versions(config: Config) -> dict[str, str]:
-    """Return versions and hashes that must be the same on every rank, by name."""
+    """Return this rank's versions and hashes, by name; they must be the same on every rank.
+
+    The hashes are of Trine's source files and of the run's options.
+    """
     sources = hashlib.sha256()
     packages = [path.parent for path in ROOT.glob("*/__init__.py")]
     for path in sorted(file for folder in (ROOT, *packages) for file in folder.glob("*.py")):
@@ -121,7 +130,8 @@ def versions(config: Config) -> dict[str, str]:
 def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
     """Raise NodeError if versions differ; the error has the name, the ranks and both values.
 
-    of_ranks: the result of `versions` on every rank.
+    of_ranks: the result of `versions` on every rank. The value of most ranks counts as right, so
+    the nodes of the other ranks are named as the nodes to leave out.
     """
     for name in of_ranks[0]:
         values = [versions_of_rank[name] for versions_of_rank in of_ranks]
@@ -141,7 +151,8 @@ def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
 def try_device(device: torch.device, sharing: int = 1) -> str:
     """Allocate memory and multiply; return the error of the device, or an empty text.
 
-    sharing: the number of ranks that allocate on this GPU at the same time.
+    device: this rank's CPU or GPU; on a GPU nearly all free memory is allocated. sharing: the
+    number of ranks that allocate on this GPU at the same time.
     """
     try:
         if device.type == "cuda":
@@ -159,8 +170,8 @@ def multiply(device: torch.device) -> None:
     """Multiply two square matrices; raise RuntimeError if the product is wrong."""
     edge = GEMM_EDGE[device.type]
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    # Rows of `a` are zeros or ones, and all of `b` is ones: the sums are integers, exact in any
-    # order of summation.
+    # Row i of `a` is all zeros (i even) or all ones (i odd), and the other matrix is all ones. So a
+    # row of the product is all 0 or all `edge`: integers, exact in any order of summation.
     rows = torch.arange(edge, device=device).remainder(2).to(dtype)
     a = rows[:, None].expand(edge, edge).contiguous()
     product = a @ torch.ones_like(a)
@@ -169,7 +180,7 @@ def multiply(device: torch.device) -> None:
 
 
 def check_devices(errors: list[str], peers: Peers) -> None:
-    """Raise NodeError if a device failed; errors: the result of `try_device` on every rank."""
+    """Raise NodeError if a device failed. errors: the result of `try_device` on every rank."""
     failed = [rank for rank, error in enumerate(errors) if error]
     if failed:
         raise NodeError(
@@ -185,8 +196,11 @@ def check_devices(errors: list[str], peers: Peers) -> None:
 def check_groups(config: Config, peers: Peers) -> None:
     """All-reduce in every group of the layout; collective over all ranks.
 
-    Raise NodeError, on every rank, with the ranks that failed or did not finish in time.
+    A thread does it, so that a hang of a rank does not block this rank: the ranks then exchange how
+    far they have come. Raise NodeError, on every rank, with the ranks that failed or did not finish
+    in time.
     """
+    # The names of the steps. answer["at"] is the index of the step that this rank does now.
     names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
     answer: dict[str, Any] = {"at": 0, "error": None}
     context = peers.context
@@ -199,7 +213,7 @@ def check_groups(config: Config, peers: Peers) -> None:
         """
         try:
             if context.device.type == "cuda":
-                torch.cuda.set_device(context.device)  # every thread has this setting
+                torch.cuda.set_device(context.device)  # each thread has its own current device
             mesh = Mesh(config.layout.axes, context)
             for answer["at"], role in enumerate(ROLES, 1):
                 group = mesh.group(role)
@@ -216,7 +230,7 @@ def check_groups(config: Config, peers: Peers) -> None:
     threading.Thread(target=reduce, name="preflight", daemon=True).start()
     done.wait(peers.seconds)
     answers = peers.gather("groups", answer)
-    # The other ranks wait for the ranks with the least progress, or these cannot connect.
+    # The ranks that have come least far are named: the other ranks wait for them.
     least = min(answer["at"] for answer in answers)
     if least == len(names):
         return
@@ -232,9 +246,9 @@ def check_groups(config: Config, peers: Peers) -> None:
 def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
     """Check that memory and disk have room for a checkpoint; collective over all ranks.
 
-    needed: bytes of a checkpoint; the value of rank 0 is used. Raise UserError, with the needed and
-    the free bytes, if the run is to save and has no room. A run that only saves if it is stopped
-    early gets a warning.
+    Called before step 1, when the model's size is known. needed: bytes of a checkpoint; the value
+    of rank 0 is used. Raise UserError, with the needed and the free bytes, if the run is to save
+    and has no room. A run that only saves if it is stopped early gets a warning.
     """
     run = config.run
     peers = Peers(context)
@@ -272,16 +286,20 @@ def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> N
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory this process can still allocate, within cgroup limits."""
+    """Return the bytes of host memory this process can still allocate, within cgroup limits.
+
+    A cgroup is a folder of the kernel's tree of process groups; Slurm limits a job's memory by it.
+    """
     available = psutil.virtual_memory().available
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # no cgroups
         return available
-    prefix = "0::"  # begins the line that names the folder of cgroup version 2
+    prefix = "0::"  # the line that names the folder of cgroup version 2 begins with this text
     names = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     folder = Path("/sys/fs/cgroup" + names[0]) if names and names[0] else None
-    # A limit of any folder above counts too.
+    # The process is also bound by the limits of the folders above its own, up to the root folder,
+    # which has no such file.
     while folder and (folder / "memory.max").exists():
         limit = (folder / "memory.max").read_text().strip()
         if limit != "max":

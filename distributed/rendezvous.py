@@ -3,7 +3,8 @@
     meeting = meet(launch, config.run)        # collective over all ranks
 
 Process groups are started after this, in context.py. Read launch.py before, which finds this rank's
-number; job_store.py has the key-value store over which ranks meet.
+number; job_store.py has the key-value store over which ranks meet. A Place says where a rank runs:
+its node, cores and GPU (placement.py).
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ class Meeting:
     backend: str  # nccl, gloo, or none for a single process
     threads: int  # the number of torch's threads on the CPU for this rank
     store: Any  # torch's key-value store, shared by all ranks; None for a single process
-    # The same store over another connection, for a thread that must not wait for `store`'s users.
+    # The same store over this rank's second connection, for a thread that must not wait while
+    # another thread uses `store`.
     second_store: Any = None
     group_store: Any = None  # the part of the store in which process groups meet
     # The secret by which the ranks and the watchdog's monitor recognise one another.
@@ -55,14 +57,15 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
     prints the error; if the device or backend asked for is not there, the first rank of each node
     prints the error. The job then ends with status 2.
     """
-    # Several ranks see the same mistake: only the rank whose index is 0 prints it at once.
     node = node_name()
+    # Several ranks see the same mistake: only the rank whose `index` is 0 prints it at once. A
+    # mistake in the launch is seen by all ranks of the job, so rank 0 prints it.
     index = launch.rank
-    # The time limit is kept by a thread that needs no Python lock, because MPI_Init holds the lock.
+    # faulthandler's thread keeps the time limit. It needs no Python lock, which MPI_Init holds.
     faulthandler.dump_traceback_later(within.total_seconds(), exit=True, file=2)
     try:
         local = find_local(launch)
-        index = local.rank  # the next mistakes are seen by all ranks of a node
+        index = local.rank  # the next mistakes are seen by all ranks of a node, and 0 prints them
         device, gpu, backend = _choose_device(run, launch, local, node)
         cores, threads = _take_cores(run, local)
         opened = open_store(launch, local)
@@ -72,8 +75,9 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         seconds = MEETING_TIMEOUT.total_seconds()
         exchange = StoreExchange(store, launch.rank, launch.size, "places", seconds=seconds)
         gathered = exchange.gather("place", dataclasses.asdict(this_place))
+        # The cores of a Place are a tuple, of which JSON has made a list.
         places = [Place(**place | {"cores": tuple(place["cores"])}) for place in gathered]
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()  # all ranks have met
         try:
             placement.check_devices(places)
             if backend == "nccl":
@@ -81,7 +85,7 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
 
                 if not gpus.share_gpu_for_tests(places, launch.rank):
                     gpus.check_gpus(places)
-        except UserError:
+        except UserError:  # all ranks have this error: rank 0, where the store is, exits last
             exchange.leave()
             raise
     except UserError as mistake:
@@ -113,8 +117,8 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
 def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     """Return the rank's torch.device, its GPU's identifier (None on a CPU), and the backend.
 
-    The backend is nccl, gloo, or none for a single process. Raise UserError if --device or
-    --backend cannot be had on this node.
+    The backend is nccl, gloo, or none for a single process. With --device auto a node with a GPU
+    uses the GPU. Raise UserError if --device or --backend cannot be had on this node.
     """
     import torch
 
@@ -140,7 +144,8 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     """Bind this process to its share of the cores; return the share and the number of threads.
 
     If several ranks may use the same cores, these are divided among the ranks, provided that there
-    is at least one core for each. The threads are torch's, on the CPU.
+    is at least one core for each and --no-bind-cores was not given. The threads are torch's threads
+    on the CPU: OMP_NUM_THREADS, or a thread for each physical core of the share.
     """
     import torch
 

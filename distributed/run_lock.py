@@ -18,21 +18,22 @@ from config.messages import UserError
 from distributed.early_end import node_name
 
 HELD = (errno.EACCES, errno.EAGAIN)  # errors of lockf when another process has the lock
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # if the file system has no locks
-BYTES = 1024  # the most bytes that are read of the text that names the owner of a lock
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors if the file system has no locks
+BYTES = 1024  # the most bytes that are read of the text in OUT/.lock, which names the lock's owner
 
 
 def in_use(out: str) -> bool:
     """Return whether another process has the lock of the folder `out`.
 
-    If this user cannot write the lock's file, it is not known and the result is False.
+    The supervisor asks this before it starts ranks, and numerics/record.py to tell whether a run is
+    running. If this user cannot write the lock's file, the answer is not known and is False.
     """
     try:
         file = open(Path(out, ".lock"), "r+b")  # noqa: SIM115
     except OSError:
         return False
     try:
-        with file:
+        with file:  # to try the lock shows whether it is held; closing the file gives it up
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in HELD
@@ -41,7 +42,7 @@ def in_use(out: str) -> bool:
 
 def free_bytes(out: str) -> int:
     """Return the free bytes on the disk where the folder `out` is or will be."""
-    path = Path(out).resolve()
+    path = Path(out).resolve()  # if it does not exist yet, the nearest folder above it is asked
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
@@ -53,6 +54,7 @@ class RunLock:
     """
 
     def __init__(self, out: str):
+        """Make the folder and its file .lock, lock the file, and write this run's name into it."""
         job = os.environ.get("SLURM_JOB_ID")
         this_run = f"process {os.getpid()} on {node_name()}" + (f" (job {job})" if job else "")
         try:
@@ -66,7 +68,11 @@ class RunLock:
             raise UserError(f"cannot write in {out}: {error.strerror}") from None
 
     def _lock(self, out: str, this_run: str) -> None:
-        """Lock the open file; raise UserError with the owner's name if another process has it."""
+        """Lock the open file; raise UserError with the owner's name if another process has it.
+
+        this_run: the name of this run, for the message. If the file system has no locks, print a
+        note and go on without a lock.
+        """
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -84,10 +90,11 @@ class RunLock:
     def release(self) -> None:
         """Release the lock; may be called from any thread, and more than once.
 
-        The file is not removed: otherwise two runs could lock two different files of that name.
+        The file is emptied and not removed. If it were removed, a run that has opened it before
+        would lock the removed file, and another run a new file of the same name.
         """
         file = self._file
-        self._file = -1
+        self._file = -1  # no open file: a second call fails with an OSError, which is suppressed
         with contextlib.suppress(OSError):  # the lock has been released before
             os.ftruncate(file, 0)
             os.close(file)

@@ -6,7 +6,8 @@
     check_room(config, context, needed=10**9, say=print)  memory and disk for checkpoints
 
 The checks of nodes are in preflight.py. A run on one node does not load that file unless
---preflight is given.
+--preflight is given. The names of a run's kernels tell which code does a part of the step, such as
+attention, where several can do it; torch.compile makes some of these kernels.
 """
 
 import math
@@ -19,6 +20,7 @@ from distributed.context import Context
 from distributed.placement import Say
 from schedules.partition import StageSpec
 
+# The parts that --compile compiles, as a text for the log and run.json.
 COMPILED = (
     "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
     "samples these run as they are), and the loss; by torch.compile"
@@ -90,7 +92,8 @@ def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
 def kernel_names(config: Config, optimizer: str, attention: str, source: str) -> dict[str, str]:
     """Return the names of a run's kernels by kind, for the log and run.json.
 
-    optimizer, attention: the names of these kernels. source: the text about how samples are read.
+    optimizer, attention: the names of the kernels that the trainer has chosen. source: the text
+    about how samples are read.
     """
     kernels = {"optimizer": optimizer, "attention": attention, "data": source}
     if config.run.compile:
@@ -107,8 +110,9 @@ def check_parameter_count(
     """Raise ValueError unless a stage has the number of parameters that was planned for it.
 
     Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
-    parameters: those of the stage. vocabulary: the parameters among them whose rows are spread over
-    all pipeline ranks. counted_elsewhere: the parameters that were planned for another stage.
+    spec: the stage as it was planned. parameters: the parameters of the stage as it was built.
+    vocabulary: the parameters among them whose rows are spread over all pipeline ranks.
+    counted_elsewhere: the parameters that were planned for another stage.
     """
     spread = {id(p) for p in vocabulary}
     skipped = {id(p) for p in counted_elsewhere}
@@ -116,9 +120,9 @@ def check_parameter_count(
     for p in parameters:
         if not p.requires_grad or id(p) in skipped:
             continue
-        if id(p) in spread:
+        if id(p) in spread:  # the plan counts the rows that this stage's rank holds
             built += spec.vocabulary * p.shape[1]
-        else:
+        else:  # the whole shape, of which this tensor rank may have a shard
             built += math.prod(p.spec.shape)
     if built != spec.parameters:
         planned = f"{spec.parameters} were planned"
@@ -126,12 +130,16 @@ def check_parameter_count(
 
 
 def warms_up(config: Config, device: str) -> bool:
-    """Return whether the run calls trainer.warm_up before step 1. device: cpu or cuda.
+    """Return whether the run does a warm-up, a pass with one micro-batch, before step 1.
 
-    It does with --compile, and on GPUs with several stages. A kernel is loaded at its first launch,
-    which waits until nothing runs on the device, messages included. With several micro-batches, two
-    ranks that load kernels at once can each wait for a message that the other receives only later.
-    The warm-up has one micro-batch: then no running message waits for its rank's next action
-    (may_be_ahead), so all kernels are loaded safely.
+    It does with --compile, so that step 1 does not contain the compilation, and on GPUs with
+    several pipeline ranks, for this reason: a GPU loads a CUDA kernel at its first launch, and that
+    launch waits until nothing runs on the device. A message to another rank is a running kernel
+    too, until that rank receives it. In a step with several micro-batches two ranks could load
+    kernels while each has a message running that the other rank receives only in a later action:
+    both would wait for ever. With one micro-batch no running message waits for a later action
+    (Schedule.may_be_ahead has the rule), so all kernels can be loaded.
+
+    device: cpu or cuda. trainer.warm_up does the pass.
     """
     return config.run.compile or (device == "cuda" and config.layout.pp > 1)

@@ -22,40 +22,40 @@ import time
 
 from distributed.early_end import SECONDS_TO_MEET, abort_by_pmi, node_name, place_of_rank
 
-SECONDS_BETWEEN_LOOKS = 1.0  # between two looks at the rank's state
+SECONDS_BETWEEN_LOOKS = 1.0  # seconds between two looks at the rank's state
 SECONDS_STOPPED = 5.0  # a rank that is stopped for this time is killed
-# Seconds until the job is ended after `outlive`: longer than Launch.exit_delay, for which ranks
-# wait that have found the same mistake as another rank.
+# After a rank has ended on purpose (StartWatch.outlive), this process waits for this time before it
+# ends the job. The time is longer than Launch.exit_delay, after which the other ranks exit
+# themselves if they have found the same mistake.
 SECONDS_TO_OUTLIVE = 12.0
 
 
 class Watched:
-    """The rank that this process watches. The rank itself sends `out`, `met` and `outlives`.
-
-    pid: process id of the rank. stopped: in how many looks in a row the rank was stopped.
-    """
+    """The rank that this process watches. The rank itself sends `out`, `met` and `outlives`."""
 
     def __init__(self, pid: int) -> None:
+        """pid: process id of the rank."""
         self.pid = pid
         self.began = time.monotonic()
-        self.stopped = 0
+        self.stopped = 0  # the number of looks in a row in which the rank was stopped
         self.out = ""  # the folder of the run, once the rank has read its options
-        self.met = False  # all ranks have met
-        self.outlives = False  # the rank ends on purpose, and the launcher may not end the others
+        self.met = False  # whether all ranks have met
+        self.outlives = False  # whether the rank ends on purpose (StartWatch.outlive)
         self.error: str | None = None  # why this process killed the rank
 
     def follow(self) -> None:
         """Watch the rank until it ends; end the job if the rank died before all ranks had met.
 
-        Each line from the rank is a JSON object with new values of this object's attributes.
+        Each line from the rank, on standard input, is a JSON object with new values of this
+        object's attributes, such as {"met": true}.
         """
-        received = b""
+        received = b""  # the beginning of a line that has not arrived completely
         while True:
-            if not select.select([0], [], [], SECONDS_BETWEEN_LOOKS)[0]:
+            if not select.select([0], [], [], SECONDS_BETWEEN_LOOKS)[0]:  # nothing has arrived
                 self._look()
                 continue
             data = os.read(0, 1 << 16)
-            if not data:
+            if not data:  # the rank has closed the pipe: it has ended
                 break
             *lines, received = (received + data).split(b"\n")
             for line in lines:
@@ -65,8 +65,9 @@ class Watched:
         if self.outlives:
             time.sleep(SECONDS_TO_OUTLIVE)
             abort_by_pmi(1)
-        # The rank was killed before all ranks had met. Later than SECONDS_TO_MEET nothing is to do:
-        # then the rank has ended by itself and printed where it waited.
+        # The rank ended before all ranks had met, so it was killed: report that and end the job.
+        # After SECONDS_TO_MEET this is not done, because a rank that has not met the others by then
+        # ends itself and prints where it waited (rendezvous.meet).
         elif not self.met and time.monotonic() - self.began < SECONDS_TO_MEET:
             self._report()
             abort_by_pmi(1)
@@ -74,15 +75,15 @@ class Watched:
     def _look(self) -> None:
         """Look at the rank's state, and kill the rank if it stays stopped.
 
-        The launcher, or `follow`, then ends the job. Looks are counted and not seconds, because
-        suspending a job also suspends this process.
+        The launcher, or `follow`, then ends the job. Looks are counted and not seconds: if somebody
+        suspends the whole job, this process is suspended too, and must not count that time.
         """
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 state = file.read().rpartition(")")[2].split()[0]
         except OSError:  # the rank has just ended
             return
-        self.stopped = self.stopped + 1 if state == "T" else 0
+        self.stopped = self.stopped + 1 if state == "T" else 0  # T: stopped by a signal
         if self.stopped * SECONDS_BETWEEN_LOOKS >= SECONDS_STOPPED:
             when = "before its first step" if self.met else "before all ranks had met"
             self.error = f"it was stopped (SIGSTOP) {when}, and killed after {SECONDS_STOPPED:g} s"
@@ -92,7 +93,7 @@ class Watched:
 
     def _report(self) -> None:
         """Print that the rank has died, and write the report into the folder of the run."""
-        # Imported here because they are rarely needed and would slow down every start.
+        # These modules are imported here because a death is rare and they would slow down a start.
         from watchdog.hang_report import Case
         from watchdog.monitor import Rank, report
 
@@ -110,6 +111,7 @@ class Watched:
 
 def main() -> None:
     """Watch the rank whose process id is the argument, until it ends or ends this process."""
+    # A new process inherits from its parent which signals are ignored or blocked: undo that here.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SIGUSR1 asks only the rank to save

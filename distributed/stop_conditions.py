@@ -12,8 +12,9 @@ A signal or file seen by any rank takes effect on all ranks at the same step bou
 with status 75 (EX_TEMPFAIL of sysexits.h: try again later). A second SIGTERM or SIGINT, or a second
 SIGUSR1, ends all ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at
 the time limit that SIGUSR1 announced, when the save can still finish in time.
-Before all ranks have met, the ranks cannot save together: then the first SIGTERM or SIGINT ends
-the job at once. docs/clusters.md lists the signals that each launcher passes on to the ranks.
+Before all ranks have met (rendezvous.py), they cannot save together: then the first SIGTERM or
+SIGINT ends the job at once. docs/clusters.md lists the signals that each launcher passes on.
+A step boundary is the time between two steps, at which the ranks exchange their requests.
 """
 
 import contextlib
@@ -35,13 +36,14 @@ from config.run_options import Run
 from distributed.early_end import end_job
 from distributed.launch import Launch
 
-STOPPED_EARLY = 75  # the exit status
+STOPPED_EARLY = 75  # the exit status of a run that has saved and stopped before its last step
 ENDING = (signal.SIGTERM, signal.SIGINT)  # signals that end the job while its ranks meet
 HANDLED = (*ENDING, signal.SIGUSR1)
-# A launcher may deliver one signal twice, in two ways; a user's second signal comes later.
+# A signal that comes within this time after the first is taken for the same signal, which a
+# launcher may deliver twice, in two ways. A user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
-PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>
-STEPS_REMEMBERED = 20  # the next step may take as long as the slowest of these
+PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>: the kernel sends a signal if the parent dies
+STEPS_REMEMBERED = 20  # the next step is expected to take as long as the slowest of the last 20
 
 
 class RequestedAction(enum.IntEnum):
@@ -62,12 +64,20 @@ class Signals:
     """
 
     def __init__(self, end: Callable[[int], None] = os._exit):
+        """Take over the signals, and start the thread that reads their numbers from a socket.
+
+        end: a function that ends all ranks at once with a status; until `follow` or `have_met`
+        gives another one, only this process is ended.
+        """
         self.end = end
         self.first: signal.Signals | None = None
         self._ending: signal.Signals | None = None  # the first SIGTERM or SIGINT
-        self._meeting = False  # the ranks have not all met yet
+        self._meeting = False  # whether there are other ranks, and not all ranks have met yet
         self._launcher: int | None = None  # process id of torchrun, whose end also ends this rank
-        self._since: dict[bool, float] = {}  # time of the first SIGUSR1 (True) or other signal
+        # The time of the first SIGUSR1 (key True), and of the first SIGTERM or SIGINT (key False).
+        self._since: dict[bool, float] = {}
+        # The interpreter writes each signal's number into `_writer`, even while the main thread is
+        # inside a call in C; the thread reads the numbers from `_reader`.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -76,11 +86,11 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def follow(self, launch: Launch) -> None:
-        """Until `have_met`, end all ranks at the first SIGTERM or SIGINT; also if torchrun ends.
+        """Until `have_met`, let the first SIGTERM or SIGINT end all ranks.
 
         Called once the launcher is known. A killed torchrun would leave its ranks running, so the
-        kernel is asked to send SIGTERM to this rank then. mpirun and srun have a process on each
-        node that ends the ranks.
+        kernel is asked to send SIGTERM to this rank if torchrun, its parent, ends; that ends the
+        job even after `have_met`. mpirun and srun have a process on each node that ends the ranks.
         """
         if launch.size > 1:
             self._meeting, self.end = True, functools.partial(end_job, launch.watch)
@@ -105,17 +115,18 @@ class Signals:
         self._writer.close()
 
     def _in_main(self, number: int, frame: object) -> None:
-        """Handle a signal in the main thread: while ranks meet, keep this thread from going on.
+        """Handle a signal in the main thread; Python calls this for each signal in HANDLED.
 
-        The other thread then ends the job over the launcher's socket, which MPI_Init in this thread
-        would use too.
+        The work is done by `_handle`, in the other thread. While ranks meet, this thread only waits
+        there for the end: the other thread ends the job over the launcher's socket, which MPI_Init
+        in this thread would use too.
         """
         while self._meeting and number in ENDING:
             time.sleep(0.1)
 
     def _read(self) -> None:
         """Handle signals as they arrive, until `close`; runs in a thread of its own."""
-        while received := self._reader.recv(1):
+        while received := self._reader.recv(1):  # one byte, the number of a signal
             number = signal.Signals(received[0])
             if number in HANDLED:
                 self._handle(number)
@@ -127,11 +138,14 @@ class Signals:
         self.first = self.first or number
         if number in ENDING:
             self._ending = self._ending or number
+        # A process whose parent has ended gets another parent. Another parent than torchrun means
+        # that torchrun has ended, and the kernel has sent SIGTERM for that (`follow`).
         if self._launcher not in (None, os.getppid()):
             self._end_now("the launcher has ended", 1)
         self._end_meeting()
-        # SIGTERM and SIGINT count as one kind: under torchrun the ranks receive SIGINT at the first
-        # Ctrl-C and SIGTERM at the second.
+        # SIGTERM and SIGINT count as one kind, so that either may be the second signal: under
+        # torchrun the ranks receive SIGINT at the first Ctrl-C and SIGTERM at the second. SIGUSR1
+        # is the other kind: a SIGTERM after it is no second signal.
         first_time = self._since.setdefault(number == signal.SIGUSR1, now)
         if now - first_time >= SECONDS_OF_ONE_SIGNAL:
             self._end_now(f"{number.name} as the second signal", 128 + number)
@@ -152,15 +166,18 @@ class StopConditions:
     """One rank's requests to end or save the run; only the first rank looks for files."""
 
     def __init__(self, run: Run, signals: Signals, first: bool):
+        """run: the options of the run. first: whether this is rank 0, which looks for files."""
         self.run = run
         self.signals = signals
         self.first = first
         self._save_switch = run.save_switch if first else None
         self.reason: str | None = None  # why this rank requests a stop
-        self._began = psutil.Process().create_time()  # seconds since 1970
+        self._began = psutil.Process().create_time()  # in seconds since 1970; for the time limit
         self._boundary: float | None = None  # time.monotonic() at the last step boundary
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # seconds of the last steps
-        self._saving = False  # a save that the file of --save-switch requested is not complete
+        # Whether the file of --save-switch has requested a save that is not complete yet. Until it
+        # is complete, the file is there and must not request another save.
+        self._saving = False
 
     def requested_action(self, ahead: float | None = None) -> RequestedAction:
         """Return the action that this rank requests at this step boundary.
@@ -169,7 +186,7 @@ class StopConditions:
         boundary. None: no step has just ended; called after an evaluation or before the first step.
         """
         now = time.monotonic()
-        if self._boundary is not None and ahead is not None:
+        if self._boundary is not None and ahead is not None:  # a step has just ended
             self._steps.append(now - self._boundary)
         self._boundary = now
         self.reason = self.reason or self._reason_to_stop(ahead or 0.0)
@@ -177,15 +194,19 @@ class StopConditions:
             return RequestedAction.SAVE_AND_STOP
         if self._saving or not self._save_switch:
             return RequestedAction.GO_ON
-        self._saving = os.path.isfile(self._save_switch)  # True once for each save
+        # The file requests one save: from then on `_saving` is True until that save is complete.
+        self._saving = os.path.isfile(self._save_switch)
         return RequestedAction.SAVE if self._saving else RequestedAction.GO_ON
 
     def wants_stop(self) -> bool:
-        """Whether this rank requests a stop now."""
+        """Whether this rank requests a stop now; asked while the last save waits for disk room."""
         return self.requested_action() == RequestedAction.SAVE_AND_STOP
 
     def action_after(self, consumed: int) -> RequestedAction:
-        """Return what --stop-at-samples requests after `consumed` samples: equal on all ranks."""
+        """Return what --stop-at-samples requests after `consumed` samples of training.
+
+        All ranks have consumed the same number, so they need not exchange this request.
+        """
         limit = self.run.stop_at_samples
         if not limit or consumed < limit:
             return RequestedAction.GO_ON
@@ -193,10 +214,10 @@ class StopConditions:
         return RequestedAction.SAVE_AND_STOP
 
     def saved(self) -> None:
-        """Remove the file of --save-switch; called when the save that it requested is complete.
+        """Remove the file of --save-switch, if it has requested a save.
 
-        If the file cannot be removed, it is ignored from here on: it would request a save at every
-        step.
+        Called when no save is running, so that the requested save is complete. If the file cannot
+        be removed, it is ignored from here on, because it would request a save at every step.
         """
         if self._save_switch and self._saving:
             self._saving = False
@@ -210,7 +231,12 @@ class StopConditions:
                 self._save_switch = None
 
     def _reason_to_stop(self, ahead: float) -> str | None:
-        """Return the signal's or option's name, or None. ahead: as in `requested_action`."""
+        """Return the name of the signal or option that stops the run now, or None.
+
+        ahead: the seconds that an evaluation and a save will probably take before the next step
+        boundary. --exit-after-minutes stops the run if that and the slowest of the last steps would
+        not end in time.
+        """
         if self.signals.first is not None:
             return self.signals.first.name
         if self.first and self.run.kill_switch and os.path.exists(self.run.kill_switch):

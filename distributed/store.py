@@ -6,7 +6,9 @@
     exchange.tell("trace", spans)                          # leave a value for rank 0;
     spans = exchange.collect("trace")                      # on rank 0: every rank's value
 
-Every wait has a time limit. A wait beyond the limit raises NoAnswer with the silent ranks.
+Every wait has a time limit. A wait beyond the limit raises NoAnswer with the silent ranks. The
+recorder (watchdog/flight_recorder.py) keeps a rank's waits for the report of a hang; only the
+training thread may use it.
 """
 
 import json
@@ -19,7 +21,8 @@ from typing import Any
 from watchdog.flight_recorder import FlightRecorder
 
 PAUSE = 0.005  # seconds between two looks of rank 0 for a value that is not there yet
-# A rank that sends nothing for this time is considered lost. A save on a slow disk takes minutes.
+# A rank that leaves no value for this time is considered lost. The time is long, because a rank may
+# first have to write its part of a checkpoint, which takes minutes on a slow disk.
 SECONDS_TO_ANSWER = 3600.0
 SECONDS_TO_LEAVE = 10.0  # the longest wait of rank 0 for the other ranks in `leave`
 
@@ -28,6 +31,7 @@ class NoAnswer(TimeoutError):
     """`ranks` sent no value within the time limit."""
 
     def __init__(self, ranks: list[int], seconds: float):
+        """ranks: the silent ranks. seconds: the time limit, for the message."""
         self.ranks = ranks
         noun = "ranks" if len(ranks) > 1 else "rank"
         names = f"{noun} {', '.join(map(str, ranks))}"
@@ -62,21 +66,26 @@ class StoreExchange:
         self.size = size
         self.seconds = seconds
         self.recorder = recorder or FlightRecorder()
+        # The beginning of all keys: the name, and the number of exchanges that this rank has made
+        # with that name, counted in the store. The number is the same on every rank.
         self._name = f"{name}/{self.store.add(f'{name}s/{rank}', 1)}"
-        self._agreed = 0  # calls of `agree`, so that each call has other keys
+        self._agreed = 0  # the number of calls of `agree`, so that each call has keys of its own
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        """Return every rank's value in rank order, on every rank; every rank must call it.
+        """Return every rank's value in rank order, on every rank; every rank must call this.
 
-        Raise NoAnswer, on every rank, with the ranks that were silent.
+        key: names the values in the store. Raise NoAnswer, on every rank, with the ranks that were
+        silent.
         """
         return self.agree(value, lambda values: values, key)
 
     def agree(self, value: Any, combine: Callable[[list], Any], key: str = "agree") -> Any:
         """Return combine(values of all ranks), computed on rank 0, on every rank.
 
-        value: JSON. combine: takes the list of values in rank order. Every rank must call it. Raise
-        NoAnswer, on every rank, with the ranks that were silent.
+        Every rank must call this; it needs no collective, and so works before process groups are
+        started or when a GPU hangs. value: this rank's value, which can be written as JSON.
+        combine: takes the list of values in rank order. Raise NoAnswer, on every rank, with the
+        ranks that were silent.
         """
         import torch.distributed as dist
 
@@ -84,6 +93,7 @@ class StoreExchange:
         key = f"{key}/{self._agreed}"
         self.tell(key, value)
         result_key = f"{self._name}/{key}/result"
+        # Rank 0 puts the result, or the silent ranks, into the store, and every rank reads it.
         if self.rank == 0:
             try:
                 result = {"value": combine(self.collect(key))}
@@ -92,7 +102,9 @@ class StoreExchange:
             self.store.set(result_key, json.dumps(result))
         began = time.monotonic()
         with self.recorder.waiting_for("store", (0,)):
-            try:  # the store wakes waiting ranks, so that hundreds of ranks need not poll it
+            # The store wakes waiting ranks, so that hundreds of ranks need not poll it. Twice the
+            # limit leaves rank 0 time to find other ranks silent first.
+            try:
                 self.store.wait([result_key], timedelta(seconds=2 * self.seconds))
             except dist.DistError as error:  # rank 0, where the store is, has ended or is silent
                 raise NoAnswer([0], round(time.monotonic() - began, 1)) from error
@@ -105,12 +117,13 @@ class StoreExchange:
         """Make rank 0 wait until every rank has read the last result of this exchange.
 
         Called by every rank before it exits for an error that all ranks have agreed on. The store
-        ends with rank 0, and slower ranks would fail with an error of the store.
+        ends with rank 0; if rank 0 exited first, slower ranks would fail with an error of the store
+        in place of the error that they have agreed on.
         """
         self.tell("left", None)
         if self.rank == 0:
             self.seconds = SECONDS_TO_LEAVE
-            with suppress(NoAnswer):
+            with suppress(NoAnswer):  # a rank that has died already says nothing
                 self.collect("left")
 
     def tell(self, key: str, value: Any) -> None:
@@ -124,8 +137,9 @@ class StoreExchange:
     ) -> list[Any]:
         """Return the values that all ranks left with `tell`, in rank order; on rank 0, any thread.
 
-        record: a function that is called with ("store", ranks) before each wait. A background
-        thread gives it, because only the main thread may use the recorder. Raise NoAnswer with the
+        The values are deleted from the store, so that the key can be used again. record: a function
+        that is called with ("store", ranks) before each wait. A background thread passes such a
+        function, because only the training thread may use the recorder. Raise NoAnswer with the
         ranks that left no value in time.
         """
         limit = time.monotonic() + self.seconds
@@ -145,7 +159,10 @@ class StoreExchange:
         return values
 
     def _arrives(self, key: str, limit: float) -> bool:
-        """Wait until the key is in the store; False if it is not there by `limit` (monotonic)."""
+        """Wait until the key is in the store; return False if it is not there at the time `limit`.
+
+        limit: a time of time.monotonic().
+        """
         while not self.store.check([key]):
             if time.monotonic() > limit:
                 return False

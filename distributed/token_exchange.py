@@ -8,6 +8,11 @@ A row is the hidden state of one token for one expert, (h,): a token with k expe
 
 Repeat and Permute put the rows into these orders, also on a single rank.
 experts.py calls these functions; read it first.
+
+An order is a permutation, (n,): row i of x[order] is row order[i] of x. For 2 tokens with k = 2
+experts each, the numbers of the rows are 0 1 (token 0) and 2 3 (token 1), so a row's token is its
+number // k. If token 0 goes to experts 1 and 0, and token 1 to experts 0 and 2, the order by expert
+is 1 2 0 3.
 """
 
 import torch
@@ -20,7 +25,8 @@ from distributed.collectives import Group
 def share(count: int, group: Group) -> tuple[int, int]:
     """Return the range [start, stop) of this rank's part of `count` tokens.
 
-    The ranks of the group have adjacent parts, in the group's order.
+    The ranks of the group have adjacent parts, in the group's order, whose sizes differ by at most
+    one: 5 tokens on 2 ranks give [0, 2) and [2, 5).
     """
     return count * group.rank // group.size, count * (group.rank + 1) // group.size
 
@@ -30,12 +36,15 @@ class OwnTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, start, stop, tp):
+        """Return this tensor rank's part, x[start:stop], of the tokens x, (tokens, h)."""
         ctx.tp = tp
+        # F.pad's numbers: none of the last dimension (h), then the tokens before and after.
         ctx.padding = (0, 0, start, len(x) - stop)
         return x[start:stop]
 
     @staticmethod
     def backward(ctx, grad):
+        """Return the gradient of the whole x: the sum of the ranks' parts, padded with zeros."""
         whole = F.pad(grad, ctx.padding)
         ctx.tp.at_once.all_reduce(whole).wait()
         return whole, None, None, None
@@ -44,8 +53,8 @@ class OwnTokens(torch.autograd.Function):
 def counts_on_host(group: Group, counts: Tensor, rows: int) -> list:
     """Return `counts`, a tensor of whole numbers on the device, as a list on the host.
 
-    rows: the sum of this rank's counts. Only a rehearsal uses it: it replaces this function,
-    because its tensors have no elements, and invents counts with that sum.
+    rows: the sum of this rank's counts. Only a rehearsal uses `rows`: its tensors have no elements,
+    so it puts another function in the place of this one, which invents counts with that sum.
     """
     return group.values(counts)
 
@@ -60,8 +69,9 @@ def exchange_counts(
     each rank; the third divides these by this rank's experts. The host waits for the device here,
     once in a forward pass.
     """
-    by_rank = counts.view(group.size, -1)
-    arriving = torch.empty_like(by_rank)
+    # The n ranks have E / n experts each, in order: row j of `by_rank` counts the rows for rank j.
+    by_rank = counts.view(group.size, -1)  # n E/n
+    arriving = torch.empty_like(by_rank)  # row j: the rows that come from rank j, by my experts
     group.at_once.all_to_all(arriving, by_rank).wait()
     leaving, arrived = counts_on_host(group, torch.stack([by_rank, arriving]), rows)
     return list(map(sum, leaving)), list(map(sum, arrived)), arrived
@@ -71,12 +81,14 @@ def order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:
     """Return the permutation, (n,), that sorts n received rows by expert, then rank.
 
     The rows have arrived by rank, then expert. counts: for each rank, the number of its rows for
-    each of this rank's experts.
+    each of this rank's experts. Example: [[2, 1], [1, 0]] says that rows 0 and 1 came from rank 0
+    for expert 0, row 2 from rank 0 for expert 1, and row 3 from rank 1 for expert 0. The result is
+    [0, 1, 3, 2].
     """
-    experts = torch.arange(len(counts[0])).repeat(len(counts))
+    experts = torch.arange(len(counts[0])).repeat(len(counts))  # in the example: 0 1 0 1
     rows = sum(map(sum, counts))
     expert_of_row = experts.repeat_interleave(torch.tensor(counts).flatten(), output_size=rows)
-    return expert_of_row.argsort(stable=True).to(device)
+    return expert_of_row.argsort(stable=True).to(device)  # a stable sort keeps the ranks in order
 
 
 class Exchange(torch.autograd.Function):
@@ -84,6 +96,10 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, group, received, sent):
+        """Send the rows to the ranks of their experts; return the rows that arrive.
+
+        sent, received: the numbers of rows to and from each rank of `group` (exchange_counts).
+        """
         ctx.group = group
         ctx.received = received
         ctx.sent = sent
@@ -97,7 +113,8 @@ class Exchange(torch.autograd.Function):
 def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
     """Return the rows, (sum of `received`, h), that the ranks of `group` have sent to this rank.
 
-    rows: (sum of `sent`, h), by receiving rank. received, sent: the number of rows for each rank.
+    rows: (sum of `sent`, h), sorted by the rank that receives them. received, sent: the number of
+    rows from each rank, and to each rank.
     """
     output = rows.new_empty(sum(received), rows.shape[-1])
     group.at_once.all_to_all(output, rows.contiguous(), (received, sent)).wait()
@@ -105,15 +122,20 @@ def _exchange(rows: Tensor, group: Group, received: list[int], sent: list[int]) 
 
 
 def occurrences(numbers: Tensor, count: int) -> Tensor:
-    """Return how often each of 0, 1, ..., count - 1 is in `numbers`, (n,): (count,).
+    """Return a tensor, (count,): how often each of 0, 1, ..., count - 1 is in `numbers`, (n,).
 
-    The shape of torch.bincount's result would depend on the data, so the host would wait for it.
+    This counts the rows of each expert. The shape of torch.bincount's result would depend on the
+    data, so the host would wait for the device.
     """
     return numbers.new_zeros(count).index_add_(0, numbers, torch.ones_like(numbers))
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Return the permutation, (n,), that undoes the permutation `order`, (n,)."""
+    """Return the permutation, (n,), that undoes the permutation `order`, (n,).
+
+    Row i of x[order] is row order[i] of x, so the inverse has i at place order[i]: for the order
+    1 2 0 it is 2 0 1.
+    """
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
@@ -126,16 +148,17 @@ class Repeat(torch.autograd.Function):
     def forward(ctx, x, order, back, k):
         """Return the rows of x, each repeated for its k experts, in the order of the experts.
 
-        order: numbers of the (token, expert) pairs, k pairs for each token. back: the permutation
-        that undoes `order`.
+        The (token, expert) pairs are numbered: pairs t k to t k + k - 1 belong to token t. order:
+        the numbers of the pairs, sorted by expert. back: the permutation that undoes `order`.
         """
         ctx.save_for_backward(back)
         ctx.k = k
-        return x[order // k]
+        return x[order // k]  # the pair's number // k is its token
 
     @staticmethod
     def backward(ctx, grad):
         """Return the gradient of x: for each token, the sum over its k rows of `grad`."""
+        # grad[back] has the rows in the order of the pairs' numbers: (T k, h), then (T, k, h).
         (back,) = ctx.saved_tensors
         return grad[back].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
@@ -145,12 +168,12 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, order, back):
-        """Return x[order]; back: the permutation that undoes `order`."""
+        """Return the rows of x in the order `order`; back: the permutation that undoes `order`."""
         ctx.save_for_backward(back)
         return x[order]
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradient of x."""
+        """Return the gradient of x: the rows of `grad`, put back into the order of x."""
         (back,) = ctx.saved_tensors
         return grad[back], None, None

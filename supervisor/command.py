@@ -2,7 +2,9 @@
 
 The user writes `supervise.py ... -- srun ... python train.py --out OUT --resume auto ...`. The
 words after `--` are the command: the launcher with its options, the Python program, and the options
-of the run. A spare node is a node of the Slurm job on which no rank runs.
+of the run. A spare node is a node of the Slurm job on which no rank runs. If the launcher is srun
+in a Slurm job, the supervisor chooses the nodes of each start, and so can leave out a bad node;
+otherwise the launcher chooses them.
 """
 
 import subprocess
@@ -24,9 +26,9 @@ SECONDS_TO_ANSWER = 20.0  # a node answers if a task that does nothing ends with
 def run_options(words: Sequence[str]) -> dict[str, str]:
     """Return the values of train.py's options `out` and `resume`, by name.
 
-    words: the options of the run. A flag comes before the --config file, and the file before the
-    default. A file that cannot be read is ignored here, because train.py prints the error. Raise
-    UserError for an option without a value.
+    words: the options of the run. A flag counts more than the --config file, and the file more than
+    the default. A file that cannot be read is ignored here, because train.py prints the error.
+    Raise UserError for an option without a value.
     """
     parser = Parser(allow_abbrev=False, add_help=False)
     for name in ("--out", "--resume", "--config"):
@@ -36,6 +38,7 @@ def run_options(words: Sequence[str]) -> dict[str, str]:
         tree = tomllib.loads(Path(flags.config).read_text()) if flags.config else {}
     except (OSError, ValueError, RecursionError):
         tree = {}
+    # In the file an option stands at the top or in a table, such as [run].
     tables = [tree, *(value for value in tree.values() if isinstance(value, dict))]
     options = {"out": Run.out, "resume": ""}
     for table in tables:
@@ -65,12 +68,12 @@ class Command:
 
     @property
     def options(self) -> list[str]:
-        """The options of the run: the words from the first `--...` after the program on."""
+        """The options of the run: all words after the program, from the first `--...` on."""
         return list(self.words[self._first_option :])
 
     @property
     def _first_option(self) -> int:
-        """The index of the run's first option in `words`; their number if there is no option."""
+        """The index of the run's first option in `words`, or len(words) if there is no option."""
         program = program_at(self.words) or 0
         for index in range(program, len(self.words)):
             if self.words[index].startswith("--"):
@@ -78,9 +81,10 @@ class Command:
         return len(self.words)
 
     def on(self, nodes: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """Return the words that start the ranks on these nodes; without nodes, the given words.
+        """Return the words that start the ranks on these nodes.
 
-        options: words that replace the options of the run; empty to keep these.
+        Without nodes the launcher chooses the nodes, and its words stay as the user gave them.
+        options: words that replace the options of the run; () to keep the user's options.
         """
         words = [*self.words[: self._first_option], *(options or self.options)]
         if not nodes or self.job is None:
@@ -88,16 +92,17 @@ class Command:
         tasks = len(nodes) * self.job.tasks_per_node
         places = [f"--nodes={len(nodes)}", f"--ntasks={tasks}", f"--nodelist={','.join(nodes)}"]
         srun, *other_words = words
-        # --overlap: Slurm releases the resources of an ended step minutes later if a node does not
-        # answer, and the next step must not wait for them.
+        # If a node does not answer, Slurm releases the resources of an ended step minutes later.
+        # With --overlap the next step does not wait for these resources.
         return [srun, *places, "--overlap", *other_words]
 
 
 def read_command(words: Sequence[str], spare: int) -> Command:
     """Return the command that the user wrote after `--`.
 
-    spare: the number of the job's nodes that the ranks do not use. Raise UserError for a command
-    that cannot be supervised.
+    spare: --spare-nodes, the number of the job's nodes that the ranks do not use. Raise UserError
+    for a command that cannot be supervised: without a program, by torchrun, without --resume auto,
+    or with spare nodes that the supervisor cannot choose.
     """
     script = program_at(words)
     if script is None:
@@ -114,7 +119,8 @@ def read_command(words: Sequence[str], spare: int) -> Command:
         raise UserError(f"a restart continues by --resume auto: give it to {words[script]}{now}")
     job = slurm_job()
     command = Command(tuple(words), options["out"], job)
-    placed = _places(words[1:script])
+    placed = _places(words[1:script])  # an option by which the user has chosen nodes, or ""
+    # In this case the supervisor chooses the nodes of each start.
     if command.by_srun and job and job.tasks_per_node and not placed:
         if not 0 <= spare < len(job.nodes):
             raise UserError(f"--spare-nodes({spare}) must be below the job's {len(job.nodes)}")
@@ -126,16 +132,16 @@ def read_command(words: Sequence[str], spare: int) -> Command:
 
 
 def program_at(words: Sequence[str]) -> int | None:
-    """Return the index of the Python program in the words of a command, or None."""
+    """Return the index of the Python program, the first word that ends in .py, or None."""
     return next((at for at, word in enumerate(words) if word.endswith(".py")), None)
 
 
 def _places(words: Sequence[str]) -> str:
-    """Return the first of srun's options in PLACES among the words, or an empty string."""
+    """Return the first word that is one of srun's options in PLACES, or an empty string."""
     for word in words:
         for name, short in PLACES.items():
-            long = word.split("=")[0] == f"--{name}"
-            if long or (short and word.startswith(f"-{short}")):
+            long = word.split("=")[0] == f"--{name}"  # --nodes or --nodes=4
+            if long or (short and word.startswith(f"-{short}")):  # -N or -N4
                 return word
     return ""
 
@@ -143,7 +149,8 @@ def _places(words: Sequence[str]) -> str:
 def silent_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
     """Return the nodes of this Slurm job on which no task can be started now.
 
-    If no node answers, Slurm itself may not answer, so nothing is known and () is returned.
+    Called after a failure, to find nodes that are down. If no node answers, Slurm itself may not
+    answer, so nothing is known and () is returned.
     """
     answering = answering_nodes(nodes, SECONDS_TO_ANSWER)
     if not answering:

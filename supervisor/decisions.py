@@ -19,7 +19,8 @@ If too few nodes are left, the session looks for a layout on fewer nodes (fewer.
 such layout, the job goes back to the queue with status 75, but at most MOST_QUEUED times without a
 new checkpoint.
 
-OUT/supervisor.jsonl: every decision with its evidence, for people and for the next start.
+The journal, OUT/supervisor.jsonl, has every decision with its evidence, for people and for later
+supervisors: if Slurm starts the job again, a new supervisor continues it. A row:
 
 {"time": "2026-11-21T20:41:47+0000", "at": seconds since 1970, "job": "7.0", "action": "restart",
  "reason": ..., "out": nodes left out, "back": nodes used again, "used": their number from now on,
@@ -39,8 +40,8 @@ from config.messages import printable
 from supervisor.evidence import LOST, REFUSED, SPIKE, Evidence
 from telemetry.row_file import RowFile, read_rows
 
-SAME_STEP = 3  # failures in the same step after which the supervisor stops
-MOST_QUEUED = 3  # times that the job goes back to the queue without a new checkpoint
+SAME_STEP = 3  # after this number of failures in the same step the supervisor stops
+MOST_QUEUED = 3  # the job goes back to the queue at most this often without a new checkpoint
 HOUR = 3600.0
 DAY = 86400.0
 
@@ -60,8 +61,9 @@ class Action(enum.StrEnum):
 class Decision:
     """An action and its reason.
 
-    out: nodes that are left out from now on. back: nodes that are used again. used: the number of
-    nodes that the ranks run on from now on; 0: as before. flags: their layout's options.
+    out: nodes that are left out from now on. back: nodes that were left out and are used again.
+    used: the number of nodes that the ranks run on from now on, if the layout changes; 0: the
+    layout stays. flags: the options of the new layout.
     """
 
     action: Action
@@ -86,10 +88,12 @@ def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit
 
     found: the evidence about this end. earlier: the run's earlier ends, oldest first. spare: the
     number of nodes that may be left out; None if the launcher chooses the nodes. limit: the most
-    restarts in an hour.
+    restarts in an hour. Called by the session after each end of the ranks.
     """
     if found.status == 0:
         return Decision(Action.PASS, "the run is finished")
+    # Status 75: the ranks have saved and stopped before the last step, because the session asked
+    # them to (nodes are back), or the user, a time limit or a file did.
     if found.status == 75 and found.back and not found.requested:
         reason = f"{', '.join(found.back)} can be used again"
         return Decision(Action.RETURN, reason, back=found.back)
@@ -98,12 +102,14 @@ def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit
     if found.requested:
         return Decision(Action.PASS, "a signal asked for the end")
     recent = [end for end in earlier if end.ago < DAY]
+    # The nodes that must be left out: silent nodes, or else nodes that have failed a check.
     unusable = found.silent
     if not unusable and found.kind in REFUSED:
         unusable = found.nodes
     if not unusable and not found.disk_is_full and found.is_mistake:
         cause = "a user's mistake" if found.finite else "training has diverged"
         return Decision(Action.STOP, f"{cause}: another start would end in the same way")
+    # In all cases below the ranks may be started again, which must not happen too often.
     actions = [end.decision.action for end in recent if end.ago < HOUR]
     restarts = actions.count(Action.RESTART) + actions.count(Action.WAIT)
     if restarts >= limit:
@@ -120,13 +126,19 @@ def decide(found: Evidence, earlier: Sequence[Earlier], spare: int | None, limit
 def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) -> Decision:
     """Return the decision after a lost rank, an exception, or an end without any evidence.
 
-    recent: the run's ends within a day, oldest first.
+    The question is whether a node is the cause. If the same fault comes back in the same step, on
+    other nodes or too often, the run itself is the cause, and the supervisor stops. A node is
+    suspect if its rank was lost, or if the node has failed before within a day: it is left out if
+    there is a spare node in its place. Otherwise the ranks are started again on the same nodes.
+
+    recent: the run's ends within a day, oldest first. spare: as in `decide`.
     """
     fault = (found.kind, found.iteration)
     at = f"in step {found.iteration}"
     same_fault = [end for end in recent if (end.evidence.kind, end.evidence.iteration) == fault]
     nodes = set(found.nodes)
     for end in same_fault:
+        # If the same fault has happened on entirely other nodes, no node is the cause.
         earlier_nodes = end.evidence.nodes
         if nodes and earlier_nodes and nodes.isdisjoint(earlier_nodes):
             both = f"{', '.join(earlier_nodes)} and {', '.join(found.nodes)}"
@@ -140,6 +152,8 @@ def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) ->
         return Decision(Action.RESTART, "no node is known to be the cause")
     if len(found.nodes) <= spare:
         return Decision(Action.RESTART, f"{', '.join(found.nodes)} left out", found.nodes)
+    # No node is spare. A node that has lost a rank and has failed before is left out all the same:
+    # the job is queued, or gets a layout on fewer nodes.
     if failed_before and found.kind in LOST:
         return _leave_out(found.nodes, recent, found, spare)
     return Decision(Action.RESTART, f"no node is spare for {', '.join(found.nodes)}")
@@ -153,15 +167,16 @@ def _leave_out(
 ) -> Decision:
     """Return the decision to leave `nodes` out, or to queue the job if too few nodes remain.
 
-    recent: the run's ends within a day. If the launcher chooses the nodes, the run stops. It stops
-    also if the job was queued MOST_QUEUED times since its newest checkpoint.
+    recent: the run's ends within a day. found: the evidence about this end. spare: the number of
+    nodes that may be left out. If the launcher chooses the nodes (spare is None), the run stops. It
+    stops also if the job was queued MOST_QUEUED times since its newest checkpoint.
     """
     if spare is None:
         advice = f"{', '.join(nodes)} cannot be used, and this launcher's nodes are the user's"
         return Decision(Action.STOP, advice)
     if len(nodes) <= spare:
         return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
-    ends = [end for end in recent if end.evidence.newest == found.newest]  # since that checkpoint
+    ends = [end for end in recent if end.evidence.newest == found.newest]  # no new checkpoint since
     queued = [end.decision.action for end in ends].count(Action.QUEUE)
     reason = f"{', '.join(nodes)} cannot be used, and {spare} nodes are spare"
     if queued >= MOST_QUEUED:
@@ -187,10 +202,14 @@ class Entry:
 
 
 class Journal:
-    """The decisions of a run in OUT/supervisor.jsonl, with the decisions of earlier supervisors."""
+    """The decisions of a run in OUT/supervisor.jsonl, with the decisions of earlier supervisors.
+
+    A start of the Slurm job is one stay of the job on its nodes: if Slurm queues the job and starts
+    it again, it may have other nodes, and nodes that were left out before count no more.
+    """
 
     def __init__(self, out: str, job: str):
-        """Read the file. out: the run's folder. job: the `job` of the new entries."""
+        """Read the file. out: the run's folder. job: this start of the Slurm job, such as "7.0"."""
         self.job = job
         path = Path(out, "supervisor.jsonl")
         self.entries = read_entries(path)
@@ -209,8 +228,9 @@ class Journal:
     def earlier(self) -> list[Earlier]:
         """Return the run's ends so far with their decisions, the oldest first.
 
-        If the clock was set back, a decision seems to lie in the future. The absolute difference to
-        the present time is its age; a negative age would count as less than an hour.
+        The age of a decision is its absolute difference to the present time: if the clock was set
+        back, a decision seems to lie in the future, and a negative age would always count as less
+        than an hour.
         """
         now = time.time()
         return [
@@ -223,11 +243,11 @@ class Journal:
 
     @property
     def has_left_out(self) -> bool:
-        """Whether this start of the job has ever left a node out."""
+        """Whether a node was ever left out in this start of the Slurm job."""
         return any(entry.decision.out for entry in self._of_this_start())
 
     def silent(self) -> set[str]:
-        """Return the nodes of `left_out` that did not answer; these nodes may come back."""
+        """Return the nodes that were left out because they did not answer; they may come back."""
         return {node for node, silent in self._left_out().items() if silent}
 
     def _left_out(self) -> dict[str, bool]:
@@ -236,6 +256,7 @@ class Journal:
         A node with the value False was left out for a fault, and does not come back.
         """
         silent_by_node: dict[str, bool] = {}
+        # Repeat all decisions of this start, oldest first: nodes were left out, and came back.
         for entry in self._of_this_start():
             for node in entry.decision.out:
                 silent_by_node[node] = node in entry.evidence.silent
@@ -248,6 +269,8 @@ class Journal:
 
         The result is 0 and () for the layout that the user has given.
         """
+        # The newest decision about the layout counts: to use fewer nodes (`used`), or to return to
+        # the user's layout (`back`, with `used` 0 and no flags).
         for entry in reversed(self._of_this_start()):
             if entry.decision.used or entry.decision.back:
                 return entry.decision.used, entry.decision.flags
@@ -269,12 +292,16 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def _entry(row: dict[str, Any]) -> Entry:
-    """Return the entry in a row; raise TypeError, ValueError or KeyError if it is malformed."""
+    """Return the entry in a row; raise TypeError, ValueError or KeyError if it is malformed.
+
+    The file may have been written by another version or edited, so every value is checked.
+    """
     values: dict[str, Any] = row["evidence"]
     for name, value in values.items():
         if isinstance(value, list):  # JSON has no tuples
             values[name] = tuple(value)
     evidence = Evidence(**values)
+    # A value must have the type of its default; `newest` has the default None, and is a number.
     for name, default in vars(Evidence(0)).items():
         if name != "newest":
             _check_type(getattr(evidence, name), type(default))
@@ -289,7 +316,7 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def _check_type(value: Any, kind: type) -> None:
-    """Raise TypeError for a value of another type, or a tuple with other items than str and int."""
+    """Raise TypeError unless a value is a `kind`, and the items of a tuple are str or int."""
     items = value if isinstance(value, tuple) else ()
     if not isinstance(value, kind) or not all(isinstance(item, str | int) for item in items):
         raise TypeError(value)

@@ -6,10 +6,10 @@ OUT/checkpoints            the newest complete checkpoint
 OUT/run.json               the bytes of a checkpoint
 
 The supervisor starts the ranks of one run again and again, in the same folder OUT. So these files
-may come from an earlier start of the ranks. Their times do not show that, because the
-clock of a file server may differ from the clock of this node. So `files_before` reads the files
-before a start, and a file that is the same afterwards comes from an earlier start. Every case and
-every row of metrics.jsonl holds its time, so the files of two starts always differ.
+may come from an earlier start of the ranks. Their times do not show that, because the clock of a
+file server may differ from the clock of this node. So `files_before` reads the files before a
+start (`before` below), and a file that is the same afterwards comes from an earlier start. Every
+case and every row of metrics.jsonl holds its time, so the files of two starts always differ.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from distributed.run_lock import free_bytes
 from telemetry.row_file import read_object, read_rows
 
 LEAST_ROOM = 1 << 20  # free bytes that a run needs even if its checkpoints are smaller
-TAIL_BYTES = 1 << 16  # bytes that are read from the end of metrics.jsonl
+TAIL_BYTES = 1 << 16  # the bytes that are read from the end of metrics.jsonl
 LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has reported an error
 REFUSED = ("preflight", "audit")  # kinds of cases whose nodes have failed a check
-SPIKE = "spike"  # kind of the case of a run that goes back to a checkpoint: --on-spike rollback
+SPIKE = "spike"  # the kind of case with which a run goes back to a checkpoint: --on-spike rollback
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,31 @@ class Evidence:
     ranks: tuple[int, ...] = ()  # ranks that the case names
     error: str = ""  # the last line of an exception, or another error message
     silent: tuple[str, ...] = ()  # nodes on which no task can be started
-    iteration: int = 1  # number of the training step during or before which the ranks ended
-    newest: int | None = None  # step of the newest checkpoint
+    iteration: int = 1  # the step after the last complete step: the ranks ended in or before it
+    newest: int | None = None  # the step of the newest complete checkpoint
     finite: bool = True  # whether the last loss is finite
-    free: int = 0  # free bytes on the disk of the run's folder
-    needed: int = 0  # bytes that must be free for another checkpoint
-    requested: bool = False  # a signal asked for the end
-    back: tuple[str, ...] = ()  # nodes that answer again, for which the ranks were asked to save
+    free: int = 0  # the free bytes on the disk of the run's folder
+    needed: int = 0  # the bytes that must be free for another checkpoint
+    requested: bool = False  # whether a signal asked the supervisor for the end
+    # Nodes that were left out and answer again. To use them, the supervisor asked the ranks to save
+    # and to end.
+    back: tuple[str, ...] = ()
 
     @property
     def disk_is_full(self) -> bool:
-        """Whether the run ended because it could not write.
+        """Whether the run ended because it could not write: an error says so, or room is lacking.
 
-        A lost rank or node explains the end better than a disk that happens to be full.
+        If a rank was lost, that explains the end better than a disk that happens to be full.
         """
         reported = any(text in self.error for text in NO_ROOM)
         return reported or (self.kind not in LOST and self.free < self.needed)
 
     @property
     def is_mistake(self) -> bool:
-        """Whether a UserError or diverged training ended the run; both have status 2."""
+        """Whether a UserError or diverged training ended the run; both have status 2.
+
+        A failed check and a spike have status 2 too, but after them another start may succeed.
+        """
         return self.status == 2 and self.kind not in (*LOST, *REFUSED, SPIKE)
 
     def describe(self) -> str:
@@ -117,6 +122,7 @@ def read_evidence(
     """
     last_step, finite = _last_row(out, before)
     newest, _ = newest_checkpoint(out)
+    # If this start has done no step, the ranks were at the step after their checkpoint.
     steps_done = last_step or newest or 0
     return Evidence(
         status,
@@ -132,7 +138,7 @@ def read_evidence(
 
 
 def case_is_written(out: str, before: Files) -> bool:
-    """Return whether the current start of the ranks has written a case."""
+    """Return whether the current start of the ranks has written a case, so that they will end."""
     return bool(_new_case(out, before))
 
 
@@ -146,17 +152,22 @@ def _case_file(out: str) -> Path:
 
 
 def _new_case(out: str, before: Files) -> dict[str, Any]:
-    """Return the case of the current start; empty if there is no case or its file is cut short."""
+    """Return the case of the current start; {} if there is no case or its file is cut short."""
     text = _read(_case_file(out))
     return {} if text == before.case else read_object(text)
 
 
 def _case(out: str, before: Files) -> dict[str, Any]:
-    """Return the fields of Evidence that the case of the current start gives."""
+    """Return the fields of Evidence that the case of the current start gives: kind, nodes, ...
+
+    The result is {} without a case. The files may be incomplete, so every value is checked.
+    """
     case = _new_case(out, before)
     if not case:
         return {}
     ranks = tuple(rank for rank in _list(case, "culprits") if isinstance(rank, int))
+    # The watchdog's case names ranks, whose files have the nodes and errors. The case of a failed
+    # check has the nodes and the error itself.
     files = [Path(out, "hang", f"rank_{rank:05d}.json") for rank in ranks]
     reports = [read_object(_read(file)) for file in files]
     nodes = {str(report["node"]) for report in reports if report.get("node")}
@@ -173,7 +184,7 @@ def _case(out: str, before: Files) -> dict[str, Any]:
 
 
 def _list(case: dict[str, Any], name: str) -> list:
-    """Return a list of a case; [] if the case has no list of that name."""
+    """Return the value `name` of a case, such as "nodes"; [] if it is missing or no list."""
     value = case.get(name)
     return value if isinstance(value, list) else []
 
@@ -200,7 +211,8 @@ def _end_of_metrics(out: str) -> tuple[int, bytes]:
 def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
     """Return the last step in metrics.jsonl, and whether the last loss is finite.
 
-    The step is None, and the loss counts as finite, if the current start has written no row yet.
+    The step is None, and the loss counts as finite, if the current start has written no row yet:
+    then the file is as it was before the start.
     """
     size, end = _end_of_metrics(out)
     if (size, end) == (before.metrics_size, before.metrics_end):
@@ -215,11 +227,11 @@ def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
 
 
 def newest_checkpoint(out: str) -> tuple[int | None, int]:
-    """Return the newest complete checkpoint's step and its bytes, which are at least LEAST_ROOM.
+    """Return the step of the newest complete checkpoint, and its bytes, at least LEAST_ROOM.
 
     Without a complete checkpoint the result is None and LEAST_ROOM.
     """
-    checkpoints = [
+    checkpoints = [  # (step, folder) of each folder such as step_00001200
         (int(match[1]), folder)
         for folder in Path(out, "checkpoints").glob("step_*")
         if (match := re.fullmatch(r"step_(\d+)", folder.name))
@@ -235,9 +247,10 @@ def newest_checkpoint(out: str) -> tuple[int | None, int]:
 
 
 def bytes_needed(out: str) -> int:
-    """Return the free bytes that the run needs to save a checkpoint, by run.json.
+    """Return the free bytes that the run needs to save a checkpoint, at least LEAST_ROOM.
 
-    If run.json does not have the number, the size of the newest checkpoint is returned.
+    The run has written the number into run.json. If it is not there, the size of the newest
+    checkpoint is returned.
     """
     stated = read_object(_read(Path(out, "run.json"))).get("checkpoint_bytes")
     needed = stated if isinstance(stated, int) else newest_checkpoint(out)[1]

@@ -6,7 +6,8 @@
 The planner predicts the seconds of a step with each layout. The rehearsal (rehearse.py) runs one
 layout's ranks without a GPU, and finds operations that would hang and too little memory. It is
 started as a process, because the supervisor must not import torch. Model, data and global batch
-stay the same, so training does too.
+stay the same, so training does too. The layout as given is the layout of the user's command; a
+layout's flags are its options as words of a command line.
 """
 
 import json
@@ -41,15 +42,15 @@ class Options:
 
     gpu: str  # the name of a machine of hardware/
     calibration: str | None  # the planner's --calibration; None if it was not given
-    max_slowdown: float  # most seconds of a step, relative to the layout as given
+    max_slowdown: float  # how many times longer than with the layout as given a step may take
 
 
 @dataclass(frozen=True)
 class Found:
     """A layout on fewer nodes.
 
-    nodes: the number of nodes. flags: the layout's options. seconds: predicted, of a step. reason:
-    why this layout was chosen.
+    nodes: the number of nodes. flags: the layout's options. seconds: the predicted seconds of a
+    step. reason: why this layout was chosen; empty until it was chosen.
     """
 
     nodes: int
@@ -65,12 +66,18 @@ class Fewer:
     """
 
     def __init__(self, command: Command, config: Config, options: Options):
-        """Predict the layout as given; raise UserError if the planner finds a user's mistake."""
+        """Predict the seconds of a step with the layout as given, to compare others with it.
+
+        config: the run's configuration, before dp is filled in. Raise UserError if the planner
+        finds a user's mistake.
+        """
         self.command = command
         self.config = config
         self.options = options
         self.machine = hardware.load(options.gpu, options.calibration)
         given = {name: value for name, value in vars(config.layout).items() if value is not None}
+        # The options of the user's layout are fixed. The user runs this layout already, so any risk
+        # of running out of memory (1.0) is accepted.
         answer = self._rank(command.used, given, accepted=1.0)
         self.seconds: float | None = None  # predicted for the layout as given; None: rejected
         self.rejected = answer.rejected[0].reason if answer.rejected else "no layout is left"
@@ -78,7 +85,7 @@ class Fewer:
             self.seconds = answer.ranked[0].prediction.seconds
 
     def words(self, flags: tuple[str, ...]) -> list[str]:
-        """Return the run's options with the layout's options replaced by these flags."""
+        """Return the run's options as words, with these flags in place of the layout's options."""
         words = list(flags)
         for group in GROUPS:
             if group != "layout":
@@ -101,7 +108,7 @@ class Fewer:
         for found in layouts_by_speed[:MOST_REHEARSED]:
             slowdown = found.seconds / self.seconds
             times = f"a step {slowdown:.2f} times as long, as predicted on {self.machine.name}"
-            if slowdown > limit:
+            if slowdown > limit:  # the later layouts are slower still
                 finding = finding or f"{times}: above --max-slowdown {limit:g}"
                 break
             accepted, finding = self._rehearse(found)
@@ -118,10 +125,10 @@ class Fewer:
         better, such as 32 instead of 47.
         """
         free = [*FREE]
-        if "," in self.config.layout.partition:  # a list of blocks is for the given pp
+        if "," in self.config.layout.partition:  # a list of blocks fits only the given pp
             free.append("partition")
         default = Layout()
-        kept = {}
+        kept = {}  # the options that the user has set and the planner may not choose
         for name, value in vars(self.config.layout).items():
             if name not in free and value != getattr(default, name):
                 kept[name] = value
@@ -136,7 +143,8 @@ class Fewer:
     def _rank(self, nodes: int, fixed: dict[str, Any], accepted: float) -> layouts.Answer:
         """Return the planner's layouts on a number of nodes.
 
-        fixed: options of the layout by name. accepted: the largest risk of running out of memory.
+        fixed: options of the layout that the planner must not change, by name. accepted: the
+        largest risk of running out of memory with which a layout is ranked.
         """
         config = self.config.with_precision(self.machine.precision)
         ranks = self._ranks(nodes)
@@ -151,7 +159,7 @@ class Fewer:
     def _rehearse(self, found: Found) -> tuple[bool, str]:
         """Rehearse a layout; return whether it is accepted, and a sentence on the rehearsal.
 
-        A layout that cannot be rehearsed is accepted.
+        A layout that cannot be rehearsed is accepted: then the planner's prediction alone counts.
         """
         words = ["--gpus", str(self._ranks(found.nodes)), "--nodes", str(found.nodes)]
         words += ["--gpu", self.options.gpu]
@@ -160,6 +168,7 @@ class Fewer:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "answers.json")
             error = _run_rehearsal([*words, "--json", str(file), *self.words(found.flags)])
+            # The text of the fault, "" without a fault, or None if there was no rehearsal.
             finding = json.loads(file.read_text())["finding"] if file.exists() else None
         if finding:
             return False, f"the rehearsal rejects {' '.join(found.flags)}: {finding}"
@@ -173,7 +182,10 @@ class Fewer:
 
 
 def _run_rehearsal(words: list[str]) -> str:
-    """Run rehearse.py with these arguments; return the last line of its messages."""
+    """Run rehearse.py with these arguments; return the last line of its messages.
+
+    The result itself is in the file that the arguments name; the line tells why there is none.
+    """
     try:
         done = subprocess.run(
             [sys.executable, str(REHEARSE), *words],

@@ -6,6 +6,10 @@ The launcher (srun, mpirun) is a child process of the supervisor and starts the 
 report in OUT/hang/case.json that the watchdog or a rank writes after a fault. A node that is left
 out gets no rank; it is used again when it answers. `Processes` starts the launcher, passes signals
 on, and leaves no process behind. Read evidence.py and decisions.py first.
+
+The layout as given is the layout of the user's command. If nodes are left out and no spare node is
+there, the ranks may go on with another layout on fewer nodes (fewer.py). The journal has all
+decisions; what is left out and which layout is in use follow from it.
 """
 
 import contextlib
@@ -32,13 +36,15 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask the run to save and end
-PR_SET_PDEATHSIG = 1  # constants of <sys/prctl.h>
+# Constants of <sys/prctl.h>: "send me a signal when my parent ends", and "make me the parent of my
+# descendants whose parents have ended".
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-SECONDS_BETWEEN_ENDS = 0.05  # between two checks whether processes have ended
-SECONDS_BETWEEN_LOOKS = 1.0  # between two checks for a case, or for room on a full disk
-SECONDS_BETWEEN_LINES = 600.0  # between two printed lines while the disk is full
+SECONDS_BETWEEN_ENDS = 0.05  # seconds between two checks whether processes have ended
+SECONDS_BETWEEN_LOOKS = 1.0  # seconds between two checks for a case, or for room on a full disk
+SECONDS_BETWEEN_LINES = 600.0  # seconds between two printed lines while the disk is full
 SECONDS_TO_END = 10.0  # after a case the launcher has this time to end, and is killed then
-SECONDS_TO_REST = 10.0  # the launcher's other processes have this time after its end
+SECONDS_TO_REST = 10.0  # the launcher's other processes have this time to end after the launcher
 
 
 class Processes:
@@ -51,7 +57,7 @@ class Processes:
         """Take over the signals in STOPS, and become the parent of orphaned descendants."""
         self.srun = srun
         self.stopped = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the launcher while it runs
         self._libc = ctypes.CDLL(None)
         self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in STOPS:
@@ -66,7 +72,8 @@ class Processes:
         launcher cannot be started.
         """
         try:
-            # A signal between the check and the start would not reach the launcher.
+            # Signals wait until the launcher is there: a signal that came between the check of
+            # `stopped` and the start would not reach the launcher.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             if self.stopped:
                 return STOPPED_EARLY
@@ -83,7 +90,7 @@ class Processes:
         status = self._wait(process, reported)
         self._process = None
         self._end_descendants()
-        return 128 - status if status < 0 else status
+        return 128 - status if status < 0 else status  # Popen gives -N for signal N
 
     def save(self) -> None:
         """Ask the ranks by SIGUSR1 to save and to end with status 75."""
@@ -91,9 +98,10 @@ class Processes:
             self._process.send_signal(signal.SIGUSR1)
 
     def _prepare(self) -> None:
-        """Set the signals of the new process, before it becomes the launcher.
+        """Set the signals of the new process; it calls this just before it becomes the launcher.
 
-        The kernel sends the launcher a signal if the supervisor is killed.
+        If the supervisor is killed, the kernel sends the launcher a signal upon which the ranks
+        save and end. At SIGTERM srun would end the ranks before they can save, so it gets SIGUSR1.
         """
         number = signal.SIGUSR1 if self.srun else signal.SIGTERM
         self._libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -103,7 +111,7 @@ class Processes:
         """Pass a signal on to the launcher; called by Python for each signal in STOPS.
 
         srun ends its ranks at SIGTERM before they can save, and ignores SIGINT, so the first signal
-        is passed on as SIGUSR1.
+        is passed on to srun as SIGUSR1. A second signal is passed on as it is, and ends the run.
         """
         if self.srun and not self.stopped:
             number = signal.SIGUSR1
@@ -114,8 +122,9 @@ class Processes:
     def _wait(self, process: subprocess.Popen[bytes], reported: Callable[[], bool]) -> int:
         """Wait for the launcher's end and return its status, which is negative after a signal.
 
-        reported: whether the ranks have written a case; SECONDS_TO_END later the launcher and all
-        its descendants are killed.
+        reported: a function that returns whether the ranks have written a case, called once a
+        second. After a case the ranks end; if the launcher then hangs, it and all its descendants
+        are killed after SECONDS_TO_END.
         """
         seen_at: float | None = None  # the time.monotonic() at which the case was seen
         while True:
@@ -149,18 +158,19 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 def _living_descendants() -> list[psutil.Process]:
     """Return the running descendants of this process, and reap the ended ones."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
+    with contextlib.suppress(ChildProcessError):  # there are no children any more
+        while os.waitpid(-1, os.WNOHANG)[0]:  # reaps a child that has ended; 0: there is none
             continue
     descendants = psutil.Process().children(recursive=True)
-    with contextlib.suppress(psutil.NoSuchProcess):  # a process has just ended
+    # If a process ends just now, all are returned; the caller looks again.
+    with contextlib.suppress(psutil.NoSuchProcess):
         return [process for process in descendants if process.status() != psutil.STATUS_ZOMBIE]
     return descendants
 
 
 SECONDS_FOR_AN_EARLIER_RUN = 60.0  # ranks of a killed supervisor should end within this time
 SECONDS_BETWEEN_PROBES = 30.0  # how often nodes that were left out are asked for an answer
-SECONDS_OF_A_PROBE = 5.0  # within this time such a node must answer
+SECONDS_OF_A_PROBE = 5.0  # a node that was left out must answer within this time
 
 
 class Session:
@@ -171,12 +181,17 @@ class Session:
     """
 
     def __init__(self, command: Command, limit: int, fewer: "Fewer | None" = None):
+        """Read the run's journal, and take over the signals; no ranks are started yet.
+
+        limit: the most restarts in an hour. fewer: finds layouts for fewer nodes, or None.
+        """
         self.command = command
         self.limit = limit
         self.fewer = fewer
         self.journal = Journal(command.out, command.job.start if command.job else "")
         self.processes = Processes(command.by_srun)
-        self.back: tuple[str, ...] = ()  # nodes that answer again, for which the ranks save and end
+        # Nodes that answer again. The running ranks were asked to save and end because of them.
+        self.back: tuple[str, ...] = ()
         self.asked = 0.0  # the time.monotonic() at which silent nodes were last asked
 
     def run(self) -> int:
@@ -187,7 +202,7 @@ class Session:
                 say(f"too few nodes are left: {', '.join(self._nodes()) or 'none'}")
                 return STOPPED_EARLY
             status, decision = self._start()
-            if decision.action == Action.QUEUE:
+            if decision.action == Action.QUEUE:  # for this status the batch script queues the job
                 return STOPPED_EARLY
             if decision.action in (Action.PASS, Action.STOP):
                 return status
@@ -197,7 +212,7 @@ class Session:
         return STOPPED_EARLY
 
     def _used(self) -> int:
-        """Return the number of nodes that the ranks run on: 0 if the launcher chooses the nodes."""
+        """Return the number of nodes that the ranks run on; 0 if the launcher chooses the nodes."""
         return self._layout()[0] or self.command.used
 
     def _layout(self) -> tuple[int, tuple[str, ...]]:
@@ -216,9 +231,9 @@ class Session:
         return self._usable()[: self._used()]
 
     def _start(self) -> tuple[int, Decision]:
-        """Start the ranks and wait for their end.
+        """Start the ranks, wait for their end, and decide about the next action.
 
-        Return the launcher's exit status, and the decision about the next action.
+        Return the launcher's exit status and the decision, which is in the journal then.
         """
         command = self.command
         journal = self.journal
@@ -231,9 +246,9 @@ class Session:
         say(f"starting{where}, from {first}")
         self.back = ()
         self.asked = time.monotonic()
-        before = evidence.files_before(command.out)
+        before = evidence.files_before(command.out)  # to tell later which files are new
         status = self.processes.run(self._words(nodes), lambda: self._look(before))
-        stopped = self.processes.stopped
+        stopped = self.processes.stopped  # whether a signal asked the supervisor for the end
         failed = status not in (0, STOPPED_EARLY) and not stopped
         silent = silent_nodes(nodes) if failed else ()
         end = evidence.read_evidence(command.out, status, before, silent, stopped)
@@ -248,7 +263,9 @@ class Session:
     def _words(self, nodes: list[str]) -> list[str]:
         """Return the command line that starts the ranks on these nodes.
 
-        It is the user's command line until the first node is left out.
+        This is the user's command line if all nodes of the job are used and no node was ever left
+        out, or if the launcher chooses the nodes. Otherwise srun gets options that name the nodes,
+        and with a layout on fewer nodes the options of the run have that layout's flags.
         """
         used, flags = self._layout()
         as_given = len(nodes) == len(self.command.nodes) and not self.journal.has_left_out
@@ -265,10 +282,12 @@ class Session:
         silent = self.journal.silent()
         now = time.monotonic()
         due = self.asked + SECONDS_BETWEEN_PROBES < now and not self.back
+        # The silent nodes are asked only while the ranks run on fewer nodes than the user wanted.
         if due and silent and self._used() < self.command.used:
             back = answering_nodes(sorted(silent), SECONDS_OF_A_PROBE)
             self.asked = time.monotonic()
             enough = len(self._usable()) + len(back) >= self.command.used
+            # The ranks must have done a step, so that each start of the ranks makes progress.
             if back and enough and evidence.has_trained(self.command.out, before):
                 self.back = back
                 say(f"{', '.join(back)} can be used again: the ranks save and end")
@@ -278,8 +297,8 @@ class Session:
     def _on_fewer(self, decision: Decision, fewer: "Fewer") -> Decision:
         """Return a decision to restart on the remaining nodes, if there is a layout for them.
 
-        decision: to queue the job, because nodes are left out and too few remain. Without a layout,
-        this decision is returned with the reason why there is none.
+        decision: the decision to queue the job, because nodes are left out and too few remain. If
+        there is no layout, this decision is returned, and its reason says why there is none.
         """
         remaining = [node for node in self._usable() if node not in decision.out]
         say(f"{decision.reason}: asking the planner for a layout on {len(remaining)} nodes")
@@ -304,7 +323,7 @@ class Session:
             free = evidence.free_bytes(out)
             needed = evidence.bytes_needed(out)
             if free >= needed:
-                return self.journal.file.finish()  # writes rows that waited in memory
+                return self.journal.file.finish()  # writes rows that waited in memory for room
             if time.monotonic() - printed_at >= SECONDS_BETWEEN_LINES:
                 printed_at = time.monotonic()
                 say(f"waiting for room: {free / 1e6:.1f} MB free of {needed / 1e6:.1f} at {out}")

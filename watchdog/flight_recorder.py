@@ -7,10 +7,15 @@
     operation = group_log.enter("all_reduce", 4096)  before the call, because the call may hang
     operation.under_way(handle).wait()
 
+An action is a part of a step or of another phase: F (a forward pass), B, optimizer, save, ...
 An operation is a collective or a message. Each rank numbers the operations of a group, so a rank
 that never entered the operation in which the others wait has a lower count than they have. The
 training thread writes and the watchdog's thread reads without locks: a count may be out of date by
 a microsecond. benchmarks/watchdog.py measures the cost.
+
+Over gloo a wait blocks the host until the operation is done. Over NCCL a wait returns at once and
+makes the device's stream wait; a CUDA event behind the wait shows whether the stream has passed it.
+A span is a stretch of time with a name, kept to draw a step: (action, micro-batch, start, end).
 """
 
 import math
@@ -22,14 +27,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch
+Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch or None
 RING = 256  # the number of records that are kept
 STEPS = 101  # the number of step durations that are kept, for their median
-# The number of stream waits that are kept: the host is at most 1024 launches ahead of a stream, so
-# the stream has passed all earlier waits.
+# The number of stream waits that are kept. The host is at most 1024 launches ahead of a stream, so
+# the stream has passed all earlier waits, and none of them can be the cause of a hang.
 DEVICE_WAITS = 1024
-# Seconds without progress after which the watchdog's thread asks the GPU's driver which wait the
-# stream has not passed.
+# After these seconds without progress the watchdog's thread asks the GPU's driver which wait the
+# stream has not passed. It does not ask earlier, because the question may wait for a lock.
 SECONDS_TO_ASK = 3.0
 
 
@@ -45,13 +50,14 @@ class Operation:
     number: int  # from 1, among the group's collectives, or among the messages to or from a peer
     bytes: int  # the size of the tensor on this rank
     peer: int | None = None  # the other rank's position in the group; None for a collective
-    place: Place = field(init=False)  # the action of the rank that started the operation
-    entered: float = field(init=False)
-    waited_since: float | None = None
-    ended: float | None = None
+    place: Place = field(init=False)  # the action in which this rank started the operation
+    entered: float = field(init=False)  # when the operation was recorded, before its start
+    waited_since: float | None = None  # when `wait` was called
+    ended: float | None = None  # when `wait` returned
     handle: Any = None  # torch's handle; None before the start and after the wait
 
     def __post_init__(self) -> None:
+        """Append the operation to the recorder's ring, with the current action and time."""
         recorder = self.group_log.recorder
         self.place = recorder.place
         self.entered = time.monotonic()
@@ -70,7 +76,7 @@ class Operation:
         recorder = self.group_log.recorder
         began = self.waited_since = time.monotonic()
         recorder.waiting = self
-        marks = None
+        marks = None  # over NCCL, in a measured step: the timing events before and after the wait
         if recorder.stream:
             marks = recorder.stream.wait_for(self, recorder.stamp)
         else:
@@ -81,13 +87,16 @@ class Operation:
         if recorder.stream is None:
             recorder.waited += now - began
         recorder.progress += 1
-        if recorder.spans is not None:
+        if recorder.spans is not None:  # this step is drawn: keep the wait as a span
             side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
             name = f"{self.kind} {self.number} of {self.group_log.role}{side}"
             recorder.spans.append(("wait", name, *(marks or (began, now))))
 
     def to_dict(self, now: float) -> dict[str, Any]:
-        """Return the record as plain values; times become seconds before `now`."""
+        """Return the operation as plain values for a snapshot; times become seconds before `now`.
+
+        Positions in the group become ranks of the world.
+        """
         return {
             "kind": self.kind,
             "role": self.group_log.role,
@@ -109,12 +118,14 @@ class GroupLog:
     """
 
     def __init__(self, recorder: "FlightRecorder", role: str, ranks: tuple[int, ...]):
+        """Begin with no operations; called by FlightRecorder.group_log."""
         self.recorder = recorder
         self.role = role
         self.ranks = ranks
         self.entered = 0  # the number of collectives that this rank has entered
-        self.sent: dict[int, int] = {}  # the number of messages to a peer, by its position
-        self.received: dict[int, int] = {}  # the number of messages from a peer, by its position
+        # The number of messages to and from each peer, by the peer's position in `ranks`.
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
 
     def enter(self, kind: str, size: int) -> Operation:
         """Record a collective of `size` bytes on this rank, before it starts."""
@@ -122,27 +133,26 @@ class GroupLog:
         return Operation(self, kind, self.entered, size)
 
     def enter_send(self, size: int, to: int) -> Operation:
-        """Record a message of `size` bytes to the group's rank `to`, before it starts."""
+        """Record a message of `size` bytes to the group's rank `to`, before the send starts."""
         number = self.sent[to] = self.sent.get(to, 0) + 1
         return Operation(self, "send", number, size, to)
 
     def enter_receive(self, size: int, source: int) -> Operation:
-        """Record a message of `size` bytes from the group's rank `source`, before it starts."""
+        """Record a message of `size` bytes from the group's rank `source`, before it can arrive."""
         number = self.received[source] = self.received.get(source, 0) + 1
         return Operation(self, "receive", number, size, source)
 
 
 class StreamWaits:
-    """The waits of the device's stream over NCCL, where a wait does not make the host wait.
-
-    new_event: makes a CUDA event without a time stamp. timed: for each wait of a measured step, the
-    timing events before and after it.
-    """
+    """The waits of the device's stream over NCCL, where a wait does not make the host wait."""
 
     def __init__(self, new_event: Callable[[], Any]):
+        """new_event: makes a CUDA event without a time stamp."""
         self.new_event = new_event
-        # The last waits, each with an event that the stream passes after it.
+        # The last operations for which the stream was made to wait, each with the CUDA event that
+        # was recorded behind the wait: if the event is done, the stream has passed the wait.
         self._last: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
+        # The timing events before and after each wait of a measured step.
         self.timed: list[tuple[Any, Any]] = []
 
     def wait_for(
@@ -150,13 +160,14 @@ class StreamWaits:
     ) -> tuple[Any, Any] | None:
         """Make the stream wait for the operation's handle, and record an event after the wait.
 
-        In a hang the event shows whether the stream has passed the operation; this thread never
-        queries it. stamp: makes a timing event, or None; then return None. Otherwise return the
-        timing events before and after the wait.
+        In a hang the event shows whether the stream has passed the operation; only the watchdog's
+        thread queries it. stamp: makes a timing event, in a measured step; the result is then the
+        timing events before and after the wait. Otherwise `stamp` is None, and so is the result.
         """
         first = stamp() if stamp else None
         operation.handle.wait()
-        # If DEVICE_WAITS events are kept, the stream has passed the oldest event: use it again.
+        # To make an event costs time. Once DEVICE_WAITS events are kept, the stream has passed the
+        # oldest, so this event is used again; `append` drops its old entry.
         reuses = len(self._last) == DEVICE_WAITS
         passed = self._last[0][1] if reuses else self.new_event()
         passed.record()
@@ -167,17 +178,20 @@ class StreamWaits:
         return self.timed[-1]
 
     def take_seconds(self) -> float:
-        """Return the seconds of the timed waits since the step began or since the last call."""
+        """Return the stream's seconds in timed waits since the step began or since the last call.
+
+        The stream must have passed these waits, as after a step whose result the host has read.
+        """
         timed = self.timed
         self.timed = []
-        return sum(first.elapsed_time(last) for first, last in timed) / 1e3
+        return sum(first.elapsed_time(last) for first, last in timed) / 1e3  # from milliseconds
 
     def not_passed(self) -> Operation | None:
-        """Return the first operation that the stream has not passed yet, or None.
+        """Return the first operation for which the stream still waits, or None.
 
-        The queries ask the driver, which may wait for a lock that another thread holds. After an
-        error of the device every query raises that error again: then return None, because the main
-        thread reports the error.
+        Called by the watchdog's thread when the rank makes no progress. The queries ask the driver,
+        which may wait for a lock that another thread holds. After an error of the device every
+        query raises that error again: then return None, because the main thread reports the error.
         """
         waits = list(self._last)
         with suppress(RuntimeError):
@@ -195,16 +209,20 @@ class FlightRecorder:
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None):
+        """new_event: makes a CUDA event, over NCCL; None over gloo. A rank makes one recorder."""
+        # The last records: operations, and actions with the times at which they began.
         self.ring: deque[Operation | tuple[Place, float]] = deque(maxlen=RING)
-        self.group_logs: dict[tuple[str, tuple[int, ...]], GroupLog] = {}
+        self.group_logs: dict[tuple[str, tuple[int, ...]], GroupLog] = {}  # by (role, ranks)
         self.coordinates: dict[str, int] = {}
-        self.place: Place = ("start", 0, "start", None)
+        self.place: Place = ("start", 0, "start", None)  # the current action
         self.since = time.monotonic()  # when the current action (`place`) began
         self.progress = 0
         self.waiting: Operation | None = None  # the operation in which the host waits now
         self.waited = 0.0  # the host's seconds in waits since `take_waited`
         self.background: dict[str, Any] | None = None  # the checkpoint thread's action
-        self.background_progress = 0  # the checkpoint thread's progress; only that thread writes it
+        # The progress of the thread that writes checkpoints. Two threads must not add to the same
+        # number, so this thread has a number of its own.
+        self.background_progress = 0
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
         self.steps: deque[float] = deque(maxlen=STEPS)  # seconds of the last steps
         self.steps_done = 0
@@ -212,10 +230,12 @@ class FlightRecorder:
         # wait has the action "wait" and the operation in place of the micro-batch.
         self.spans: list[tuple] | None = None
         self.stamp: Callable[[], Any] | None = None  # returns a span's time; None: monotonic clock
-        self._mark: Any = None  # the time of a span at which the current action began
-        self.spent: dict[str, float] = defaultdict(float)  # seconds by phase; `log`: between steps
-        self.stream = StreamWaits(new_event) if new_event else None
-        self._seen = -1, 0.0  # the last new progress in a snapshot, and the time of that snapshot
+        self._mark: Any = None  # when the current action began, as the time of a span
+        # The seconds spent in each phase. Between two steps the phase is `log`.
+        self.spent: dict[str, float] = defaultdict(float)
+        self.stream = StreamWaits(new_event) if new_event else None  # None over gloo
+        # The progress in the last snapshot that showed new progress, and the time of that snapshot.
+        self._seen = -1, 0.0
 
     def group_log(self, role: str, ranks: tuple[int, ...]) -> GroupLog:
         """Return the log of a group; groups with the same role and ranks share one log."""
@@ -225,7 +245,8 @@ class FlightRecorder:
 
     def begin_step(self, step: int) -> None:
         """Record that a training step begins."""
-        self.waited = 0.0  # the waits between steps do not count
+        # The seconds in waits between the steps do not count as waits of this step.
+        self.waited = 0.0
         if self.stream:
             self.stream.timed = []
         self._move(("train", step, "begin", None))
@@ -235,18 +256,21 @@ class FlightRecorder:
         """Record that a training step has ended; its duration counts towards the median."""
         self.steps.append(time.monotonic() - self._step_began)
         self.steps_done += 1
-        self.enter("log")
+        self.enter("log")  # the phase between two steps
 
     def enter(self, phase: str) -> None:
         """Record that a phase other than a training step begins: evaluate, save, load, end, ..."""
         self._move((phase, self.place[1], phase, None))
 
     def at(self, action: str, micro_batch: int | None = None) -> None:
-        """Record that the next action of the phase begins: data, F, B, reduce, optimizer, ..."""
+        """Record that the next action begins: data, F, B, reduce, optimizer, ...
+
+        The phase and the step stay the same.
+        """
         self._move((self.place[0], self.place[1], action, micro_batch))
 
     def _move(self, place: Place) -> None:
-        """End the current action and begin the one at `place`."""
+        """End the current action and begin the action `place`."""
         now = time.monotonic()
         self.spent[self.place[0]] += now - self.since
         if self.spans is not None:
@@ -271,10 +295,11 @@ class FlightRecorder:
 
     @contextmanager
     def waiting_for(self, kind: str, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """Record a wait that is not an Operation: `store` (for `ranks`), `device` or `writer`.
+        """Record a wait that is not an Operation, as long as the block of `with` runs.
 
-        The wait lasts as long as the block. An exception does not clear the record, so that the
-        report shows in which wait the rank failed.
+        kind: store (a value of `ranks` in the store), device (the GPU's work), writer (the thread
+        that writes a checkpoint), or room (on the disk). An exception does not clear the record, so
+        that the report shows in which wait the rank failed.
         """
         self.other_wait = _wait(kind, ranks)
         yield
@@ -282,9 +307,10 @@ class FlightRecorder:
         self.progress += 1
 
     def background_at(self, kind: str | None, ranks: Sequence[int] = ()) -> None:
-        """Record the next action of the checkpoint's thread; called by that thread.
+        """Record the next action of the thread that writes a checkpoint; called by that thread.
 
-        kind: the action; None: the thread has ended its work. ranks: the ranks it waits for.
+        kind: the action in words; None: the thread has ended its work. ranks: the ranks for which
+        the thread waits in this action.
         """
         self.background = _wait(kind, ranks) if kind else None
         self.background_progress += 1
@@ -307,21 +333,23 @@ class FlightRecorder:
     # -- for the watchdog's thread ----------------------------------------------------------
 
     def snapshot(self, records: int) -> dict[str, Any]:
-        """Return the rank's current action and its last `records` records, as plain values.
+        """Return the rank's current action, its wait and last `records` records, as plain values.
 
-        Called by the watchdog's thread.
+        The watchdog's thread calls this for each heartbeat, and once more with all records when the
+        monitor asks what this rank does.
         """
         now = time.monotonic()
         progress = self.progress + self.background_progress
         if progress != self._seen[0]:
             self._seen = progress, now
-        is_still = now - self._seen[1] >= SECONDS_TO_ASK
+        is_still = now - self._seen[1] >= SECONDS_TO_ASK  # no new progress for these seconds
         device = self.stream.not_passed() if is_still and self.stream else None
         waiting = self.waiting
         other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
-            # The host may be blocked in any later action, because its launch queue is full. The
-            # rank waits in the operation that the stream has not passed.
+            # The host is not in a wait, or waits for the GPU. It may be blocked in any later
+            # action, because its launch queue is full: the operation in which the rank really
+            # waits is the operation that the stream has not passed.
             waiting = device
         return {
             **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),
@@ -337,7 +365,10 @@ class FlightRecorder:
         }
 
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return role and ranks of every group, in the order of the snapshot's counts."""
+        """Return role and ranks of every group, in the order of "counts" in a snapshot.
+
+        A heartbeat sends the groups only if there are new groups, the counts each time.
+        """
         return list(self.group_logs)
 
 
@@ -349,7 +380,7 @@ def describe_place(snapshot: dict[str, Any]) -> str:
     parts = []
     if snapshot["step"]:
         parts.append(f"step {snapshot['step']}")
-    if phase not in ("train", action):
+    if phase not in ("train", action):  # the phase is told only where the action does not tell it
         parts.append(phase)
     parts.append(action if batch is None else f"{action} of micro-batch {batch}")
     return ", ".join(parts)
@@ -364,12 +395,12 @@ def _seconds_before(now: float, moment: float | None) -> float | None:
 
 
 def _wait(kind: str, ranks: Sequence[int]) -> dict[str, Any]:
-    """Return the record of a wait that begins now and is not an Operation."""
+    """Return the record of a wait that begins now and is not an Operation, as for the store."""
     return {"kind": kind, "ranks": list(ranks), "began": time.monotonic()}
 
 
 def _wait_to_dict(wait: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
-    """Return a record of `_wait` with its seconds until now in place of its beginning."""
+    """Return a record of `_wait` with its length until now in place of its begin; None for None."""
     if wait is None:
         return None
     return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": round(now - wait["began"], 3)}

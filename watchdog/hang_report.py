@@ -21,7 +21,11 @@ waits does not wait, and is the cause:
 
 Each rank numbers its operations of a group, so a rank whose count is less than an operation's
 number has not entered it (flight_recorder.py). Results that many ranks share are computed once,
-because there may be a thousand ranks. A rank is a dictionary with the keys of monitor.Rank.to_dict.
+because there may be a thousand ranks.
+
+A rank is a dictionary with the keys of monitor.Rank.to_dict. Its "snapshot" is the rank's newest
+FlightRecorder.snapshot. The snapshot's "wait" is None, an operation of a group ("kind", "role",
+"ranks", "number", "peer", "bytes"), or another wait for ranks, which has no "role".
 """
 
 import dataclasses
@@ -37,7 +41,7 @@ from typing import Any
 from config.messages import NodeError, number_ranges
 from watchdog.flight_recorder import describe_place
 
-Ranks = dict[int, dict[str, Any]]  # by rank: the result of monitor.Rank.to_dict
+Ranks = dict[int, dict[str, Any]]  # the result of monitor.Rank.to_dict of each rank, by its number
 
 
 def _now() -> str:
@@ -54,6 +58,7 @@ class Case:
     progress for the longest time, or -1. limit: the limit in seconds that is exceeded. missing: the
     ranks that did not connect. gone: the ranks that are dead by now. culprits: the ranks that are
     the cause, the most likely rank first. time: the date and time when the case was found.
+    The monitor sets `gone` and `culprits` after it has asked all ranks.
     """
 
     kind: str
@@ -75,16 +80,19 @@ class WaitGraph:
     """The waits of all ranks that have answered or failed, and the operations they have entered."""
 
     def __init__(self, ranks: Ranks):
+        """Collect the waits and the numbers of entered operations from the ranks' snapshots."""
         self.ranks = ranks
-        self.waits: dict[int, dict[str, Any]] = {}  # by waiting rank: its wait
-        # The number of operations that a rank has entered, by group (role, members), then by rank:
+        self.waits: dict[int, dict[str, Any]] = {}  # the wait of each rank that waits
+        # How many operations each rank has entered, by group (role, members), then by rank:
         # [collectives, {position of the peer: messages sent}, {position: messages received}].
         self.counts: dict[tuple, dict[int, list]] = {}
-        # The members that have not entered a collective, by (group, number of the collective).
+        # Results of `_not_entered`, by (group, number of the collective).
         self._missing: dict[tuple, list[int]] = {}
         for number, rank in ranks.items():
+            # The last snapshot of a silent or dead rank may be out of date, so it does not count.
             if rank["state"] not in ("answered", "failed") or rank["snapshot"] is None:
                 continue
+            # The snapshot has the counts of the rank's groups in the order of `groups`.
             for (role, members), counts in zip(rank["groups"], rank["snapshot"]["counts"]):
                 self.counts.setdefault((role, tuple(members)), {})[number] = counts
             if wait := _wait_of(rank["snapshot"]):
@@ -93,23 +101,23 @@ class WaitGraph:
     def blockers(self, rank: int) -> list[int]:
         """Return the ranks for which `rank` waits; the list is empty if it does not wait.
 
-        If it waits in an operation of a group, these are the members that have not entered the
-        operation, including silent ranks. A wait of another kind, for example for the store, has a
-        list of the ranks.
+        In an operation of a group, a rank waits for the members that have not entered the
+        operation; silent ranks count as such members.
         """
         wait = self.waits.get(rank)
         if wait is None:
             return []
-        if "role" not in wait:
+        if "role" not in wait:  # no operation of a group: the wait itself lists the ranks
             return [other for other in wait["ranks"] if other != rank and other in self.ranks]
         group = (wait["role"], tuple(wait["ranks"]))
         peer = wait["peer"]
-        if peer is None:
+        if peer is None:  # a collective
             return [other for other in self._not_entered(group, wait["number"]) if other != rank]
-        # A receive waits for the peer's send of the same number, and a send for the peer's receive.
-        # The keys of the counts are positions in the group, text because they come from JSON.
+        # A message: a receive waits for the peer's send of the same number, and a send for the
+        # peer's receive. So the peer's counts decide; a peer without known counts has entered none.
         _, sent, received = self.counts.get(group, {}).get(peer, [0, {}, {}])
         peer_counts = sent if wait["kind"] == "receive" else received
+        # Counts are kept by position in the group; the key is text because it comes from JSON.
         position = str(wait["ranks"].index(rank))
         has_entered = peer_counts.get(position, 0) >= wait["number"]
         is_known = peer in self.ranks and peer != rank
@@ -118,7 +126,8 @@ class WaitGraph:
     def _not_entered(self, group: tuple[str, tuple], number: int) -> list[int]:
         """Return the known members that have not entered collective `number` of the group.
 
-        A silent member counts as a member that has not entered it. group: (role, members).
+        A silent member counts as a member that has not entered it. group: (role, members). The
+        result is kept, because all members that wait in the collective ask for it.
         """
         if (group, number) not in self._missing:
             counts = self.counts.get(group, {})
@@ -132,26 +141,27 @@ class WaitGraph:
         return self._missing[group, number]
 
     def chain_ends(self, start: Iterable[int]) -> list[int]:
-        """Return the ranks at which the chains of waits from `start` end: they do not wait.
+        """Return the ranks at which the chains of waits from the ranks `start` end.
 
-        A chain that runs in a cycle, or whose last operation all ranks have entered, has no end.
+        Such a rank does not wait, and others wait for it, directly or through more ranks. A chain
+        that runs in a cycle, or whose last operation all ranks have entered, has no end.
         """
-        seen = set()
+        seen = set()  # the ranks that the chains from `start` reach, `start` included
         queue = list(start)
         while queue:
             rank = queue.pop()
             if rank not in seen:
                 seen.add(rank)
                 queue += [other for other in self.blockers(rank) if other not in seen]
-        # Ranks that wait are subtracted: if all members have entered the operation in which a rank
-        # waits, the cause is not this rank but the network or the devices between the ranks.
+        # A rank that waits is no end, even if it waits for no rank: then all members have entered
+        # its operation, and the cause is the network or the devices between the ranks.
         return sorted(seen - set(self.waits))
 
     def waiter_for(self, culprit: int) -> tuple[int, dict[str, Any]] | None:
         """Return a rank that waits for `culprit` in an operation of a group, and its wait.
 
-        If several ranks wait for it, the wait in the smallest group is chosen. If no rank waits for
-        it, the result is None.
+        If several ranks wait for it, the wait in the smallest group is chosen, which says most
+        about the place of the hang. If no rank waits for it, the result is None.
         """
         waits = []
         for number, wait in self.waits.items():
@@ -163,13 +173,14 @@ class WaitGraph:
 
 
 def _wait_of(snapshot: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the wait in which a rank is, or in which it failed.
+    """Return the wait of a rank's snapshot; None if the rank does not wait for other ranks.
 
-    Return None if it does not wait for other ranks. snapshot: the rank's last state.
+    The wait of a rank that failed is the wait in which it failed.
     """
     wait = snapshot["wait"]
     if wait and wait["kind"] == "writer":
-        # The rank waits for its checkpoint's thread, which may itself wait for other ranks.
+        # The rank waits for its own thread that writes a checkpoint. What matters is whether that
+        # thread waits for other ranks.
         wait = snapshot["background"]
     return wait if wait and wait["ranks"] else None
 
@@ -178,7 +189,8 @@ def find_culprits(case: Case, graph: WaitGraph) -> list[int]:
     """Return the ranks that caused the case, the most likely rank first.
 
     In a hang these are the ranks at the ends of chains of waits, if they made no progress for half
-    of the limit. The list is empty if there is no such rank.
+    of the limit; the rank without progress for the longest time comes first. If the chains have no
+    end, the list is empty.
     """
     if case.kind in ("dead", "failed"):
         return [case.first]
@@ -187,7 +199,7 @@ def find_culprits(case: Case, graph: WaitGraph) -> list[int]:
     seconds_still = {number: rank["still"] for number, rank in graph.ranks.items()}
     stalled = {rank for rank, seconds in seconds_still.items() if seconds >= case.limit / 2}
     ends = [number for number in graph.chain_ends(stalled) if number in stalled]
-    return sorted(ends, key=lambda number: -seconds_still[number])
+    return sorted(ends, key=lambda number: -seconds_still[number])  # the longest time first
 
 
 _ranges = functools.partial(number_ranges, between=", ")
@@ -198,7 +210,10 @@ SHOWN_LINES = 24  # the most lines of a list that a report shows
 
 
 def format_report(case: Case, ranks: Ranks, out: str) -> str:
-    """Return the report as text. out: the run's --out, or empty if no files are written."""
+    """Return the report of a case as text, for people: the cause, who waits for whom, and where.
+
+    out: the run's --out, or empty if no files are written.
+    """
     culprits = case.culprits
     graph = WaitGraph(ranks)
     lines = ["", _RULE, f"{case.time}: {_headline(case, ranks)}"]
@@ -232,7 +247,7 @@ def _headline(case: Case, ranks: Ranks) -> str:
             f"DEAD: {_name(ranks[case.first])} ended without a goodbye: killed (by the "
             f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{later}"
         )
-    seconds = ranks[case.still]["still"]
+    seconds = ranks[case.still]["still"]  # how long the rank has made no progress
     return (
         f"HANG: rank {case.still} has made no progress for {seconds:.1f} s, the limit is "
         f"{case.limit:.1f} s (--hang-timeout)"
@@ -240,8 +255,10 @@ def _headline(case: Case, ranks: Ranks) -> str:
 
 
 def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
-    """Return the lines on one culprit: its name, the operation that it never entered, its activity,
-    its memory and its stacks.
+    """Return the report's lines on one culprit.
+
+    They tell its name, the operation that it never entered, its error, the state of its process,
+    its activity, its memory and its stacks, as far as the monitor knows them.
     """
     lines = [f"CULPRIT: {_name(rank)}"]
     if waiter := graph.waiter_for(rank["rank"]):
@@ -261,18 +278,19 @@ def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
         free = rank["memory"]["available"] / 1e9
         lines.append(f"  memory: {used:.2f} GB resident, {free:.2f} GB available on its node")
     for name, frames in rank["stacks"].items():
+        # Other threads than the main thread matter only while a checkpoint is written.
         if name == "main" or rank["snapshot"]["background"]:
             thread = "it" if name == "main" else f"its {name} thread"
             lines.append(f"  {thread} is at")
             lines += [f"    {_short(frame)}" for frame in frames[:SHOWN_FRAMES]]
-    if not rank["stacks"] and rank["raw"]:
+    if not rank["stacks"] and rank["raw"]:  # the rank sent no answer, but faulthandler its stack
         raw = [f"    {line}" for line in rank["raw"].strip().splitlines()[: 2 * SHOWN_FRAMES]]
         lines += ["  its stack, written by faulthandler:", *raw]
     return lines
 
 
 def _describe_activity(rank: dict[str, Any]) -> list[str]:
-    """Return the lines on a rank's activity, from its last snapshot."""
+    """Return the lines on what a culprit does, or did at its last message, from its snapshot."""
     snapshot = rank["snapshot"]
     it_is = "it is" if rank["state"] == "answered" else "at its last message it was"
     lines = [f"  {it_is} in {describe_place(snapshot)}, without progress for {rank['still']:.1f} s"]
@@ -282,6 +300,8 @@ def _describe_activity(rank: dict[str, Any]) -> list[str]:
         lines.append(f"  {it_is} waiting in {_operation(wait)}")
     if snapshot["device"]:
         lines.append(f"  its GPU has not passed {_operation(snapshot['device'])}")
+    # The last records of the rank are actions and operations; only operations have a kind. If the
+    # rank waits in an operation, the line above has told that.
     operations = [record for record in snapshot["last"] if "kind" in record]
     if operations and not (wait and "role" in wait):
         last = operations[-1]
@@ -293,7 +313,11 @@ def _describe_activity(rank: dict[str, Any]) -> list[str]:
 
 
 def _describe_no_culprit(graph: WaitGraph) -> str:
-    """Return the line of a report without a culprit: the network, or a cycle of waits."""
+    """Return the line of a hang's report if no rank is the cause.
+
+    Either ranks wait in an operation that all members have entered, so the network or a device is
+    the cause; or the ranks wait for one another in a cycle.
+    """
     unblocked = [number for number in graph.waits if not graph.blockers(number)]
     if unblocked:
         first = unblocked[0]
@@ -306,10 +330,13 @@ def _describe_no_culprit(graph: WaitGraph) -> str:
 
 
 def _describe_waits(graph: WaitGraph) -> list[str]:
-    """Return the lines on waits; ranks that wait in the same operation for the same ranks share a
-    line. The line with the most ranks comes first.
+    """Return the report's lines on who waits for whom.
+
+    Ranks that wait in the same operation for the same ranks share a line. The line with the most
+    ranks comes first.
     """
-    waiters: dict[tuple[str, tuple], list[int]] = {}  # by operation and the ranks waited for
+    # The waiting ranks, by the operation and the ranks that they wait for.
+    waiters: dict[tuple[str, tuple], list[int]] = {}
     for number, wait in graph.waits.items():
         key = (_operation(wait), tuple(graph.blockers(number)))
         waiters.setdefault(key, []).append(number)
@@ -321,7 +348,7 @@ def _describe_waits(graph: WaitGraph) -> list[str]:
 
 
 def _describe_places(ranks: Ranks) -> list[str]:
-    """Return the lines on current actions; ranks with the same action share a line.
+    """Return the report's lines on where the ranks are; ranks with the same action share a line.
 
     The line with the fewest ranks comes first, since the exceptional rank is often the cause.
     """
@@ -340,9 +367,10 @@ def _shortened(lines: list[str]) -> list[str]:
 
 
 def _place(rank: dict[str, Any]) -> str:
-    """Return a rank's current action, and its innermost frame outside of the watchdog's recorder
-    and the collectives. If the rank failed, the last line of its error stands in place of the
-    frame.
+    """Return a rank's current action and the line of code at which it is, as text.
+
+    The line of code is the innermost frame of the main thread outside of the watchdog's recorder
+    and the collectives. If the rank failed, the last line of its error stands in its place.
     """
     if rank["snapshot"] is None:
         return f"{rank['state']}, before its first heartbeat"
@@ -351,7 +379,7 @@ def _place(rank: dict[str, Any]) -> str:
     if rank["error"]:
         last_line = rank["error"].rstrip().splitlines()[-1]
         return f"{line} | {last_line[:100]}"
-    frames = [_short(frame) for frame in rank["stacks"].get("main", [])]
+    frames = [_short(frame) for frame in rank["stacks"].get("main", [])]  # the innermost first
     callers = [f for f in frames if not f.startswith(("flight_recorder.py", "collectives.py"))]
     return line + "".join(f" | {frame}" for frame in callers[:1])
 
@@ -371,6 +399,7 @@ def _operation(wait: dict[str, Any]) -> str:
     kind = wait["kind"]
     if "role" not in wait:
         return f"{kind} (for {_ranges(wait['ranks'])})" if wait["ranks"] else kind
+    # A message names its peer (`send 3 of forward to 5`), a collective names all members.
     side = {"send": "to", "receive": "from"}.get(kind)
     ranks = f" {side} {wait['peer']}" if side else f" (ranks {_ranges(wait['ranks'])})"
     return f"{kind} {wait['number']} of {wait['role']}{ranks}, {wait['bytes']:,} bytes"
@@ -383,9 +412,10 @@ def _short(frame: str) -> str:
 
 
 def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
-    """Write the files of a case into `folder`; the report comes first, in case writing fails.
+    """Write the files of a case into `folder`, which is OUT/hang.
 
-    The folder of an earlier case is renamed to hang.1, hang.2, ... Raise OSError if writing fails.
+    report.txt is written first, so that it is there if the disk then fills up. The folder of an
+    earlier case is renamed to hang.1, hang.2, ... Raise OSError if writing fails.
     """
     path = Path(folder)
     if path.exists():
@@ -399,7 +429,11 @@ def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) ->
 
 
 def write_refusal(folder: str, error: NodeError) -> None:
-    """Write the case of a failed check of nodes. Raise OSError if writing fails."""
+    """Write a rank's NodeError as a case into `folder`, OUT/hang; called by the rank that fails.
+
+    The supervisor reads from case.json which nodes it must leave out. Raise OSError if writing
+    fails.
+    """
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     case = {"kind": error.kind, "time": when, "culprits": error.ranks, "nodes": error.nodes}
     report = f"\n{_RULE}\n{when}: {error}\n{_RULE}"

@@ -6,6 +6,10 @@ collective. If Python's lock (the GIL) is held, for example by a loop in C, the 
 heartbeat; faulthandler, which does not need the lock, then writes the rank's stack into the second
 connection. A stopped process sends nothing, and the monitor reads its state from the kernel. Read
 flight_recorder.py first.
+
+A message is a line of JSON. A rank sends "beat" (a heartbeat), "groups", "status" (the answer to
+"inspect"), "failed", "ending" (the rank ends the job on purpose) or "goodbye" (the rank leaves, and
+its end is no death). The monitor sends "echo", "first", "inspect" and "end" (`Watchdog._handle`).
 """
 
 import contextlib
@@ -28,20 +32,21 @@ from watchdog.flight_recorder import RING, FlightRecorder, describe_place
 from watchdog.handshake import Address, Process, connect
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `watchdog`, `config`
-# Not `-m watchdog.monitor`, which does not search the current folder if PYTHONSAFEPATH is set.
+# The program of the monitor's process, for `python -c`. `python -m watchdog.monitor` would not find
+# the packages if PYTHONSAFEPATH is set, because it does not search the current folder then.
 MONITOR = "import sys; sys.path.insert(0, '.'); from watchdog import monitor; monitor.main()"
 BEAT_SECONDS = 1.0  # seconds between two heartbeats
 BEAT_RECORDS = 4  # the recorder's last records that a heartbeat contains
 # After this number of heartbeats without an answer, a rank considers the monitor or its node lost.
 MAX_UNANSWERED = 30
-# The same for the rank that started the monitor. It is less, so that this rank can kill the monitor
-# before other ranks end the job and this rank with it.
+# The number of unanswered heartbeats for the rank that started the monitor. It is less than
+# MAX_UNANSWERED, so that this rank can kill the monitor before other ranks end the whole job.
 MAX_UNANSWERED_BY_OWN = 25
 # Seconds that a failed rank waits for the monitor's answer. If another rank failed first, this rank
 # waits as long again until the monitor ends it: only the first failed rank prints its error.
 EXIT_WAIT_SECONDS = 10.0
-ABORT_TIMEOUT = 5.0  # seconds for MPI to end this rank; then it exits without MPI
-FRAMES = 40  # the most frames of each stack
+ABORT_TIMEOUT = 5.0  # if MPI has not ended this process after these seconds, faulthandler does
+FRAMES = 40  # the most frames that are sent of each stack
 REARM_FRACTION = 0.25  # faulthandler's timer is set again after this fraction of its time
 
 # A function that ends this process with a status, and under MPI all ranks; from any thread.
@@ -105,14 +110,14 @@ class Watchdog:
         self._monitor = monitor
         self._lock = threading.Lock()
         self._closing = False
-        self._first: bool | None = None  # the monitor's answer: is this rank the first that failed?
+        self._first: bool | None = None  # the monitor's answer: whether this rank failed first
         self._answered = threading.Event()  # set when `_first` has arrived
         self._unanswered = 0  # heartbeats since the last message of the monitor
         self._received = b""  # the beginning of a message that has not arrived completely
-        # The number of groups that were reported to the monitor; the memory of rank and node.
-        self._groups = 0
+        self._groups = 0  # the number of groups that were reported to the monitor
         self._memory = MemoryReader()
-        # The seconds after which faulthandler writes the stacks, and when its timer was set.
+        # faulthandler writes the stacks if its timer is not set again within `_dump_after` seconds.
+        # The timer was last set at `_armed`: long ago, so that the first heartbeat sets it.
         self._dump_after = 60.0
         self._armed = -3600.0
         # Seconds to add to time.monotonic() for the monitor's clock, and their error. The heartbeat
@@ -136,12 +141,12 @@ class Watchdog:
         """
         try:
             self._send({"failed": text, "exit_status": status})
-        except OSError:
+        except OSError:  # there is no monitor any more
             return True
         self._answered.wait(EXIT_WAIT_SECONDS)
-        if self._first is False:
+        if self._first is False:  # the monitor ends this process during this sleep
             time.sleep(EXIT_WAIT_SECONDS)
-        return self._first is not False
+        return self._first is not False  # None: the monitor has not answered
 
     def end_job(self, status: int) -> None:
         """Tell the monitor that this rank ends the job: it ends the other ranks, with no report."""
@@ -160,7 +165,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Deregister from the monitor: from now on the end of this rank is not a death."""
-        if not self._leaves_first():
+        if not self._leaves_first():  # `close` or `end_job` was called before
             return
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # the monitor may have ended already
@@ -170,9 +175,10 @@ class Watchdog:
     def _leaves_first(self) -> bool:
         """Note that this rank leaves the job; return whether this is the first call.
 
-        From here on the end of the monitor is no error: the monitor may end before this process,
-        and must not change its exit status. A stopped monitor is killed, because it could not end
-        other ranks any more, and no other process would end it.
+        Called by `close` and `end_job`. From here on the end of the monitor is no error: the
+        monitor may end before this process, and must not change its exit status. If this rank
+        started the monitor and somebody has stopped it (SIGSTOP), the monitor is killed: it could
+        not end other ranks any more, and no other process would end it.
         """
         first = not self._closing
         self._closing = True
@@ -195,8 +201,10 @@ class Watchdog:
                 self._lost(f"no answer to {most} heartbeats")
 
     def _beat(self) -> None:
-        """Send a heartbeat, and the rank's groups if there are new groups; set faulthandler's timer
-        again. Raise OSError if the monitor is gone.
+        """Send a heartbeat, and set faulthandler's timer again; called every BEAT_SECONDS.
+
+        The rank's groups are sent too, if there are new groups. Raise OSError if the monitor is
+        gone.
         """
         groups = self.recorder.groups()
         if len(groups) != self._groups:
@@ -207,8 +215,8 @@ class Watchdog:
         now = time.monotonic()
         self._send({"beat": snapshot, "memory": self._memory.read(), "sent": now})
         # If Python's lock is held, no heartbeat sets the timer again, and faulthandler writes the
-        # stacks when the timer ends. Setting the timer ends and starts a thread, which is most of
-        # the cost of a heartbeat, so not every heartbeat sets it.
+        # stacks when the timer ends. To set the timer ends one thread and starts another, which is
+        # most of the cost of a heartbeat, so not every heartbeat sets the timer.
         if now - self._armed > REARM_FRACTION * self._dump_after:
             faulthandler.dump_traceback_later(self._dump_after, file=self._stacks.fileno())
             self._armed = now
@@ -233,13 +241,18 @@ class Watchdog:
     def _handle(self, message: dict[str, Any]) -> None:
         """Do what a message of the monitor asks for.
 
-        "echo": the answer to a heartbeat. "first": whether this rank failed first. "inspect": send
-        stacks and records. "end": end this process.
+        "echo": the answer to a heartbeat, with the time at which the heartbeat was sent, the
+        monitor's clock, and faulthandler's time. "first": whether this rank failed first.
+        "inspect": send stacks and records. "end": kill the processes in "kill", which do not react
+        any more, and end this process.
         """
         self._unanswered = 0
         now = time.monotonic()
         if "echo" in message:
             self._dump_after = message["dump_after"]
+            # The monitor read its clock between the heartbeat and its answer. The middle of the two
+            # times is taken, which is wrong by at most half of the time between them. So the
+            # fastest answer gives the best offset.
             if (now - message["echo"]) / 2 < self.clock_error:
                 self.clock_error = (now - message["echo"]) / 2
                 self.clock_offset = message["clock"] - (now + message["echo"]) / 2
@@ -254,9 +267,10 @@ class Watchdog:
             self._end(message["end"])
 
     def _send_status(self, processes: dict[str, tuple[int, int]]) -> None:
-        """Send stacks and records to the monitor, and the state of other ranks' processes.
+        """Answer "inspect": send this rank's stacks and records to the monitor.
 
-        processes: (process id, start) of the quiet ranks on this node, by rank.
+        processes: (process id, start) of other ranks on this node that send no heartbeats, by rank.
+        This rank reads the state of their processes from the kernel for the monitor.
         """
         status = {
             "snapshot": self.recorder.snapshot(RING),
@@ -269,9 +283,9 @@ class Watchdog:
     def _lost(self, why: str) -> None:
         """End the job because the monitor is lost: it was killed, or its node is down.
 
-        Without the monitor no hang would be found.
+        Without the monitor no hang would be found. why: how the loss was noticed, for the message.
         """
-        if self._closing:
+        if self._closing:  # this rank has left the job: the monitor may end now
             return
         if self._monitor:
             self._monitor.kill()
@@ -285,7 +299,8 @@ class Watchdog:
     def _end(self, status: int) -> None:
         """End the process with `end`, and after ABORT_TIMEOUT with faulthandler.
 
-        faulthandler does not need Python's lock.
+        `end` calls MPI_Abort, which may hang. faulthandler ends the process then, because it needs
+        neither MPI nor Python's lock.
         """
         with open(os.devnull, "w") as nowhere:
             faulthandler.dump_traceback_later(ABORT_TIMEOUT, exit=True, file=nowhere)
@@ -320,9 +335,10 @@ def thread_stacks(skip: threading.Thread) -> dict[str, list[str]]:
 
 
 class MemoryReader:
-    """Reads the memory of this process and its node; keeping the files open makes it 5x faster.
+    """Reads the memory of this process and of its node, for the heartbeats.
 
-    psutil would do it too, but start_watch.py imports this file where there are no packages.
+    The files stay open, which makes a reading 5x faster. psutil could read the memory too, but
+    start_watch.py imports this file where there are no packages.
     """
 
     def __init__(self) -> None:
@@ -332,7 +348,8 @@ class MemoryReader:
     def read(self) -> dict[str, int]:
         """Return the bytes that are resident in this process, and available on its node."""
         pages = int(os.pread(self._own, 100, 0).split()[1])
-        words = os.pread(self._node, 200, 0).split()  # MemTotal: n kB MemFree: n kB MemAvailable:
+        # The file begins: MemTotal: n kB MemFree: n kB MemAvailable: n kB. Word 7 is the last n.
+        words = os.pread(self._node, 200, 0).split()
         available = 1024 * int(words[7]) if words[6:7] == [b"MemAvailable:"] else 0
         return {"resident": pages * os.sysconf("SC_PAGE_SIZE"), "available": available}
 
@@ -340,7 +357,8 @@ class MemoryReader:
 def start_time(pid: int) -> int | None:
     """Return the time at which a process began, in ticks since boot; None if there is no process.
 
-    The kernel uses process ids again, but never an id with the same start.
+    The kernel gives the id of an ended process to a new process later, so an id alone could name
+    another process; the id and the start together cannot.
     """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
@@ -350,7 +368,7 @@ def process_state(pid: int, started: int | None = None) -> str:
     """Return the kernel's state of a process: running, asleep, stopped, ..., or gone.
 
     started: when the process began, to see whether the id belongs to another process by now. It is
-    not needed for a child of this process.
+    not needed for a child of this process, whose id is not used again before the child is reaped.
     """
     fields = _stat(pid)
     if not fields or (started is not None and int(fields[19]) != started):
@@ -363,7 +381,7 @@ def process_state(pid: int, started: int | None = None) -> str:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat after the process's name, or None if it has ended.
 
-    The first field is the kernel's state of the process.
+    Field 0 is the kernel's state of the process, field 19 its start in ticks since boot.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -376,6 +394,6 @@ def kill_process(pid: int, started: int) -> None:
 
     started: the time of `start_time`, so that no other process with the same id is killed.
     """
-    with contextlib.suppress(OSError):  # the process has ended in the meantime
+    with contextlib.suppress(OSError):  # the process may have ended by now
         if start_time(pid) == started and os.stat(f"/proc/{pid}").st_uid == os.getuid():
             os.kill(pid, signal.SIGKILL)

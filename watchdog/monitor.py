@@ -1,13 +1,15 @@
 """The watchdog's monitor: one process beside rank 0 that watches all ranks and ends a stuck job.
 
-heartbeat.start_monitor starts it on rank 0. It ends the job when
+heartbeat.start_monitor starts it on rank 0; read heartbeat.py first. It looks for these cases:
 
-    a connection closes without a goodbye   that rank is dead; the first dead rank is the cause
-    a rank reports that it fails            only the first rank that failed prints its error
-    a rank makes no progress for too long   a hang, unless it waits for ranks that make progress
+    dead      a rank's connection closes without a goodbye; the first dead rank is the cause
+    failed    a rank reports an exception; only the first rank that failed prints its error
+    hang      a rank makes no progress for too long, and not because it waits for moving ranks
+    missing   some ranks have not connected in time
 
-It asks all ranks for stacks and records, prints the cause and writes OUT/hang (hang_report.py),
-tells the ranks to end, and kills the ranks that do not end. Read heartbeat.py first.
+Then it prints the cause, writes OUT/hang with every rank's stacks and records (hang_report.py), and
+ends all ranks. Each rank has two connections: for messages (lines of JSON; a heartbeat brings the
+rank's progress), and for the stacks that faulthandler writes.
 """
 
 import contextlib
@@ -36,20 +38,20 @@ MEDIAN_STEPS = 10.0
 STARTUP_STEPS = 2
 STARTUP_FACTOR = 4.0
 STARTUP_SECONDS = 120.0
-POLL_SECONDS = 0.25  # between two searches for a case
-FIRST_RANK_TIMEOUT = 60.0  # for the first rank to connect
-ALL_RANKS_TIMEOUT = 900.0  # for all ranks to connect
-FAILURE_DELAY = 1.0  # the death that caused a failure may be seen later than the failure
-GOODBYE_TIMEOUT = 1.0  # for a rank's messages, after its connection for stacks has closed
-PRINT_TIMEOUT = 2.0  # for the first rank that failed to print its error
-STATUS_TIMEOUT = 4.0  # for the next rank to send its stacks and records
-WRITE_TIMEOUT = 10.0  # to print and write the report: the file system may hang
-FLUSH_SECONDS = 0.5  # for mpirun to pass on printed lines before the ranks end
-EXIT_TIMEOUT = 8.0  # for the ranks to end
-SUSPENDED_SECONDS = 2.0  # after a longer pause of its loop, the monitor was suspended
-QUIET_SECONDS = 3.0  # without a heartbeat: then the kernel's state of the rank's process is read
-RAW_BYTES = 1 << 16  # the newest bytes that are kept of faulthandler's output
-MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of a rank take 1.5 MB
+POLL_SECONDS = 0.25  # seconds between two searches for a case
+FIRST_RANK_TIMEOUT = 60.0  # if no rank connects within these seconds, the monitor ends
+ALL_RANKS_TIMEOUT = 900.0  # all ranks must connect within these seconds
+FAILURE_DELAY = 1.0  # seconds from a failure to its case: a death may have caused the failure
+GOODBYE_TIMEOUT = 1.0  # seconds in which a goodbye may follow the end of a connection for stacks
+PRINT_TIMEOUT = 2.0  # the first rank that failed may print its error for these seconds
+STATUS_TIMEOUT = 4.0  # the most seconds between the answers of two ranks to "inspect"
+WRITE_TIMEOUT = 10.0  # seconds to print and write the report: the file system may hang
+FLUSH_SECONDS = 0.5  # mpirun needs these seconds to pass on printed lines before the ranks end
+EXIT_TIMEOUT = 8.0  # ranks that have not ended after these seconds are killed
+SUSPENDED_SECONDS = 2.0  # a round of the loop that takes longer shows a suspended monitor
+QUIET_SECONDS = 3.0  # a rank without a heartbeat for these seconds is quiet
+RAW_BYTES = 1 << 16  # the number of bytes that are kept of faulthandler's output, the newest ones
+MAX_LINE = 1 << 25  # the most bytes of a message; a rank's records take 1.5 MB with 1,024 ranks
 
 
 @dataclass(frozen=True)
@@ -80,26 +82,26 @@ class Rank:
     connection: socket.socket | None = None  # for messages
     groups: list[tuple[str, list[int]]] = field(default_factory=list)
     coordinates: dict[str, int] = field(default_factory=dict)
-    snapshot: dict[str, Any] | None = None
+    snapshot: dict[str, Any] | None = None  # FlightRecorder.snapshot, from the newest message
     memory: dict[str, int] | None = None
-    state: str = "alive"  # or failed, left, gone
-    error: str | None = None
-    exit_status: int = 0  # for a UserError; 0 for an exception of the code
-    status: dict[str, Any] | None = None  # its answer to the message "inspect"
-    process: str | None = None  # the kernel's state of its process, once that was read
-    raw: bytes = b""  # the stacks that faulthandler wrote
+    state: str = "alive"  # or failed (it sent its error), left (a goodbye), gone (it is dead)
+    error: str | None = None  # the traceback that it sent, or why its message was not understood
+    exit_status: int = 0  # the status of its UserError; 0 for an exception of the code
+    status: dict[str, Any] | None = None  # its answer to "inspect"; None until the answer arrives
+    process: str | None = None  # the kernel's state of its process, if that was read
+    raw: bytes = b""  # the newest stacks that faulthandler wrote
     received: bytes = b""  # the beginning of a message that has not arrived completely
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of its connection for messages; -1 if there is none or it is closed."""
+        """The descriptor of its connection for messages; -1 before it is made and once closed."""
         return self.connection.fileno() if self.connection else -1
 
     def to_dict(self, now: float) -> dict[str, Any]:
         """Return plain values for the report and its files; times become seconds before `now`."""
         status = self.status or {}
         state = self.state
-        if state == "alive":
+        if state == "alive":  # the report tells whether such a rank has answered "inspect"
             state = "answered" if status else "silent"
         return {
             "rank": self.rank,
@@ -135,7 +137,7 @@ class Monitor:
         self.job = job
         self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
-        # Ranks whose connection for stacks closed, or that sent a bad message, and the time.
+        # Ranks whose connection for stacks closed or that sent a bad message, each with the time.
         self.closed: list[tuple[Rank, float]] = []
         self.dead: list[int] = []  # ranks in the order of their deaths
         self.failures: list[tuple[int, float]] = []  # ranks that reported a failure, and when
@@ -154,7 +156,7 @@ class Monitor:
         while True:
             self._receive()
             now = time.monotonic()
-            if now - before > SUSPENDED_SECONDS:  # perhaps ranks were too: do not count this time
+            if now - before > SUSPENDED_SECONDS:  # the ranks were perhaps suspended with it
                 for rank in self.ranks.values():
                     rank.heard += now - before
                     rank.moved += now - before
@@ -167,13 +169,14 @@ class Monitor:
             if case := self._find_case(now):
                 if case := self._ask_ranks(case):
                     return self._close(case)
-                before = time.monotonic()
+                before = time.monotonic()  # the hang was none; to ask took time, but no suspension
 
     # -- messages ---------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle what arrives within POLL_SECONDS; connections for stacks come before others."""
-        # epoll returns descriptors in the order of their events, so the first death comes first.
+        """Handle the messages, new connections and deaths that arrive within POLL_SECONDS."""
+        # epoll returns descriptors in the order of their events. The sort moves the connections for
+        # stacks to the front and keeps their order, so `closed` gets the first death first.
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
         stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
         for number in sorted(numbers, key=lambda number: number not in stacks):
@@ -188,7 +191,7 @@ class Monitor:
         self._mark_dead()
 
     def _admit(self, sock: socket.socket, kind: str, process: Process) -> None:
-        """Register the connection of a rank whose hello was right (handshake.py)."""
+        """Register a rank's connection, whose hello was right; kind: rank (messages) or stacks."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         now = time.monotonic()
         number = process.rank
@@ -201,6 +204,7 @@ class Monitor:
             rank.connection = sock
 
     def _read(self, number: int) -> None:
+        """Handle what has arrived on the connection with this descriptor; close it at its end."""
         connection = self.connections[number]
         rank = connection.rank
         data, closed = receive_all(connection.sock)
@@ -233,20 +237,23 @@ class Monitor:
         closed = self.closed
         self.closed = []
         for rank, when in closed:
+            # The rank's connection for messages is not registered yet: judge the rank later.
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
-                self.closed.append((rank, when))  # the other connection may still have a goodbye
+                self.closed.append((rank, when))
                 continue
-            if rank.descriptor in self.connections:
+            if rank.descriptor in self.connections:  # it may hold a goodbye
                 self._read(rank.descriptor)
             if rank.state == "alive":
                 rank.state = "gone"
                 self.dead.append(rank.rank)
 
     def _handle(self, rank: Rank, message: dict[str, Any]) -> None:
+        """Do what a rank's message asks for; heartbeat.py's docstring lists the messages."""
         rank.heard = now = time.monotonic()
         if "beat" in message:
             self._note(rank, message["beat"], now)
             rank.memory = message["memory"]
+            # faulthandler must write the stacks before a hang is found: at half of the limit.
             answer = {"echo": message["sent"], "clock": time.time()}
             self._send(rank, answer | {"dump_after": max(2.0, self.limit / 2)})
         elif "groups" in message:
@@ -262,7 +269,7 @@ class Monitor:
             rank.error = message["failed"]
             rank.exit_status = message["exit_status"]
             self.failures.append((rank.rank, now))
-            if self.first is not None:
+            if self.first is not None:  # another rank prints its error
                 self._send(rank, {"first": False})
         elif "ending" in message or "goodbye" in message:
             rank.state = "left"
@@ -288,7 +295,7 @@ class Monitor:
 
     def _find_case(self, now: float) -> Case | None:
         """Return the case for which the job must end, or None."""
-        if self.dead:
+        if self.dead:  # asked first, because a death may make other ranks fail or hang
             return Case("dead", self.job.size, first=self.dead[0])
         if self.failures:
             rank, when = self.failures[0]
@@ -304,8 +311,8 @@ class Monitor:
         return self._find_hang(now)
 
     def _find_hang(self, now: float) -> Case | None:
-        """Return a hang if a rank is stalled; None if its chains of waits end at moving ranks."""
-        if not self.job.limit:
+        """Return a hang if ranks are over their limits; None if they all wait for moving ranks."""
+        if not self.job.limit:  # without --hang-timeout the limit follows from the step times
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
             self.limit = max(MIN_HANG_TIMEOUT, MEDIAN_STEPS * max(steps, default=0.0))
         alive = [rank for rank in self.ranks.values() if rank.state == "alive"]
@@ -313,7 +320,8 @@ class Monitor:
         if not stalled:
             return None
         ranks = self._describe_ranks(now)
-        for rank in alive:  # WaitGraph needs a state, and no rank has been asked yet
+        # No rank has been asked yet: a rank whose last message is old counts as silent here.
+        for rank in alive:
             quiet = now - rank.heard > self._limit_of(rank) / 2
             ranks[rank.rank]["state"] = "silent" if quiet else "answered"
         ends = WaitGraph(ranks).chain_ends(rank.rank for rank in stalled)
@@ -335,11 +343,11 @@ class Monitor:
     # -- the end of the job -----------------------------------------------------------------
 
     def _ask_ranks(self, case: Case) -> Case | None:
-        """Ask all ranks, and return the case; None for a hang if ranks have made progress since.
+        """Ask all ranks for their stacks and records; return the case, or None if it was no hang.
 
-        Ranks that got little processor time may seem to hang until they answer.
+        Ranks that got little processor time may seem to hang: their answers then show progress.
         """
-        if case.kind == "failed":
+        if case.kind == "failed":  # the failed rank prints its traceback: no stacks are needed
             self._let_print(self.ranks[case.first])
             return case
         self._inspect_ranks()
@@ -351,7 +359,7 @@ class Monitor:
         ranks = self._describe_ranks(time.monotonic())
         case.gone = list(self.dead)
         status = self.ranks[case.first].exit_status if failed else 0
-        if not status:
+        if not status:  # a UserError needs no report: its rank has printed the message
             case.culprits = find_culprits(case, WaitGraph(ranks))
             report(case, ranks, self.job.out)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
@@ -363,7 +371,7 @@ class Monitor:
         asked = [rank for rank in self.ranks.values() if rank.state in ("alive", "failed")]
         quiet = [rank for rank in asked if now - rank.heard > QUIET_SECONDS]
         for rank in asked:
-            rank.status = rank.process = None  # an earlier hang that was none may have set them
+            rank.status = rank.process = None  # forget the answers to an earlier question
             processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
             self._send(rank, {"inspect": processes})
         until = now + STATUS_TIMEOUT
@@ -371,15 +379,15 @@ class Monitor:
         while missing and time.monotonic() < until:
             self._receive()
             silent = sum(not r.status and r.state not in ("gone", "left") for r in asked)
-            if silent < missing:  # a thousand ranks may send more than is read in STATUS_TIMEOUT
+            if silent < missing:  # go on waiting while answers come: a thousand take long to read
                 until = time.monotonic() + STATUS_TIMEOUT
                 missing = silent
-        for rank in asked:
+        for rank in asked:  # about silent ranks on its own node the monitor asks the kernel itself
             if rank.status is None and rank.state == "alive" and rank.node == self.job.node:
                 rank.process = process_state(rank.pid, rank.started)
 
     def _let_print(self, first: Rank) -> None:
-        """Let the first rank that failed print its error and end; the others print nothing."""
+        """Let the first failed rank print its error, and wait for its end; others print nothing."""
         self.first = first
         for rank in self.ranks.values():
             if rank.state == "failed":
@@ -397,17 +405,13 @@ class Monitor:
         until = time.monotonic() + EXIT_TIMEOUT
         while self.connections and time.monotonic() < until:
             self._receive()
-        for rank in self.ranks.values():
+        for rank in self.ranks.values():  # on its own node the monitor kills ranks that still run
             if rank.node == self.job.node:
                 kill_process(rank.pid, rank.started)
 
 
 def report(case: Case, ranks: Ranks, out: str) -> None:
-    """Print the report and write its files; out: the run's --out, or empty for no files.
-
-    Printing and writing run in a thread each, because the job must end even if one of them hangs.
-    The print fails if the launcher has ended.
-    """
+    """Print a case's report and write its files into `out`, unless `out` is empty."""
     text = hang_report.format_report(case, ranks, out)
 
     def write() -> None:
@@ -419,7 +423,7 @@ def report(case: Case, ranks: Ranks, out: str) -> None:
     threads = [threading.Thread(target=write, daemon=True)] if out else []
     if case.kind != "failed":  # a rank that failed has printed its error itself
         threads.append(threading.Thread(target=_print, args=(text,), daemon=True))
-    for thread in threads:
+    for thread in threads:  # threads, because the job must end even if printing or writing hangs
         thread.start()
     for thread in threads:
         thread.join(WRITE_TIMEOUT)
@@ -429,14 +433,14 @@ def report(case: Case, ranks: Ranks, out: str) -> None:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the launcher has ended, so nothing reads the output
         print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Watch a job. Argument: the listening socket's descriptor; stdin: the Job as JSON."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends these to all processes of a step
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes: survive them
     with contextlib.suppress(OSError):  # use all cores of the job, not only those of rank 0
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
