@@ -48,6 +48,7 @@ class Corpora:
     """
 
     def __init__(self, config: Config):
+        """Open the corpora of --data and divide the sequences of each among the splits."""
         self.config = config
         self.cache = ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)

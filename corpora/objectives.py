@@ -40,12 +40,15 @@ class Readable(Protocol):
 class Objective:
     """Makes the rows of a micro-batch from samples, as the data options say.
 
-    seed: the seed of random choices. fields: the names of a row's arrays, which are (seq_length,),
-    int64. masks_loss: whether labels may be NO_TARGET. plain: whether a row is only a sample's
-    tokens and labels.
+    fields: the names of a row's arrays, which are (seq_length,), int64. masks_loss: whether labels
+    may be NO_TARGET. plain: whether a row is only a sample's tokens and labels.
     """
 
     def __init__(self, options: Data, seed: int = 0):
+        """Find out from the data options which arrays a row has, and whether labels are masked.
+
+        seed: the seed of the random choices of --objective prefix.
+        """
         self.options = options
         self.seed = seed
         self.fields = ["tokens", "labels"]

@@ -55,6 +55,11 @@ class _Read(Future[None]):
         objective: Objective,
         tensors: dict[str, Tensor],
     ):
+        """Prepare the read of a micro-batch, which `run` then does.
+
+        first: the number of the micro-batch's first sample. objective: makes a row of each sample.
+        tensors: the memory for the rows, (b, s) each.
+        """
         super().__init__()
         self.samples = samples
         self.sample = first
@@ -99,6 +104,7 @@ class Prefetcher:
         seconds: float = 240.0,
         objective: Objective | None = None,
     ):
+        """Prepare to read; threads start with the first read. The class explains the arguments."""
         self.shape = shape
         self.pinned = pinned
         self.seconds = seconds

@@ -70,6 +70,11 @@ class GPTSamples:
         order: str = "megatron",
         cache: ArrayCache | None = None,
     ):
+        """Compute the order of the samples, or find it in the cache; no token is read.
+
+        sequences: the split's range of sequences in `dataset`. num_samples: the number of samples
+        needed; None: one epoch. order: "megatron" or "stable".
+        """
         if not 0 <= seed < 2**32:
             raise UserError(f"seed({seed}) of the sample order must be in 0..{2**32 - 1}")
         self.dataset = dataset

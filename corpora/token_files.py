@@ -55,6 +55,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str, cache: ArrayCache | None = None):
+        """Open the pair PREFIX.bin, PREFIX.idx, and check it unless `cache` remembers a check."""
         self.prefix = prefix
         self._index_path = prefix + ".idx"
         self._tokens_path = prefix + ".bin"

@@ -56,6 +56,7 @@ class Choice:
     plain: "Choice | None" = None
 
     def __str__(self) -> str:
+        """Return the choice for the log: schedule, blocks of each stage, and gain over 1F1B."""
         text = f"{self.name}, {self.virtual} stages a rank" if self.virtual > 1 else self.name
         text += f", blocks {','.join(map(str, self.blocks))}"
         if self.plain is None:

@@ -47,11 +47,11 @@ NOTHING = PassCosts(0.0, 0.0, 0.0)  # the costs of an embedding or a head that a
 class Task:
     """The input of the search for --schedule auto: a model's costs and its pipeline.
 
-    parts: costs of embedding, one block, and head. layers: the number of blocks. limit: the bytes
-    of activations that a rank may hold. transfer: the time of a message between ranks. Times and
-    bytes are for one token, and the unit of times is FLOPs. blocks: the number of blocks of each
-    stage if --partition gives them, with one stage on each rank; else None. tied: whether the head
-    uses the embedding's matrix.
+    parts: costs of embedding, one block, and head. layers: the number of blocks. ranks: the number
+    of pipeline ranks. limit: the bytes of activations that a rank may hold. transfer: the time of a
+    message between ranks. Times and bytes are for one token, and the unit of times is FLOPs.
+    blocks: the number of blocks of each stage if --partition gives them, with one stage on each
+    rank; else None. tied: whether the head uses the embedding's matrix.
     """
 
     parts: tuple[PassCosts, PassCosts, PassCosts]
@@ -219,6 +219,10 @@ class _Greedy:
         sizes: Sequence[float],
         transfer: float,
     ):
+        """Prepare a simulation in which nothing has run; the arguments are those of `list_rows`.
+
+        All micro-batches are ready for the first stage's F at time 0.
+        """
         self.rank_of = rank_of
         self.seconds = seconds
         self.sizes = sizes
@@ -288,6 +292,8 @@ class _Greedy:
         """
         rank = self.rank_of[stage]
         end = now + self.seconds[kind, stage]
+        # A stage does the passes of a kind in the order of micro-batches, so the number of passes
+        # that it has done is the micro-batch of this one. Numbers go by kind, micro-batch, stage.
         number = (self.first[kind] + self.done[kind][stage]) * len(self.rank_of) + stage
         self.rows[rank].append(number)
         self.done[kind][stage] += 1

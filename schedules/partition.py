@@ -132,7 +132,8 @@ class StageSpec:
     """One pipeline stage: blocks [first, last) and perhaps the embedding and the head.
 
     index: the stage's number in the pipeline. embedding, head: whether the stage has them.
-    parameters: the number of its parameters, not divided by tp.
+    parameters: the number of its parameters, not divided by tp. vocabulary: with --vocab-pp, the
+    number of rows of a vocabulary matrix that the stage's rank holds; else 0.
     """
 
     index: int
@@ -144,7 +145,7 @@ class StageSpec:
     share: float  # the stage's part of the whole model's time, 0 to 1
     rank: int = 0  # the pipeline rank that holds the stage
     tied: bool = False  # another rank holds a copy of this stage's vocabulary matrix
-    vocabulary: int = 0  # with --vocab-pp: rows of a vocabulary matrix on the stage's rank
+    vocabulary: int = 0
 
     @property
     def blocks(self) -> int:

@@ -76,8 +76,9 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
             end = ended[number]
             start = end - seconds[kind, rank]
             put(rank, start, kind, m)
-            # The first and the last stage's F and B determine the times of the new passes, which
-            # every rank does.
+            # The first and the last stage's F and B determine the times of the new passes. S and T
+            # come before the last stage's B, because in `longer` a micro-batch goes through the
+            # dropped ranks between the last stage's F and B.
             times = {}
             if kind == "F" and rank == 0:
                 times["E"] = start - BEFORE_FORWARD
@@ -86,6 +87,7 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
                 times["T"] = loss = end + backward
             if kind == "B" and rank == 0:
                 times["G"] = end + AFTER_BACKWARD
+            # Every rank does each new pass, at the same time.
             for (new, time), other in product(times.items(), range(ranks)):
                 put(other, time, new, m)
     rows = [[number for *_, number in sorted(row)] for row in timed]
