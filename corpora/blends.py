@@ -3,9 +3,9 @@
     order = find_blend_order(normalise([3, 1]), 1000, cache)     of 1000 samples
     samples = Blend([books, code], order, 1000)                  samples 0, 1, ... of the blend
 
-A part is the samples of one corpus for one epoch. The order of a blend gives for each sample k of
-the blend its part, and its number within the part: with shares 3/4 and 1/4 the parts are
-0 1 0 0 0 1 0 0 ... and the numbers 0 0 1 2 3 1 4 5 ...
+A part is the samples that one corpus gives in an epoch of the blend. The order of a blend gives for
+each sample k of the blend its part, and its number within the part: with shares 3/4 and 1/4 the
+parts are 0 1 0 0 0 1 0 0 ... and the numbers 0 0 1 2 3 1 4 5 ...
 """
 
 import math

@@ -5,10 +5,9 @@
     rows = reader.take(samples, 120)
     reader.close()
 
-A micro-batch is named by its samples and the number of its first sample: with 4 samples each, 120
-is the micro-batch of samples 120 to 123. A read is the job to read one micro-batch; it waits in a
-queue until a thread takes it. A sample's number alone determines its tokens, so a resumed run reads
-the same tokens.
+A micro-batch is known by the number of its first sample: here, 120 stands for the samples 120 to
+123. A read is the job to read one micro-batch; it waits in a queue until a thread takes it. A
+sample's number alone determines its tokens, so a resumed run reads the same tokens.
 """
 
 import queue

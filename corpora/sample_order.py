@@ -82,27 +82,28 @@ class GPTSamples:
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
         self.epochs = -(-(wanted * seq_length + 1) // tokens)  # rounded up, in integers
-        # Samples are shuffled together between two neighbouring cuts, which are numbers of epochs.
-        # The stable order has a cut after each epoch, Megatron's order at most one before the last.
-        cuts: list[int] | range = range(self.epochs + 1)
+        # The epochs are divided into groups, given by their borders from 0 to all epochs; the
+        # samples of a group are shuffled together. In the stable order each epoch is a group. In
+        # Megatron's order all epochs are one group, or the last epoch is a group by itself.
+        borders: list[int] | range = range(self.epochs + 1)
         if order == "megatron":
             samples_of_epoch = max(0, tokens - 1) // seq_length
             samples_before = max(0, (self.epochs - 1) * tokens - 1) // seq_length
             wanted_of_last = wanted - samples_before
-            cuts = [0, self.epochs]
+            borders = [0, self.epochs]
             # If less than 80 % of the last epoch is wanted, this epoch is shuffled by itself and
             # comes last. Shuffled together with the earlier epochs, the samples that the run does
             # not read would be missing from those epochs too.
             if self.epochs > 1 and wanted_of_last < int(0.80 * samples_of_epoch):
-                cuts = [0, self.epochs - 1, self.epochs]
+                borders = [0, self.epochs - 1, self.epochs]
         # The facts determine the order. The cache finds an order that has the same facts.
         facts = {"order of samples": RULE, "files": dataset.identity, "order": order, "seed": seed}
         facts |= {"sequences": [sequences.start, sequences.stop], "seq_length": seq_length}
-        facts |= {"epochs": self.epochs, "cuts": len(cuts)}
+        facts |= {"epochs": self.epochs, "cuts": len(borders)}
 
         def build() -> dict[str, np.ndarray]:
             """Compute the order; the cache calls this if it does not have it."""
-            return _build(dataset, sequences, seq_length, seed, order, cuts)
+            return _build(dataset, sequences, seq_length, seed, order, borders)
 
         self.found = (cache or ArrayCache()).find(facts, build)
         self.document_index = self.found.arrays["document_index"]
@@ -244,14 +245,14 @@ def _build(
     seq_length: int,
     seed: int,
     order: str,
-    cuts: Sequence[int],
+    borders: Sequence[int],
 ) -> dict[str, np.ndarray]:
     """Return the three arrays of an order, by name.
 
     document_index: the sequences in their order, (epochs * sequences,). sample_index: the starts of
     samples, see `sample_starts`. shuffle_index: for each sample its row of sample_index.
-    cuts: numbers of epochs, from 0 to all epochs; documents, and samples, are shuffled between two
-    neighbouring cuts.
+    borders: numbers of epochs, from 0 to all epochs. The sequences of the epochs between two
+    neighbouring borders are shuffled together, and so are their samples.
     """
     # Megatron has one generator, which draws for the documents and then for the samples, so that
     # all samples depend on the number of epochs. In the stable order documents and samples have a
@@ -265,11 +266,11 @@ def _build(
         sample_random = np.random.RandomState([seed, 1])
     kind = _index_type(len(dataset))
     tokens = dataset.tokens_in(sequences)
-    epochs = cuts[-1]
+    epochs = borders[-1]
     document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), epochs)
-    _shuffle(document_index, [cut * len(sequences) for cut in cuts], document_random)
-    # The number of samples before each cut: the samples that begin in the epochs before.
-    samples_before = [max(0, cut * tokens - 1) // seq_length for cut in cuts]
+    _shuffle(document_index, [border * len(sequences) for border in borders], document_random)
+    # The number of samples before each border: the samples of the epochs before.
+    samples_before = [max(0, border * tokens - 1) // seq_length for border in borders]
     total = samples_before[-1]
     # Samples are numbered in the type that Megatron uses.
     shuffle_index = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
@@ -322,12 +323,12 @@ def _index_type(count: int) -> type[np.signedinteger]:
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
-def _shuffle(order: np.ndarray, cuts: list[int], random: np.random.RandomState) -> None:
-    """Shuffle the items between every two neighbouring cuts, in place.
+def _shuffle(order: np.ndarray, borders: list[int], random: np.random.RandomState) -> None:
+    """Shuffle the items between every two neighbouring borders, in place.
 
-    cuts: indices in `order`, from 0 to its length. No item crosses a cut.
+    borders: indices in `order`, from 0 to its length. No item crosses a border.
     """
-    for begin, end in itertools.pairwise(cuts):
+    for begin, end in itertools.pairwise(borders):
         random.shuffle(order[begin:end])
 
 

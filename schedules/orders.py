@@ -97,7 +97,10 @@ def numbered(
 
 
 def of_numbers(found: Numbered) -> Schedule:
-    """Return the schedule whose actions are `Action` instead of numbers; it is not validated."""
+    """Return the same schedule with an `Action` in place of each number; it is not validated.
+
+    Called for the schedules that the pipeline executes.
+    """
     rows = tuple(tuple(map(found.action, row)) for row in found.ranks)
     return Schedule(found.name, rows, found.rank_of)
 
@@ -153,8 +156,9 @@ def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     """Return the 1F1B order: forward and backward passes in turn, after a few forward passes.
 
-    A stage first does one forward pass for each later stage: the first backward pass begins at the
-    last stage and takes as long to arrive. Each rank holds one stage.
+    A stage first does one forward pass for each later stage, to have work until the first backward
+    pass arrives from the last stage. With 3 stages and 4 micro-batches, stage 0 does F0 F1 F2 B0 F3
+    B1 B2 B3, and the last stage F0 B0 F1 B1 F2 B2 F3 B3. Each rank holds one stage.
     """
     ahead = [len(rank_of) - 1 - stage for stage in range(len(rank_of))]
     forwards = _in_turn(rank_of, micro_batches, 0)
@@ -195,6 +199,7 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
                 rank_backwards += range(first + begin * stages, first + end * stages, stages)
         forwards.append(rank_forwards)
         backwards.append(rank_backwards)
+        # Two forward passes for each later rank, and the first group in all stages but the last.
         ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * ends[1])
     return _alternating(forwards, backwards, ahead)
 
