@@ -88,11 +88,12 @@ def _dense(
     `visible`.
     """
     keys = torch.arange(length, device=starts.device)
-    seen = (keys >= starts[..., None]) & (keys < stops[..., None])
+    seen = (keys >= starts[..., None]) & (keys < stops[..., None])  # (b, q, s)
     if slopes is None:
         return seen[:, None]
+    # The bias of a score is -slope * distance, or -inf if the query does not see the key.
     queries = keys if places is None else places
-    distance = (queries[:, None] - keys).abs()
+    distance = (queries[:, None] - keys).abs()  # (q, s)
     bias = -slopes[:, None, None] * distance
     return bias.to(dtype).masked_fill(~seen[:, None], -torch.inf)
 

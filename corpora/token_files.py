@@ -157,7 +157,10 @@ class IndexedDataset:
         return f"{self._tokens_path} was cut short while the run reads it: {now}"
 
     def document_of(self, sequence: int) -> int:
-        """Return the number of the document that a sequence belongs to."""
+        """Return the number of the document that a sequence belongs to.
+
+        It is the last document whose first sequence is not after this sequence.
+        """
         return int(np.searchsorted(self.documents, sequence, side="right")) - 1
 
     def _check(self) -> dict[str, np.ndarray]:

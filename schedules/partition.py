@@ -374,6 +374,8 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     Raise ValueError if the sums are not the model's numbers of blocks and parameters.
     """
     lines = ["stage   holds                        blocks       parameters   share of time"]
+    # With several stages on each rank, a line names the rank. With --vocab-pp, every stage has a
+    # shard of the vocabulary in place of embedding and head.
     several_stages = any(s.rank != s.index for s in rows)
     shares_vocabulary = any(s.vocabulary for s in rows)
     for s in rows:
