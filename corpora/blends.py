@@ -132,7 +132,7 @@ class Blend:
         self.parts = parts
         self.order = order
         self.num_samples = num_samples
-        # Every epoch takes the same numbers of samples from the corpora.
+        # The parts are in the order of epochs, and every epoch takes the same numbers of samples.
         for part, taken in zip(parts, order.taken * self._epochs(num_samples)):
             if taken > len(part):
                 asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
@@ -156,7 +156,7 @@ class Blend:
         """
         self.order.found.check()
         epoch, row = divmod(k, len(self.order.which))
-        # The parts of an epoch follow the parts of all epochs before.
+        # In `self.parts`, the parts of an epoch follow the parts of all epochs before.
         part = epoch * len(self.order.taken) + int(self.order.which[row])
         return self.parts[part], int(self.order.number[row])
 

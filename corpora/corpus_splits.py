@@ -153,7 +153,7 @@ class Corpora:
         """
         length = self.config.model.seq_length
         seed = self.config.training.seed
-        sizes = []  # the samples of an epoch of each corpus
+        sizes = []  # for each corpus, the number of samples in an epoch
         for dataset, sequences in zip(self.datasets, ranges):
             sizes.append((tokens_per_epoch(dataset, sequences, length) - 1) // length)
         order = find_blend_order(normalise(sizes), min(num_samples, sum(sizes)), self.cache)

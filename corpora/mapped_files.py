@@ -244,7 +244,7 @@ def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
     lock sees the whole entry or none. Removing arrays from `arrays` frees their memory early.
     """
     partial = path.removesuffix("arrays") + "partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left this folder
     os.mkdir(partial, 0o700)
     for name in list(arrays):
         np.save(os.path.join(partial, name), arrays.pop(name))

@@ -82,7 +82,7 @@ class Objective:
             row["positions"] = places - _per_token(borders[:-1], borders)
         borders = borders if options.reset_attention else whole
         counted = np.ones(size, bool)  # for each label, whether it counts in the loss
-        if options.masks_attention:  # causal attention, from the first token of the document on
+        if options.masks_attention:  # a token sees the tokens of its document up to itself
             row["starts"] = _per_token(borders[:-1], borders)
             row["stops"] = places + 1
         # With --objective prefix, the tokens of a prefix see the whole prefix, and only the labels
@@ -92,7 +92,8 @@ class Objective:
             ends = _per_token(prefix_ends(borders, random), borders)
             row["stops"] = np.maximum(row["stops"], ends)
             counted = places + 1 >= ends
-        # The label after a document's end is the first token of another document.
+        # The label of a token that ends a document is the first token of another document, which
+        # this document does not determine.
         if options.mask_eod_loss:
             counted &= row["tokens"] != options.eod_token
         if options.answers_only:  # a label counts if it is a token of an answer

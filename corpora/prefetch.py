@@ -141,7 +141,8 @@ class Prefetcher:
 
         Raise the error of the read, or UserError, with the file's name, if the read takes too long.
         """
-        # A micro-batch that nobody has foreseen is read now. Then the queue is filled again.
+        # A micro-batch whose read has not been put into the queue before is put there now. Then
+        # further reads are put into the queue, in place of the one that is taken out.
         read = self._reads.setdefault(id(samples), {}).pop(first, None)
         read = read or self._begin(samples, first)
         self._fill(samples)

@@ -269,7 +269,7 @@ def _build(
     epochs = borders[-1]
     document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), epochs)
     _shuffle(document_index, [border * len(sequences) for border in borders], document_random)
-    # The number of samples before each border: the samples of the epochs before.
+    # For each border, the number of samples in the epochs before it.
     samples_before = [max(0, border * tokens - 1) // seq_length for border in borders]
     total = samples_before[-1]
     # Samples are numbered in the type that Megatron uses.

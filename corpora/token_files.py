@@ -374,7 +374,8 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.token_type = token_type_of(vocab_size)
         self._lengths = array.array("i")  # the tokens of each sequence
-        self._documents = array.array("q", [0])  # the first sequence of each document, and the next
+        # The first sequence of each document, and at the end the first of the next document.
+        self._documents = array.array("q", [0])
         self._partial = f"{prefix}.{os.getpid()}.partial"  # a name that no other process uses
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)

@@ -188,8 +188,7 @@ class Numbered(Pipeline):
         all_actions = len(self.kinds) * self.of_kind
         awaited: list[int] = []
         for kind in self.kinds:
-            # The entries of micro-batch 0, a number for each stage, are found action by action.
-            sources = []
+            sources = []  # the entries of micro-batch 0: a number for each stage
             for stage in range(self.stages):
                 action = Action(kind, stage, 0)
                 joined_passes = self.of_all_ranks(action)

@@ -103,7 +103,7 @@ def decide_layout(
             "give these, or counted"
         )
     choice = search(replace(task_of(model, layout, device), micro_batches=micro_batches))
-    # Only interleaved has a number of stages per rank that an option gives.
+    # The option --virtual-stages is for interleaved alone, so other schedules leave it as it is.
     virtual = choice.virtual if choice.name == "interleaved" else layout.virtual_stages
     blocks = ",".join(map(str, choice.blocks))
     return replace(layout, schedule=choice.name, virtual_stages=virtual, partition=blocks), choice

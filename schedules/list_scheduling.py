@@ -69,7 +69,8 @@ class Task:
         name: the schedule. If its name ends in -v, rank 0 holds the first and the last stage.
         """
         embedding, block, head = self.parts
-        # With a tied matrix on one rank, the head's weight gradients are computed in B, not in W.
+        # In a schedule whose name ends in -v, one rank holds embedding and head. If they share a
+        # matrix, the head's weight gradients are computed in B, not in W.
         if self.tied and name.endswith("-v"):
             head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
         stages = []

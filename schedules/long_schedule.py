@@ -46,7 +46,8 @@ class LongSchedule:
 
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
-        # A full pipeline holds no more in further rounds, but gpipe holds all micro-batches.
+        # Once a pipeline is full, further rounds hold no more, so few rounds are enough. GPipe
+        # needs them all, because it holds all micro-batches at once.
         rounds = self.rounds if self.name == "gpipe" else ROUNDS[0]
         return self._of_rounds(rounds).most_held(sizes)
 
@@ -62,8 +63,8 @@ class LongSchedule:
         missing = self.micro_batches - longer.micro_batches
         if not missing:  # the longer schedule is the whole schedule
             return end
-        # The difference of the two ends, for each micro-batch by which they differ, is the time of
-        # each missing micro-batch.
+        # The longer schedule ends later by `more`. Divided by the number of micro-batches that it
+        # has more, this is the time that each missing micro-batch adds.
         more = end - max(ends(short, seconds, transfer))
         return end + missing / (longer.micro_batches - short.micro_batches) * more
 

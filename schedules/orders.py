@@ -230,7 +230,7 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     rows = []
     for rank, numbers in enumerate(_one_f_one_b(rank_of, micro_batches)):
         row: list[int] = []
-        waiting: deque[int] = deque()  # the W of each B that has been done, if W is still to do
+        waiting: deque[int] = deque()  # the W that are still to do, in the order of their B
         for number in numbers:
             row.append(number)
             # Numbers from `of_kind` on are B; the W of the same micro-batch is `of_kind` further.

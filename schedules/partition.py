@@ -186,7 +186,7 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
     ends_on_other_rank = rank_of[0] != rank_of[-1]
     copied = model.tied and ends_on_other_rank and not layout.vocab_pp
     whole = costs.embedding + model.layers * costs.block + costs.head  # the whole model's time
-    first = 0  # the first block of the stage
+    first = 0  # the number of the first block of the next stage
     specs: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding = index == 0
@@ -253,8 +253,8 @@ def blocks_per_stage(
         return [model.layers]
     if layout.partition == "layers":
         return _share_out(model.layers, layout.stages)
-    # With "blocks", embedding and head count as a block each, as in BLOOM's runs; they are then
-    # subtracted from the first and the last stage.
+    # With --partition blocks, embedding and head count as a block each, as in BLOOM's runs. All are
+    # shared out, and the two are then subtracted from the blocks of the first and the last stage.
     if layout.partition == "blocks":
         counts = _share_out(model.layers + 2, layout.stages)
         counts[0] -= 1
@@ -307,15 +307,15 @@ def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[i
     several_stages = len(rank_of) > len(ranks)
     ends = [rank for rank in ranks if several_stages or rank in (0, ranks[-1])]
     middle_ranks = len(ranks) - len(ends)
-    # The slowest rank's time, if each block goes to the rank with the least time, cannot be lower.
-    # Middle ranks take as many blocks as fit into this time, and the ends take the others.
+    # If each block goes to the rank with the least time, the slowest rank is as fast as possible.
+    # Middle ranks take as many blocks as fit into its time, and the ends take the other blocks.
     fastest = _to_the_least(rank_loads, layers, costs.block)
     slowest = max(load + n * costs.block for load, n in zip(rank_loads, fastest, strict=True))
     most = int(slowest / costs.block + 1e-9)  # the blocks that fit on a middle rank
     layers_of_ends = max(0, layers - middle_ranks * most)
     end_counts = _to_the_least([rank_loads[rank] for rank in ends], layers_of_ends, costs.block)
     middle_counts = _spread(layers - layers_of_ends, middle_ranks)
-    # The blocks of a rank are divided among its stages in the same way.
+    # Each rank's blocks are divided among its stages: each goes to the stage with the least time.
     blocks = [0] * len(rank_of)
     for rank in ranks:
         stages = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
@@ -392,7 +392,7 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
         if several_stages:
             holds = f"rank {s.rank}: {holds}"
         lines.append(f"{s.index:5}   {holds:28} {s.blocks:6} {s.parameters:16,} {s.share:14.1%}")
-    # The last stage's copy of a tied matrix is counted in its parameters, but is none of the model.
+    # The stages count a tied matrix twice if the last stage has a copy; the model counts it once.
     copies = model.vocab_size * model.hidden if rows[-1].tied else 0
     blocks = sum(s.blocks for s in rows)
     total = sum(s.parameters for s in rows)

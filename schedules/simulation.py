@@ -155,7 +155,9 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
                         if max(ends_of_stages) < inf:
                             latest_of[source] = _latest_two(ends_of_stages)
                     latest = latest_of.get(source, UNKNOWN)
-                    is_latest = latest.stage == number % stages  # number % stages: its own stage
+                    # The action's own stage, number % stages, does not wait for itself: if it is
+                    # the latest stage, the latest of the other stages counts.
+                    is_latest = latest.stage == number % stages
                     arrival = transfer + (latest.before if is_latest else latest.end)
                 if arrival > clock:
                     if arrival == inf:  # its input has not been computed: go on with the next rank

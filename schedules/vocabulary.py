@@ -30,7 +30,7 @@ MANY = 5
 # The times of a micro-batch's new passes, in units of a forward pass. T follows the end of the last
 # stage's F after the length of a backward pass.
 BEFORE_FORWARD = 3.0  # E is this long before the start of the first stage's F
-AFTER_FORWARD = 1.0  # S is this long after the end of the last stage's F, or at the T before
+AFTER_FORWARD = 1.0  # S is this long after the end of the last stage's F, or later at the T before
 AFTER_BACKWARD = 2.0  # G is this long after the end of the first stage's B
 # A rank sorts its passes by their times. If several have the same time, the kind that is first in
 # this string comes first.
@@ -71,7 +71,7 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
     loss = 0.0  # the time of the T of the micro-batch before
     for rank, row in enumerate(longer.ranks[:ranks]):
         for number in row:
-            # The F and B of the stages keep their times.
+            # Each F and B stays on its rank, at the time at which it starts in the simulation.
             kind, _, m = longer.action(number)
             end = ended[number]
             start = end - seconds[kind, rank]
