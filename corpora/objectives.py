@@ -47,7 +47,8 @@ class Objective:
     def __init__(self, options: Data, seed: int = 0):
         """Find out from the data options which arrays a row has, and whether labels are masked.
 
-        seed: the seed of the random choices of --objective prefix.
+        seed: the seed of the random choices of --objective prefix. fields: the names of a row's
+        arrays. plain: whether a row is only a sample's tokens and labels.
         """
         self.options = options
         self.seed = seed

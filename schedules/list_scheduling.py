@@ -150,11 +150,11 @@ def parts_of(
     if layout.recompute == "full":
         held = sent_bytes(model)
     logits = 4.0 * model.vocab_size / t
-    if measured := explicit_costs(layout):  # F, B and W of a block, then of the head
+    if given := explicit_costs(layout):  # F, B and W of a block, then of the head
         # The given costs have an unknown unit, and the embedding's costs are FLOPs. So the given
         # costs are scaled such that a block takes the FLOPs that were counted for it.
-        unit = block.seconds / sum(measured[:3])
-        scaled = [unit * cost for cost in measured]
+        unit = block.seconds / sum(given[:3])
+        scaled = [unit * cost for cost in given]
         block = PassCosts(*scaled[:3])
         head = PassCosts(*scaled[3:])
     return embedding, block._replace(held=held), head._replace(held=logits)
@@ -201,15 +201,7 @@ def list_rows(
 
 
 class _Greedy:
-    """The state of the simulation; the arguments are those of `list_rows`.
-
-    own: for each rank, its stages, the last stage first. arrived: by kind and stage, the times at
-    which the inputs of the stage's next passes arrive. room: for each stage, the most that its rank
-    may hold when a forward pass of the stage starts. held: for each rank, the size of the
-    activations that it holds. clock: for each rank, the time at which it is free. done: by kind,
-    the number of passes that each stage has done. first: by kind, its place in FBW times the number
-    of micro-batches. rows: for each rank, the numbers of the actions that it has started.
-    """
+    """The state of the simulation; the arguments are those of `list_rows`."""
 
     def __init__(
         self,
@@ -230,19 +222,25 @@ class _Greedy:
         self.transfer = transfer
         ranks = range(max(rank_of) + 1)
         stages = range(len(rank_of))
+        # For each rank, its stages, the last stage first.
         self.own = [[s for s in reversed(stages) if rank_of[s] == rank] for rank in ranks]
-        # A forward pass must leave memory for this stage and for the rank's later stages, through
-        # which the same micro-batch goes before its backward pass frees anything.
+        # For each stage, the most that its rank may hold when a forward pass of the stage starts.
+        # Memory must remain for this stage and for the rank's later stages, through which the same
+        # micro-batch goes before its backward pass frees anything.
         self.room = []
         for stage, rank in enumerate(rank_of):
             later = sum(sizes[s] for s in self.own[rank] if s >= stage)
             self.room.append(limit - later + 1e-9)
-        self.held = [0.0 for _ in ranks]
-        self.clock = [0.0 for _ in ranks]
+        self.held = [0.0 for _ in ranks]  # for each rank, the size of activations that it holds
+        self.clock = [0.0 for _ in ranks]  # for each rank, the time at which it is free
+        # By kind, the number of passes that each stage has done.
         self.done = {kind: [0 for _ in stages] for kind in "FBW"}
+        # By kind, its place in FBW times the number of micro-batches: numbers go by kind first.
         self.first = {kind: place * micro_batches for place, kind in enumerate("FBW")}
+        # By kind and stage, the times at which the inputs of the stage's next passes arrive.
         self.arrived = {kind: [deque[float]() for _ in stages] for kind in "FB"}
         self.arrived["F"][0].extend([0.0] * micro_batches)
+        # For each rank, the numbers of the actions that it has started, in order.
         self.rows: list[list[int]] = [[] for _ in ranks]
 
     def run(self) -> None:
@@ -269,7 +267,8 @@ class _Greedy:
         input arrives, or infinity if no input is on its way.
         """
         soonest = inf
-        # Every B comes before every F. Among passes of one kind, the last stage comes first.
+        # Every B comes before every F. Among passes of one kind, the last stage comes first. An F
+        # starts only if the rank holds no more than `room` allows for the stage.
         for kind in "BF":
             for stage in self.own[rank]:
                 queue = self.arrived[kind][stage]  # the times at which the stage's inputs arrive

@@ -323,8 +323,8 @@ def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> Stag
         return None
     from schedules.list_scheduling import task_of  # imported late: other orders do not use it
 
-    # `task_of` keeps its results. With the options that the layout had when --schedule auto was
-    # decided, it returns the result of that time again.
+    # The options are set back to those with which --schedule auto was decided, so that `task_of`,
+    # which is cached, returns the same costs as then.
     searched_layout = replace(layout, schedule="auto", partition="balanced")
     blocks = blocks_per_stage(model, layout)
     return task_of(model, searched_layout, device).costs(layout.schedule, blocks)

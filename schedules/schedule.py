@@ -82,7 +82,10 @@ class Schedule(Pipeline):
         return self._starts(self.rank_of[action.stage]).sent_before[action]
 
     def _starts(self, rank: int) -> "_Starts":
-        """Return when a rank starts its messages, computed at the first call for this rank."""
+        """Return when a rank starts its messages, for `may_be_ahead` and `sent_before`.
+
+        It is computed at the first call for this rank.
+        """
         if rank not in self._starts_of:
             self._starts_of[rank] = _message_starts(self, rank)
         return self._starts_of[rank]
