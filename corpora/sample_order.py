@@ -310,6 +310,7 @@ def sample_starts(
         # the sequence before is the number of rows that start in it: 0 in an empty sequence.
         last = np.clip((ends - 1) // seq_length, row - 1, stop - 1)
         sequence_of_row = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
+        # A row's offset in its sequence: the tokens before the row, less those before the sequence.
         tokens = np.arange(row, stop, dtype=np.int64) * seq_length
         first_tokens = ends[sequence_of_row] - sizes[sequence_of_row]
         starts[row:stop, 0] = begin + sequence_of_row

@@ -104,7 +104,7 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
     byte = FLOPS_PER_BYTE[device]  # the FLOPs that take as long as moving a byte
     embedding_pass = 4.0 * 3 * model.hidden * byte
     embedding = PassCosts(embedding_pass, embedding_pass, 0.0)
-    flops = model_stats.block_flops(model)
+    flops = model_stats.block_flops(model)  # forward: the GEMMs with weights, and the scores
     scores = attention_scores(model)
     moved = 4.0 * 40 * model.hidden * byte
     block = PassCosts(flops + moved / 3, flops + scores + 2 * moved / 3, flops - scores)

@@ -241,7 +241,7 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
         if schedule.vocabulary:
             _check_collectives(rank, row)
     _check_messages(schedule)
-    _steps(schedule)
+    _steps(schedule)  # raises ScheduleError if the schedule deadlocks
 
 
 def _check_collectives(rank: int, row: Sequence[Action]) -> None:

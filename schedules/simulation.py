@@ -256,7 +256,7 @@ def trace_event(
     """Return a trace event that is drawn as a bar from `start` to `end`, in seconds.
 
     process, thread: numbers that choose the row in which the viewer draws the bar. more: further
-    fields of the event. The format has times in microseconds.
+    fields of the event. A Chrome trace has its times in microseconds.
     """
     times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
     return {"name": name, "ph": "X", "pid": process, "tid": thread} | times | more
