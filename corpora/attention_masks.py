@@ -5,6 +5,10 @@
 
 On a CPU a mask is a tensor for torch's attention. On a GPU it is blocks of 128 x 128 tokens for
 torch's flex_attention, which skips blocks that no token sees: no s x s tensor is made.
+
+Letters of shapes: b samples, s tokens of a sample, a attention heads on this rank, q queries. With
+context parallelism a rank has the keys of all s tokens, but only the queries of some of them.
+ALiBi (arXiv 2108.12409) subtracts a head's slope times the distance of two tokens from their score.
 """
 
 import functools
@@ -17,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-BLOCK = 128  # tokens; flex_attention's default
+BLOCK = 128  # the tokens of a block of queries or keys; it is flex_attention's default
 
 
 class Mask(NamedTuple):
     """A mask of attention, which `masked_attention` applies.
 
-    dense: for torch's attention, a bool mask or a bias of the scores. blocks, score: for
-    flex_attention, its block_mask and score_mod; score may be None.
+    dense: for torch's attention, a bool mask or a bias that is added to the scores. blocks, score:
+    for flex_attention, its block_mask and score_mod; score is None without ALiBi. A mask has either
+    `dense` or `blocks`.
     """
 
     dense: Tensor | None = None
@@ -33,9 +38,10 @@ class Mask(NamedTuple):
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Return ALiBi's slope of every head i (arXiv 2108.12409): 2^(-8i/n), float64 (heads,).
+    """Return ALiBi's slope of every head i, counted from 1: 2^(-8i/n), float64 (heads,).
 
-    n: the largest power of two up to `heads`. Heads beyond n take every second slope for 2n heads.
+    n is the largest power of two up to `heads`. If there are more than n heads, the further heads
+    take every second slope of a model with 2n heads, as the paper's authors do.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -52,12 +58,13 @@ def visible(
 ) -> Mask:
     """Return the mask with which token q sees the tokens starts[q] to stops[q] - 1.
 
-    starts, stops: (b, s). slopes: ALiBi's slopes of the local heads, (a,), or None; the scores fall
-    with the distance in both directions. dtype: the type of a bias. places: the positions of the
-    tokens whose queries are on this rank, (q,), in any order; None: all tokens.
+    Called for each micro-batch whose samples say what each token sees. starts, stops: (b, s).
+    slopes: ALiBi's slopes of the local heads, (a,), or None; the scores fall with the distance in
+    both directions. dtype: the type of a bias. places: the positions of the tokens whose queries
+    are on this rank, (q,), in any order; None: all tokens.
     """
     length = starts.shape[1]
-    if places is not None:
+    if places is not None:  # only the ranges of the queries on this rank are needed
         starts = starts[:, places]
         stops = stops[:, places]
     if starts.device.type == "cuda":
@@ -76,14 +83,17 @@ def _dense(
 ) -> Tensor:
     """Return a bool mask, (b, 1, q, s), or with ALiBi the bias of the scores, (b, a, q, s).
 
-    starts, stops: (b, q). length: s. The other arguments are those of `visible`.
+    The mask is true where a query sees a key; a bias is -inf where it does not. starts, stops: the
+    range of keys that each query sees, (b, q). length: s. The other arguments are those of
+    `visible`.
     """
     keys = torch.arange(length, device=starts.device)
-    seen = (keys >= starts[..., None]) & (keys < stops[..., None])
+    seen = (keys >= starts[..., None]) & (keys < stops[..., None])  # (b, q, s)
     if slopes is None:
         return seen[:, None]
+    # The bias of a score is -slope * distance, or -inf if the query does not see the key.
     queries = keys if places is None else places
-    distance = (queries[:, None] - keys).abs()
+    distance = (queries[:, None] - keys).abs()  # (q, s)
     bias = -slopes[:, None, None] * distance
     return bias.to(dtype).masked_fill(~seen[:, None], -torch.inf)
 
@@ -91,19 +101,26 @@ def _dense(
 def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
     """Return flex_attention's mask: the blocks of keys that each block of queries sees.
 
-    starts, stops: the range of keys that each query sees, (b, q). length: the number of keys.
+    For a block of queries, a block of keys is skipped if no query sees any of its keys, and needs
+    no mask if all queries see all its keys. In other blocks each query and key is compared. starts,
+    stops: the range of keys that each query sees, (b, q). length: the number of keys.
     """
+    # The first and last start and stop among the queries of a block: (b, blocks of queries, 1).
     first_start = _by_block(starts, "amin")[..., None]
     last_start = _by_block(starts, "amax")[..., None]
     first_stop = _by_block(stops, "amin")[..., None]
     last_stop = _by_block(stops, "amax")[..., None]
     begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK  # first key of a block
-    # (b, blocks of queries, blocks of keys): seen at least in part, or seen whole by all queries.
+    # For each block of queries and block of keys, (b, blocks of queries, blocks of keys). `seen`:
+    # some query may see some key of the block; `whole`: every query sees every key of the block.
     seen = (first_start < begin + BLOCK) & (last_stop > begin)
     whole = (last_start <= begin) & (first_stop >= begin + BLOCK)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return whether query q of sample b sees key k; h, the head, makes no difference."""
+        """Return whether query q of sample b sees key k, in a block that is not seen whole.
+
+        flex_attention calls this with tensors of indices. h, the head, makes no difference.
+        """
         return (k >= starts[b, q]) & (k < stops[b, q])
 
     partial_counts, partial_blocks = _listed(seen & ~whole)
@@ -122,7 +139,8 @@ def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
 def _by_block(values: Tensor, by: str) -> Tensor:
     """Return the smallest (by: "amin") or largest ("amax") value of each block: (b, blocks).
 
-    values: (b, q); the last value is repeated to fill the last block.
+    values: a start or stop for each query, (b, q). A block has the values of BLOCK queries; the
+    last value is repeated to fill the last block.
     """
     count = -(-values.shape[1] // BLOCK)
     missing = count * BLOCK - values.shape[1]
@@ -133,8 +151,10 @@ def _by_block(values: Tensor, by: str) -> Tensor:
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of marked blocks in each row, and the row's block numbers, marked first.
 
-    blocks: bool, (b, rows, columns). The results are int32, (b, 1, rows) and (b, 1, rows, columns);
-    the dimension of 1 stands for the heads, because all heads have the same blocks.
+    flex_attention takes masks in this form: of the columns F T T F a row has the number 2 and the
+    block numbers 1 2 0 3. blocks: bool, (b, blocks of queries, blocks of keys). The results are
+    int32, (b, 1, blocks of queries) and (b, 1, blocks of queries, blocks of keys); the dimension of
+    1 stands for the heads, because all heads have the same blocks.
     """
     numbers = blocks.sum(-1, dtype=torch.int32)
     order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
@@ -142,7 +162,10 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether flex_attention supports heads of this size and type on this device."""
+    """Return whether flex_attention supports heads of this size and type on this device.
+
+    It takes at least 16 columns a head, no fp64, and only GPUs.
+    """
     return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
 
 
@@ -154,13 +177,15 @@ def causal_alibi(
     dtype: torch.dtype,
     places: Tensor | None = None,
 ) -> Mask:
-    """Return the mask of causal attention with ALiBi.
+    """Return the mask of causal attention with ALiBi, which is the same for every micro-batch.
 
-    slopes: ALiBi's slopes of the local heads, (a,). samples: b. length: s. places: see `visible`.
-    A dense mask is a bias, (1, a, q, s), for all samples, with -inf above the diagonal. It holds
-    -slope * distance, so that the biases of near tokens are exact in bf16.
+    slopes: ALiBi's slopes of the local heads, (a,). samples: b. length: s. places: the positions of
+    the tokens whose queries are on this rank, (q,); None: all tokens. A dense mask is a bias,
+    (1, a, q, s), for all samples, with -inf above the diagonal. It holds -slope * distance, so that
+    the biases of near tokens are exact in bf16.
     """
     if takes_flex(head_size, dtype, slopes.device):
+        # Query q sees the keys 0 to q: its range ends before key q + 1.
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
         return visible(torch.zeros_like(stops), stops, slopes, dtype, places)
     keys = torch.arange(length, dtype=torch.float64, device=slopes.device)
@@ -173,10 +198,15 @@ def causal_alibi(
 def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
     """Return flex_attention's score_mod for ALiBi, which subtracts slope * distance from a score.
 
-    slopes: ALiBi's slopes of the local heads, (a,). places: see `visible`.
+    slopes: ALiBi's slopes of the local heads, (a,). places: the positions of the tokens whose
+    queries are on this rank, (q,); None: all tokens, in order.
     """
 
     def score(value: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return the score of query number q and key k in head h, less slope * distance.
+
+        flex_attention calls this. Query q of this rank belongs to the token at `places[q]`.
+        """
         query = q if places is None else places[q]
         return value - slopes[h] * (query - k).abs()
 
@@ -185,19 +215,29 @@ def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
 
 @functools.cache
 def _compiled() -> Callable:
-    """Return flex_attention compiled to one kernel; uncompiled it would store all scores."""
+    """Return flex_attention compiled to one kernel; the compiled function is made once.
+
+    Without compilation flex_attention would store the scores of all queries and keys.
+    """
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Return the result of `masked_attention` by flex_attention, on a GPU."""
+    """Return softmax(q k^T / sqrt(d)) v under a mask of blocks, by flex_attention on a GPU.
+
+    q, k, v: (b, heads, s, d). k and v may have fewer heads than q (grouped-query attention).
+    """
     grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
     return _compiled()(q, k, v, **options)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v under the mask; q, k, v are (b, heads, s, d)."""
+    """Return softmax(q k^T / sqrt(d)) v under the mask; q, k, v are (b, heads, s, d).
+
+    A mask of blocks goes to flex_attention, a dense mask to torch's attention. k and v may have
+    fewer heads than q (grouped-query attention).
+    """
     if mask.blocks is not None:
         return flex(q, k, v, mask)
     grouped = q.shape[1] != k.shape[1]

@@ -4,8 +4,10 @@
     train = corpora.split(0, config.total_samples)
     sets, notes = eval_sets(config)
 
-The orders of samples and blends are Megatron's (sample_order.py, blends.py); they are cached on
-the node (mapped_files.py). A run on synthetic tokens does not load this module.
+A split (train, validation or test) is a range of the sequences of each corpus, given by --split.
+The samples of a split come from one corpus, or from a blend of several, of which each is a part.
+The orders of samples and blends are Megatron's (sample_order.py, blends.py); they are cached on the
+node (mapped_files.py). A run on synthetic tokens does not load this module.
 """
 
 import math
@@ -31,8 +33,8 @@ from corpora.sample_order import (
 )
 from corpora.token_files import IndexedDataset
 
-# A blend requests this share of samples in addition from each part: Megatron's
-# mid_level_dataset_surplus.
+# A blend requests more samples from each part than the part's share, by this ratio. The order of a
+# part depends on the number requested, so the ratio is Megatron's (mid_level_dataset_surplus).
 SURPLUS = 0.005
 
 Samples = GPTSamples | Blend
@@ -41,11 +43,12 @@ Samples = GPTSamples | Blend
 class Corpora:
     """Opens the token files of a run, and makes the samples of its splits.
 
-    datasets: the corpora of --data. weights: their weights, or None. ranges: for each corpus, the
-    sequences of each split. Raise UserError if --data or --split is wrong.
+    datasets: the corpora of --data. weights: their weights, or None if --data gives none. ranges:
+    for each corpus, the sequences of each split. Raise UserError if --data or --split is wrong.
     """
 
     def __init__(self, config: Config):
+        """Open the corpora of --data and divide the sequences of each among the splits."""
         self.config = config
         self.cache = ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
@@ -55,7 +58,8 @@ class Corpora:
     def split(self, number: int, num_samples: int) -> Samples:
         """Return at least `num_samples` samples of a split: from the only corpus, or a blend.
 
-        number: the split's position in SPLITS.
+        number: the split's position in SPLITS (0 train, 1 validation, 2 test). A UserError names
+        the split.
         """
         ranges = [ranges_of_corpus[number] for ranges_of_corpus in self.ranges]
         try:
@@ -87,7 +91,10 @@ class Corpora:
             return None, (f"no test loss: {error}",)
 
     def epoch_tokens(self) -> dict[str, int]:
-        """Return the number of tokens in the train split of each corpus, by prefix."""
+        """Return the number of tokens in the train split of each corpus, by prefix.
+
+        The log divides the tokens that the run has read by them, to show epochs.
+        """
         parts = zip(self.datasets, self.ranges)
         return {dataset.prefix: dataset.tokens_in(train) for dataset, (train, _, _) in parts}
 
@@ -105,7 +112,8 @@ class Corpora:
     ) -> GPTSamples:
         """Return at least `count` samples of corpus number i.
 
-        ranges: the sequences of each corpus. count: None for one epoch. seed: None for --seed.
+        ranges: for each corpus, its sequences in the split. count: None for one epoch. seed: the
+        seed of the samples' order; None: --seed.
         """
         model = self.config.model
         if seed is None:
@@ -124,9 +132,9 @@ class Corpora:
     def _by_weight(self, ranges: list[range], num_samples: int) -> Blend:
         """Return a blend by the weights of --data.
 
-        As in Megatron, each part is requested with its share of the samples and a surplus. The
-        order of a part depends on the number of samples requested. If the blend takes more samples
-        than that, Megatron fails; here the number taken is requested.
+        As in Megatron, each part is requested with its share of the samples and a surplus, because
+        the order of a part depends on the number of samples requested. If the blend takes more
+        samples of a part than this, Megatron fails; here the number taken is requested.
         """
         shares = normalise(self.weights or ())
         # Megatron normalises given weights once for the requests and once more for the order.
@@ -137,14 +145,15 @@ class Corpora:
         return Blend(parts, order, num_samples)
 
     def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
-        """Return a blend by the corpora's numbers of samples, one epoch of each, as in Megatron.
+        """Return a blend whose weights are the corpora's numbers of samples, as in Megatron.
 
-        Megatron has no further epochs. Here every further epoch has the same mixture, and another
-        seed for the order of each part.
+        `split` calls this if --data names several corpora without weights: an epoch of the blend is
+        one epoch of each corpus. Megatron has no further epochs. Here every further epoch has the
+        same mixture, and another seed for the order of each part.
         """
         length = self.config.model.seq_length
         seed = self.config.training.seed
-        sizes = []  # the samples of an epoch of each corpus
+        sizes = []  # for each corpus, the number of samples in an epoch
         for dataset, sequences in zip(self.datasets, ranges):
             sizes.append((tokens_per_epoch(dataset, sequences, length) - 1) // length)
         order = find_blend_order(normalise(sizes), min(num_samples, sum(sizes)), self.cache)
@@ -159,9 +168,9 @@ class Corpora:
 def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str, ...]]:
     """Return the sets of --eval-data by name, and a note on each set for the log.
 
-    A set is its samples and the number of samples that count. If the number does not fill the last
-    micro-batches of all replicas, further samples that do not count fill them. Raise UserError if a
-    corpus has fewer samples than its set asks for.
+    A set is its samples and the number of samples that count in its loss. If this number does not
+    fill the last micro-batches of all replicas, further samples fill them, which do not count.
+    Raise UserError if a corpus has fewer samples than its set asks for.
     """
     model = config.model
     cache = ArrayCache(config.data.cache_folder)
@@ -172,8 +181,9 @@ def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str
         dataset = _open(prefix, config, cache)
         all_sequences = range(len(dataset))
         count, available = eval_samples(eval_set, dataset.tokens, model.seq_length)
+        # `filled` is `count` rounded up, so that each replica gets whole micro-batches.
         samples_of_pass = config.layout.micro_batch_size * config.layout.dp
-        filled = -(-count // samples_of_pass) * samples_of_pass  # rounded up to whole passes
+        filled = -(-count // samples_of_pass) * samples_of_pass
         samples = GPTSamples(
             dataset,
             all_sequences,

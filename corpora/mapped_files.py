@@ -8,10 +8,11 @@
     FOLDER/DIGEST.partial/  the same while it is written
     FOLDER/0.lock ...       locked while an entry whose digest begins with 0 ... is built
 
-DIGEST is the hash of the facts that determine the arrays, so an entry is never changed, only
-replaced by an equal one. Reading takes no lock. A process that is killed leaves no wrong entry, and
-the system releases its lock. The facts include the start of the operating system, because after a
-power failure a file may have its name and size without its contents.
+An entry of the cache is a folder of arrays. DIGEST is the hash of the facts that determine the
+arrays (corpus files, seed, lengths), so an entry is never changed, only replaced by an equal one.
+Reading takes no lock. A process that is killed leaves no wrong entry, and the system releases its
+lock. The facts include the start of the operating system, because after a power failure a file may
+have its name and size without its contents.
 """
 
 import contextlib
@@ -34,32 +35,37 @@ import numpy as np
 
 from config.messages import UserError
 
-FORMAT = 2  # version of the format of an entry
+FORMAT = 2  # the version of an entry's format: entries of another version are not used
 HEADER_BYTES = 256  # more than the header of a .npy file with few dimensions
 SECONDS_UNUSED = 30 * 24 * 3600.0  # an entry that no run has opened for this long is removed
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another text after each start of the system
 
 
 class MappedFile:
     """A file that is mapped into memory to be read.
 
-    bytes: the contents, uint8 (size,); an empty file is not mapped.
-    Access beyond the end of a file that has been cut short ends the process (SIGBUS), so callers
-    that read later call `check` before each read. Raise OSError if the file cannot be opened.
+    bytes: the contents, uint8 (size,). If another process cuts the file short, access beyond the
+    new end ends this process (SIGBUS), so callers that read later call `check` before each read.
+    Raise OSError if the file cannot be opened.
     """
 
     def __init__(self, path: str):
+        """Map the file, which does not read its contents yet."""
         self.path = path
         self._map = None
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
-            if self.size:
+            if self.size:  # an empty file cannot be mapped
                 self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
-        # A plain array: slicing np.memmap takes three times as long.
+        # A plain array on the mapping, because slicing an np.memmap takes three times as long.
         self.bytes = np.frombuffer(self._map or b"", np.uint8)
 
     def array(self) -> np.ndarray:
-        """Return the array of a .npy file; raise ValueError if the file is damaged."""
+        """Return the array of a .npy file, without a copy; raise ValueError if it is damaged.
+
+        A .npy file has a header with shape and type, then the numbers. The array is a view of the
+        mapping from the end of the header on.
+        """
         header = io.BytesIO(self.bytes[:HEADER_BYTES].tobytes())
         np.lib.format.read_magic(header)
         shape, _, kind = np.lib.format.read_array_header_1_0(header)
@@ -90,7 +96,11 @@ def why_others_could_write(path: str) -> str:
 
 
 def why_others_could_replace(folder: str) -> str:
-    """Return why other users could put another folder in the place of `folder`; "": they cannot."""
+    """Return why other users could put another folder in the place of `folder`; "": they cannot.
+
+    They could if they may rename in the folder's parent: if others may write to it, and it has no
+    sticky bit, which lets only the owner of an entry rename it.
+    """
     parent = os.path.dirname(os.path.abspath(folder))
     mode = os.stat(parent).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
@@ -102,8 +112,8 @@ def why_others_could_replace(folder: str) -> str:
 class Found:
     """The result of `ArrayCache.find`.
 
-    arrays: the arrays by name; read-only if they are mapped from `files`. built: whether this
-    process built them.
+    arrays: the arrays by name; read-only if they are mapped from `files`. files: the mapped files;
+    none if nothing is stored. built: whether this process built the arrays.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -111,7 +121,10 @@ class Found:
     built: bool = True
 
     def check(self) -> None:
-        """Raise UserError if a file that the arrays are mapped from has become shorter."""
+        """Raise UserError if a file that the arrays are mapped from has become shorter.
+
+        Called before each use of the arrays, because reading a missing page ends the process.
+        """
         for file in self.files:
             file.check()
 
@@ -124,7 +137,9 @@ class ArrayCache:
     """
 
     def __init__(self, folder: str | None = None):
+        """Make the folder, and check that no other user can change what is in it."""
         self.folder = folder
+        # Facts that each entry's digest includes: the format, and the start of the system.
         self._system: dict[str, Any] = {"format": FORMAT}
         if BOOT_ID.exists():
             self._system["boot"] = BOOT_ID.read_text().strip()
@@ -144,8 +159,8 @@ class ArrayCache:
     def find(self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]) -> Found:
         """Return the arrays that `facts` determine, from the cache or from `build`.
 
-        facts: JSON values by name. build: returns the arrays by name; they are stored. If several
-        processes of a node call this at once, one process builds and the others wait.
+        facts: JSON values by name. build: returns the arrays by name, which are then stored. If
+        several processes of a node call this at once, one process builds and the others wait.
         """
         if self.folder is None:
             return Found(build())
@@ -157,6 +172,7 @@ class ArrayCache:
             if found is not None:
                 return found
             with self._locked(digest[0]):
+                # Another process may have built the entry while this process waited for the lock.
                 found = _read(path)
                 if found is not None:
                     return found
@@ -171,13 +187,19 @@ class ArrayCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold the lock file `name` for this process alone; the lock ends with the process."""
+        """Hold the lock of the file `name` during the `with` block, after waiting for it.
+
+        The system releases the lock when the file is closed, or when the process ends.
+        """
         with open(os.path.join(self.folder or "", f"{name}.lock"), "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _remove_unused(self) -> None:
-        """Remove entries that no run has opened for SECONDS_UNUSED."""
+        """Remove entries that no run has opened for SECONDS_UNUSED, before an entry is added.
+
+        `_read` sets the time of each entry that it opens.
+        """
         oldest = time.time() - SECONDS_UNUSED
         for suffix in ("arrays", "partial"):
             for path in Path(self.folder or "").glob(f"*.{suffix}"):
@@ -218,10 +240,11 @@ def _read(path: str) -> Found | None:
 def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
     """Write the entry of the folder `path`; an array is removed from `arrays` once it is written.
 
-    The entry is written to another folder, which is then renamed.
+    The entry is written to another folder, which is then renamed: a process that reads without a
+    lock sees the whole entry or none. Removing arrays from `arrays` frees their memory early.
     """
     partial = path.removesuffix("arrays") + "partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left this folder
     os.mkdir(partial, 0o700)
     for name in list(arrays):
         np.save(os.path.join(partial, name), arrays.pop(name))
@@ -230,7 +253,10 @@ def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _remove(path: str | Path) -> None:
-    """Remove a link, or a folder and its files, if it is there."""
+    """Remove a link, or a folder and its files; do nothing if there is nothing at `path`.
+
+    Only a link itself is removed, never the folder that it points to.
+    """
     if os.path.islink(path):
         os.unlink(path)
     shutil.rmtree(path, ignore_errors=True)

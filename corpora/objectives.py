@@ -1,6 +1,6 @@
 """Training objectives: which tokens each token sees, and which labels count in the loss.
 
-The arrays of a row, which is one sample of a micro-batch:
+The arrays of a row, which is one sample of a micro-batch, with an entry for each of its s tokens:
 
     tokens, labels     a label that does not count in the loss is NO_TARGET
     starts, stops      token q sees tokens starts[q] to stops[q] - 1; without them, 0 to q
@@ -16,11 +16,14 @@ import numpy as np
 
 from config.run_options import Data
 
-NO_TARGET = -1
+NO_TARGET = -1  # the label of a token that does not count in the loss
 
 
 class Readable(Protocol):
-    """Samples that an objective can read, each by its number k."""
+    """Samples that an objective can read, each by its number k.
+
+    GPTSamples, Blend and data.Synthetic have these methods; this class only lists them.
+    """
 
     def __len__(self) -> int: ...
 
@@ -42,6 +45,11 @@ class Objective:
     """
 
     def __init__(self, options: Data, seed: int = 0):
+        """Find out from the data options which arrays a row has, and whether labels are masked.
+
+        seed: the seed of the random choices of --objective prefix. fields: the names of a row's
+        arrays. plain: whether a row is only a sample's tokens and labels.
+        """
         self.options = options
         self.seed = seed
         self.fields = ["tokens", "labels"]
@@ -53,7 +61,10 @@ class Objective:
         self.plain = len(self.fields) == 2 and not self.masks_loss
 
     def row(self, samples: Readable, k: int) -> dict[str, np.ndarray]:
-        """Return the row of sample k: an array (seq_length,) for each name in `fields`."""
+        """Return the row of sample k: an array (seq_length,) for each name in `fields`.
+
+        Called for every sample that is read, in the threads of prefetch.py.
+        """
         options = self.options
         text = samples.sample(k)
         row = {"tokens": text[:-1], "labels": text[1:]}
@@ -61,6 +72,9 @@ class Objective:
             return row
         size = len(row["tokens"])
         places = np.arange(size)
+        # Borders are the first tokens of documents and the end. Positions start again at each
+        # document with reset_positions, and a token sees only its document with reset_attention;
+        # without them the sample counts as one document.
         whole = np.array([0, size])
         borders = whole
         if options.reset_attention or options.reset_positions:
@@ -68,18 +82,22 @@ class Objective:
         if options.reset_positions:
             row["positions"] = places - _per_token(borders[:-1], borders)
         borders = borders if options.reset_attention else whole
-        counted = np.ones(size, bool)
-        if options.masks_attention:
+        counted = np.ones(size, bool)  # for each label, whether it counts in the loss
+        if options.masks_attention:  # a token sees the tokens of its document up to itself
             row["starts"] = _per_token(borders[:-1], borders)
             row["stops"] = places + 1
+        # With --objective prefix, the tokens of a prefix see the whole prefix, and only the labels
+        # after it count: label q is token q + 1.
         if options.objective == "prefix":
             random = np.random.default_rng((self.seed, k))
             ends = _per_token(prefix_ends(borders, random), borders)
             row["stops"] = np.maximum(row["stops"], ends)
-            counted = places + 1 >= ends  # labels after the prefix
+            counted = places + 1 >= ends
+        # The label of a token that ends a document is the first token of another document, which
+        # this document does not determine.
         if options.mask_eod_loss:
             counted &= row["tokens"] != options.eod_token
-        if options.answers_only:
+        if options.answers_only:  # a label counts if it is a token of an answer
             counted &= samples.answers(k)[1:] != 0
         if options.masks_loss:
             row["labels"] = np.where(counted, row["labels"], NO_TARGET)
@@ -89,8 +107,10 @@ class Objective:
 def document_borders(tokens: np.ndarray, eod: int) -> np.ndarray:
     """Return the index of the first token of each document, and at the end the number of tokens.
 
-    tokens: (s,). eod: the token id that ends a document. The result is (documents + 1,).
+    tokens: (s,). eod: the token id that ends a document. The result is (documents + 1,): if tokens
+    1 and 4 of 6 are `eod`, it is 0, 2, 5, 6.
     """
+    # The last token is left out: if it is `eod`, no document begins after it.
     after = np.flatnonzero(tokens[:-1] == eod) + 1
     return np.concatenate([[0], after, [len(tokens)]])
 
@@ -98,15 +118,17 @@ def document_borders(tokens: np.ndarray, eod: int) -> np.ndarray:
 def _per_token(of_documents: np.ndarray, borders: np.ndarray) -> np.ndarray:
     """Return for each token the value of its document, (s,).
 
-    of_documents: a value for each document. borders: see `document_borders`.
+    of_documents: a value for each document. borders: the index of the first token of each document,
+    and at the end s. With values 7, 8 and borders 0, 2, 5 the result is 7, 7, 8, 8, 8.
     """
     return np.repeat(of_documents, np.diff(borders))
 
 
 def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return the index after each document's prefix, (documents,).
+    """Return the index after each document's prefix, (documents,), chosen at random.
 
-    borders: see `document_borders`. The prefix of a document of n tokens has 1 to n - 1 tokens,
-    with equal probability; the prefix of a single token is that token.
+    borders: the index of the first token of each document, and at the end the number of tokens. The
+    prefix of a document of n tokens has 1 to n - 1 tokens, with equal probability, so that at least
+    one label after it counts; the prefix of a single token is this token.
     """
     return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))

@@ -5,7 +5,9 @@
     rows = reader.take(samples, 120)
     reader.close()
 
-A sample's number alone determines its tokens, so a resumed run reads the same tokens.
+A micro-batch is known by the number of its first sample: here, 120 stands for the samples 120 to
+123. A read is the job to read one micro-batch; it waits in a queue until a thread takes it. A
+sample's number alone determines its tokens, so a resumed run reads the same tokens.
 """
 
 import queue
@@ -22,16 +24,16 @@ from config.messages import UserError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
 
-READERS = 4  # threads: reads that wait for a disk or a file system at the same time
-AHEAD = 8  # micro-batches that are read or being read before they are asked for
+READERS = 4  # the number of threads, so of reads that wait for a disk at the same time
+AHEAD = 8  # how many micro-batches are in the queue, or read, before they are asked for
 SECONDS_TO_END = 2.0  # the longest wait for a thread that still reads when the run ends
 
 
 class Rows(NamedTuple):
-    """A micro-batch as it was read.
+    """A micro-batch as it was read: what `Prefetcher.take` returns.
 
-    tensors: (b, s), by the names of `Objective.fields`. targets: the number of labels that count in
-    the loss.
+    tensors: the tokens, labels and so on, (b, s) each, by the names of `Objective.fields`. targets:
+    the number of labels that count in the loss.
     """
 
     tensors: dict[str, Tensor]
@@ -39,9 +41,10 @@ class Rows(NamedTuple):
 
 
 class _Read(Future[None]):
-    """A micro-batch that is being read, or will be read.
+    """The job to read a micro-batch, and its state; the Future says when the read has ended.
 
-    sample: the number of the sample that is read next. count: the labels read so far that count.
+    samples: the samples to read from. sample: the number of the sample that is read next. tensors:
+    where the rows go. count: how many of the labels read so far count in the loss.
     """
 
     def __init__(
@@ -51,6 +54,11 @@ class _Read(Future[None]):
         objective: Objective,
         tensors: dict[str, Tensor],
     ):
+        """Prepare the read of a micro-batch, which `run` then does.
+
+        first: the number of the micro-batch's first sample. objective: makes a row of each sample.
+        tensors: the memory for the rows, (b, s) each.
+        """
         super().__init__()
         self.samples = samples
         self.sample = first
@@ -59,14 +67,15 @@ class _Read(Future[None]):
         self.count = 0
 
     def run(self) -> None:
-        """Read the micro-batch's samples, one after the other."""
-        # With tensors, torch would start a pool of threads in each thread that copies much.
+        """Read the micro-batch's samples, one after the other; called in a reader thread."""
+        # Rows are copied with numpy: with tensors, torch would start a pool of threads in each
+        # thread that copies much.
         arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
         for place in range(len(arrays["tokens"])):
             row = self.objective.row(self.samples, self.sample)
             for name, values in row.items():
                 arrays[name][place] = values
-            if self.objective.masks_loss:
+            if self.objective.masks_loss:  # labels that do not count are negative
                 self.count += int((row["labels"] >= 0).sum())
             else:
                 self.count += len(row["labels"])
@@ -84,7 +93,7 @@ class Prefetcher:
     A rank in the middle of a pipeline asks for no micro-batch, so it starts no threads.
     shape: (micro-batch size, seq_length). pinned: whether to allocate pinned memory, from which a
     GPU copies asynchronously. seconds: the longest wait for a micro-batch. objective: makes the
-    rows; None: predict every next token.
+    rows; None: the labels are the next tokens, and all count.
     """
 
     def __init__(
@@ -94,24 +103,30 @@ class Prefetcher:
         seconds: float = 240.0,
         objective: Objective | None = None,
     ):
+        """Prepare to read; threads start with the first read. The class explains the arguments."""
         self.shape = shape
         self.pinned = pinned
         self.seconds = seconds
         self.objective = objective or Objective(Data())
         self._jobs: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        # By id() of the samples: the first samples of the next micro-batches.
+        # By id() of the samples (a run has several: train, validation and so on): an iterator over
+        # the first samples of the micro-batches whose reads are not in the queue yet.
         self._upcoming: dict[int, Iterator[int]] = {}
-        # By id() of the samples, then by first sample: the reads in the queue, begun or ended.
+        # By id() of the samples, then by first sample: the reads that have been put into the queue
+        # and whose micro-batches have not been taken. They may be waiting, begun or ended.
         self._reads: dict[int, dict[int, _Read]] = {}
-        # The finalizer is called at the latest when this object is freed: no thread outlives it.
+        # `close` ends the threads. If nobody calls it, it is called when this object is freed, so
+        # no thread outlives the object.
         self.close = weakref.finalize(self, _end, self._jobs, self._threads, self._reads)
 
     def go_on(self, samples: Readable, first: int, upcoming: Iterator[int]) -> None:
         """Begin to read ahead the micro-batches that the rank will take next.
 
-        upcoming: the first sample of each micro-batch; the first of these is `first`. Do nothing if
-        the micro-batch at `first` is in the queue already. Other reads of `samples` are dropped.
+        Called before the first micro-batch of a global batch is taken. upcoming: the first sample
+        of each micro-batch from now on; it begins with `first`. Do nothing if the micro-batch at
+        `first` is in the queue already, because an earlier call has foreseen it. Otherwise the
+        earlier call has foreseen other micro-batches; their reads are dropped.
         """
         if first in self._reads.setdefault(id(samples), {}):
             return
@@ -126,13 +141,15 @@ class Prefetcher:
 
         Raise the error of the read, or UserError, with the file's name, if the read takes too long.
         """
+        # A micro-batch whose read has not been put into the queue before is put there now. Then
+        # further reads are put into the queue, in place of the one that is taken out.
         read = self._reads.setdefault(id(samples), {}).pop(first, None)
         read = read or self._begin(samples, first)
         self._fill(samples)
         try:
             read.result(self.seconds)
         except TimeoutError:
-            if read.done():  # the read itself raised TimeoutError
+            if read.done():  # the read has ended: it raised this TimeoutError itself
                 raise
             file = samples.file_of(read.sample)
             late = f"tokens of sample {read.sample} have not arrived within {self.seconds:g} s"
@@ -140,7 +157,10 @@ class Prefetcher:
         return read.rows
 
     def _fill(self, samples: Readable) -> None:
-        """Begin to read the next micro-batches of `samples`, until AHEAD are read ahead."""
+        """Begin to read the next micro-batches of `samples`, until AHEAD are read ahead.
+
+        Stop earlier if no micro-batch is foreseen, or if `samples` end before it does.
+        """
         reads = self._reads[id(samples)]
         upcoming = self._upcoming.get(id(samples), iter(()))
         while len(reads) < AHEAD:
@@ -150,7 +170,11 @@ class Prefetcher:
             reads[first] = self._begin(samples, first)
 
     def _begin(self, samples: Readable, first: int) -> _Read:
-        """Put a micro-batch in the queue, and start the threads if they are not running."""
+        """Put the read of a micro-batch in the queue, and return it.
+
+        The threads are started if they are not running. Memory for the micro-batch is allocated
+        here, not in the threads.
+        """
         tensors = {
             name: torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned)
             for name in self.objective.fields
@@ -166,9 +190,12 @@ class Prefetcher:
 
 
 def _work(jobs: "queue.SimpleQueue[_Read | None]") -> None:
-    """Read the micro-batches in the queue until a None comes; runs in each reader thread."""
+    """Read the micro-batches in the queue until a None comes; runs in each reader thread.
+
+    The thread that waits in `Prefetcher.take` gets the read's result or its error.
+    """
     while (read := jobs.get()) is not None:
-        if not read.set_running_or_notify_cancel():
+        if not read.set_running_or_notify_cancel():  # the read has been dropped
             continue
         try:
             read.run()
@@ -176,7 +203,8 @@ def _work(jobs: "queue.SimpleQueue[_Read | None]") -> None:
             read.set_exception(error)
         else:
             read.set_result(None)
-        del read  # frees the tensors: `read` would hold them until the next job
+        # While this thread waits for the next job, `read` would keep the tensors of this one.
+        del read
 
 
 def _end(
@@ -184,12 +212,17 @@ def _end(
     threads: list[threading.Thread],
     reads: dict[int, dict[int, _Read]],
 ) -> None:
-    """Drop the reads that have not begun, and end the threads; wait SECONDS_TO_END for a thread."""
+    """Drop the reads that have not begun, and end the threads; wait SECONDS_TO_END for a thread.
+
+    The finalizer `Prefetcher.close` calls this, with the Prefetcher's fields, because the object
+    itself may be freed by then. Each None in the queue ends one thread.
+    """
     for reads_of_samples in list(reads.values()):
         for read in list(reads_of_samples.values()):
             read.cancel()
     for _ in threads:
         jobs.put(None)
     for thread in threads:
+        # Python may free the Prefetcher, and so call this, in a reader thread.
         if thread is not threading.current_thread():
             thread.join(SECONDS_TO_END)

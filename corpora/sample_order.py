@@ -3,6 +3,11 @@
     document order   3 0 2 1 | 0 2 3 1 | ...        the documents of each epoch, shuffled
     sample order     |-----|-----|-----|-----|...   cut every seq_length tokens, then shuffled
 
+A corpus is a list of sequences; a document is one sequence, or several in a row. As in Megatron,
+the sequences are shuffled, although the array is called document_index, and joined. A sample takes
+seq_length + 1 tokens, of which the last is also the first of the next sample. It is made of cuts,
+each a part of one sequence.
+
 Megatron's order follows megatron/core/datasets, 0.16: the same corpus, split, length and seed give
 the same samples in the same order, which depends on the number of epochs. The stable order does not
 depend on the number of epochs: each epoch is shuffled by itself, so a longer run first reads the
@@ -21,8 +26,8 @@ from config.run_options import EvalSet, parse_eval_sets
 from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDataset, check_pair
 
-RULE = 1  # version of the rules below: cached orders of another version are not used
-BLOCK = 1 << 16  # sequences handled at once: their temporary arrays fit into a core's cache
+RULE = 1  # the version of the rules below: cached orders of another version are not used
+BLOCK = 1 << 16  # sequences that are handled at once: temporary arrays fit into a core's cache
 SPLITS = ("train", "validation", "test")
 
 
@@ -31,7 +36,10 @@ class TooFewTokens(UserError):
 
 
 class TextSpan(NamedTuple):
-    """Tokens [offset, offset + length) of a sequence. A sample consists of one or more spans."""
+    """Tokens [offset, offset + length) of a sequence. A sample consists of one or more spans.
+
+    prefix: the corpus. sequence, document: the numbers of the sequence and of its document there.
+    """
 
     prefix: str
     sequence: int
@@ -43,10 +51,12 @@ class TextSpan(NamedTuple):
 class GPTSamples:
     """The samples of a corpus, in Megatron's order (its class `GPTDataset`) or in the stable order.
 
-    sequences: the split's range. num_samples: the number of samples needed; None: one epoch. There
-    may be more samples: all those of `epochs` passes over the range; `len` returns the number.
-    E epochs of T tokens hold (E*T - 1) // seq_length samples, because the last label of a sample is
-    the first token of the next. Raise UserError if an epoch has too few tokens for a sample.
+    sequences: the split's range of sequences. num_samples: the number of samples needed; None: one
+    epoch. There may be more samples, because the last epoch is always complete: `len` returns the
+    number. E epochs of T tokens hold (E*T - 1) // seq_length samples, because the last label of a
+    sample is the first token of the next. vocab_size: ids from this number on are an error; None:
+    no id is an error. order: "megatron" or "stable". cache: where the order is kept. Raise
+    UserError if an epoch has too few tokens for a sample.
     """
 
     def __init__(
@@ -60,6 +70,11 @@ class GPTSamples:
         order: str = "megatron",
         cache: ArrayCache | None = None,
     ):
+        """Compute the order of the samples, or find it in the cache; no token is read.
+
+        sequences: the split's range of sequences in `dataset`. num_samples: the number of samples
+        needed; None: one epoch. order: "megatron" or "stable".
+        """
         if not 0 <= seed < 2**32:
             raise UserError(f"seed({seed}) of the sample order must be in 0..{2**32 - 1}")
         self.dataset = dataset
@@ -67,23 +82,28 @@ class GPTSamples:
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
         self.epochs = -(-(wanted * seq_length + 1) // tokens)  # rounded up, in integers
-        # Between two neighbouring cuts, which are numbers of epochs, samples are shuffled together.
-        cuts: list[int] | range = range(self.epochs + 1)
+        # The epochs are divided into groups, given by their borders from 0 to all epochs; the
+        # samples of a group are shuffled together. In the stable order each epoch is a group. In
+        # Megatron's order all epochs are one group, or the last epoch is a group by itself.
+        borders: list[int] | range = range(self.epochs + 1)
         if order == "megatron":
             samples_of_epoch = max(0, tokens - 1) // seq_length
             samples_before = max(0, (self.epochs - 1) * tokens - 1) // seq_length
             wanted_of_last = wanted - samples_before
-            cuts = [0, self.epochs]
+            borders = [0, self.epochs]
             # If less than 80 % of the last epoch is wanted, this epoch is shuffled by itself and
-            # comes last. Shuffled together, unread samples would leave gaps in earlier epochs too.
+            # comes last. Shuffled together with the earlier epochs, the samples that the run does
+            # not read would be missing from those epochs too.
             if self.epochs > 1 and wanted_of_last < int(0.80 * samples_of_epoch):
-                cuts = [0, self.epochs - 1, self.epochs]
+                borders = [0, self.epochs - 1, self.epochs]
+        # The facts determine the order. The cache finds an order that has the same facts.
         facts = {"order of samples": RULE, "files": dataset.identity, "order": order, "seed": seed}
         facts |= {"sequences": [sequences.start, sequences.stop], "seq_length": seq_length}
-        facts |= {"epochs": self.epochs, "cuts": len(cuts)}
+        facts |= {"epochs": self.epochs, "cuts": len(borders)}
 
         def build() -> dict[str, np.ndarray]:
-            return _build(dataset, sequences, seq_length, seed, order, cuts)
+            """Compute the order; the cache calls this if it does not have it."""
+            return _build(dataset, sequences, seq_length, seed, order, borders)
 
         self.found = (cache or ArrayCache()).find(facts, build)
         self.document_index = self.found.arrays["document_index"]
@@ -94,15 +114,21 @@ class GPTSamples:
         return len(self.shuffle_index)
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return the number of samples in [first, stop) by corpus prefix: a single entry."""
+        """Return the number of samples in [first, stop) by corpus prefix: a single entry.
+
+        A blend has the same method, and has several corpora.
+        """
         return {self.dataset.prefix: stop - first}
 
     def file_of(self, k: int) -> str:
-        """Return the path of the file that holds sample k's tokens."""
+        """Return the path of the file that holds sample k's tokens, for error messages."""
         return self.dataset.prefix + ".bin"
 
     def spans(self, k: int) -> list[TextSpan]:
-        """Return the spans of text that make sample k, in order; no span is empty."""
+        """Return the spans of text that make sample k, in order; no span is empty.
+
+        Called to say from which documents a sample comes, in reports and error messages.
+        """
         prefix = self.dataset.prefix
         document_of = self.dataset.document_of
         sequences, offsets, lengths = self._cuts(k)
@@ -116,16 +142,21 @@ class GPTSamples:
     def _cuts(self, k: int) -> tuple[np.ndarray, list[int], list[int]]:
         """Return the sequences, first tokens and numbers of tokens of sample k's cuts.
 
-        A cut may be empty. Raise UserError if a mapped file has become shorter.
+        A cut may be empty. Raise UserError if a mapped file has become shorter: reading it would
+        end the process.
         """
         self.found.check()
         self.dataset.check_size()
         row = int(self.shuffle_index[k])
-        # A sample ends with the first token of the sample in the next row, its last label.
+        # A row of sample_index is the start of a sample: a place in document_index, and a token of
+        # the sequence there. The sample ends with the first token of the sample in the next row,
+        # which is its last label.
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         sequences = self.document_index[first : last + 1]
         if first == last:
             return sequences, [begin], [end + 1 - begin]
+        # The first sequence is cut from token `begin` on, the last sequence after token `end`, and
+        # the sequences between them are whole.
         lengths = self.dataset.lengths[sequences].tolist()
         lengths[0] -= begin
         lengths[-1] = end + 1
@@ -152,7 +183,10 @@ class GPTSamples:
         return self.dataset.answers.read(*self._cuts(k))
 
     def _refuse(self, k: int, limit: int) -> None:
-        """Raise UserError with the place of the first token id of sample k outside [0, limit)."""
+        """Raise UserError with the place of the first token id of sample k outside [0, limit).
+
+        `sample` calls this when it has found such an id.
+        """
         for prefix, sequence, offset, length, document in self.spans(k):
             ids = self.dataset.get(sequence, offset, length).astype(np.int64)
             bad = np.flatnonzero((ids < 0) | (ids >= limit))
@@ -163,7 +197,10 @@ class GPTSamples:
 
 
 def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int) -> int:
-    """Return the tokens in a range of sequences; raise TooFewTokens if no sample fits in them."""
+    """Return the number of tokens in a range of sequences, which an epoch of a split reads.
+
+    Raise TooFewTokens if they are too few for a sample.
+    """
     tokens = dataset.tokens_in(sequences)
     if tokens <= seq_length:
         begin = sequences.start
@@ -175,7 +212,7 @@ def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int)
 
 
 def eval_samples(asked: EvalSet, tokens: int, seq_length: int) -> tuple[int, int]:
-    """Return the numbers of samples that a set of --eval-data uses, and that its corpus has.
+    """Return the number of samples that a set of --eval-data uses, and the number in its corpus.
 
     asked: the set. tokens: the number of tokens in its corpus. Raise UserError if the corpus has
     fewer samples than the set asks for, or none.
@@ -193,9 +230,10 @@ def eval_samples(asked: EvalSet, tokens: int, seq_length: int) -> tuple[int, int
 
 
 def check_eval_sets(words: tuple, seq_length: int, answers: bool = False) -> None:
-    """Raise UserError if a pair of --eval-data cannot be read, or has too few samples.
+    """Raise UserError if a token file of --eval-data cannot be read, or has too few samples.
 
-    words: the values of --eval-data. answers: whether the pairs must have marks of answers.
+    Called before torch is imported, so that mistakes are reported early. words: the values of
+    --eval-data. answers: whether the files must have marks of answers, for --answers-only.
     """
     for eval_set in parse_eval_sets(words):
         eval_samples(eval_set, check_pair(eval_set.prefix, answers), seq_length)
@@ -207,18 +245,19 @@ def _build(
     seq_length: int,
     seed: int,
     order: str,
-    cuts: Sequence[int],
+    borders: Sequence[int],
 ) -> dict[str, np.ndarray]:
     """Return the three arrays of an order, by name.
 
     document_index: the sequences in their order, (epochs * sequences,). sample_index: the starts of
     samples, see `sample_starts`. shuffle_index: for each sample its row of sample_index.
-    cuts: numbers of epochs, from 0 to all epochs; documents, and samples, are shuffled between two
-    neighbouring cuts. Megatron's generator draws for the documents, then for the samples, so all
-    samples depend on the number of epochs. In the stable order documents and samples have a
-    generator each, and each epoch is shuffled by itself: further epochs do not change the epochs
-    before them.
+    borders: numbers of epochs, from 0 to all epochs. The sequences of the epochs between two
+    neighbouring borders are shuffled together, and so are their samples.
     """
+    # Megatron has one generator, which draws for the documents and then for the samples, so that
+    # all samples depend on the number of epochs. In the stable order documents and samples have a
+    # generator each, and each epoch is shuffled by itself: further epochs do not change the epochs
+    # before them.
     if order == "megatron":
         document_random = np.random.RandomState(seed)
         sample_random = document_random
@@ -227,11 +266,13 @@ def _build(
         sample_random = np.random.RandomState([seed, 1])
     kind = _index_type(len(dataset))
     tokens = dataset.tokens_in(sequences)
-    epochs = cuts[-1]
+    epochs = borders[-1]
     document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), epochs)
-    _shuffle(document_index, [cut * len(sequences) for cut in cuts], document_random)
-    samples_before = [max(0, cut * tokens - 1) // seq_length for cut in cuts]
+    _shuffle(document_index, [border * len(sequences) for border in borders], document_random)
+    # For each border, the number of samples in the epochs before it.
+    samples_before = [max(0, border * tokens - 1) // seq_length for border in borders]
     total = samples_before[-1]
+    # Samples are numbered in the type that Megatron uses.
     shuffle_index = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
     sample_index = sample_starts(dataset.lengths, document_index, seq_length, total)
     _shuffle(shuffle_index, samples_before, sample_random)
@@ -251,21 +292,25 @@ def sample_starts(
     """Return where each sample starts: (position in document_index, token offset in the sequence).
 
     The shape is (num_samples + 1, 2). Row i is token number i * seq_length of the sequences that
-    are joined in the order of document_index; the last row is the end of the last sample. Row 0 is
-    (0, 0) even if that sequence is empty. lengths: the tokens of each sequence. The result is equal
-    to that of build_sample_idx in Megatron's helpers.cpp.
+    are joined in the order of document_index; the last row is the end of the last sample. With
+    sequences of 5, 2 and 6 tokens and seq_length 4, the rows are (0, 0), (0, 4), (2, 1), (2, 5).
+    Row 0 is (0, 0) even if that sequence is empty. lengths: the tokens of each sequence. The result
+    is equal to that of build_sample_idx in Megatron's helpers.cpp.
     """
     starts: np.ndarray = np.zeros((num_samples + 1, 2), _index_type(len(document_index)))
     row = 1  # the next row to fill
     passed = 0  # tokens in the blocks before
     for begin in range(0, len(document_index), BLOCK):
         sizes = lengths[document_index[begin : begin + BLOCK]]
-        ends = passed + np.cumsum(sizes, dtype=np.int64)
+        ends = passed + np.cumsum(sizes, dtype=np.int64)  # where each sequence ends, in tokens
         passed = int(ends[-1])
+        # The rows from `row` to `stop` - 1 start in this block.
         stop = max(row, min(num_samples, (passed - 1) // seq_length) + 1)
-        # The last row that starts before each sequence ends; no row starts in an empty sequence.
+        # For each sequence, the last row that starts before the sequence ends. The difference to
+        # the sequence before is the number of rows that start in it: 0 in an empty sequence.
         last = np.clip((ends - 1) // seq_length, row - 1, stop - 1)
         sequence_of_row = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
+        # A row's offset in its sequence: the tokens before the row, less those before the sequence.
         tokens = np.arange(row, stop, dtype=np.int64) * seq_length
         first_tokens = ends[sequence_of_row] - sizes[sequence_of_row]
         starts[row:stop, 0] = begin + sequence_of_row
@@ -275,20 +320,25 @@ def sample_starts(
 
 
 def _index_type(count: int) -> type[np.signedinteger]:
-    """Return the type of indices below `count`: int32 if it suffices, else int64."""
+    """Return the type of indices below `count`: int32, which halves the memory, or else int64."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
-def _shuffle(order: np.ndarray, cuts: list[int], random: np.random.RandomState) -> None:
-    """Shuffle the items between every two neighbouring cuts, in place."""
-    for begin, end in itertools.pairwise(cuts):
+def _shuffle(order: np.ndarray, borders: list[int], random: np.random.RandomState) -> None:
+    """Shuffle the items between every two neighbouring borders, in place.
+
+    borders: indices in `order`, from 0 to its length. No item crosses a border.
+    """
+    for begin, end in itertools.pairwise(borders):
         random.shuffle(order[begin:end])
 
 
 def split_ranges(split: str, sequences: int) -> list[range]:
     """Return the ranges of sequences that "95,5,0" gives to train, validation and test.
 
-    Boundaries are rounded in Megatron's way: normalise, add up, multiply, round half to even.
+    split: the value of --split. sequences: the number of sequences in a corpus. Boundaries are
+    rounded in Megatron's way: normalise, add up, multiply, round half to even. Raise UserError if
+    `split` is malformed.
     """
     try:
         shares = [float(part) for part in split.split(",")]

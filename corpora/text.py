@@ -3,7 +3,9 @@
     text = Text(find_tokenizer(["runs/demo"], ["data/stdlib"]), vocab_size=8192)
     text.decode(text.encode("def main("))
 
-This module does not import torch, so that a wrong prompt is reported before that import.
+A tokenizer is a file tokenizer.json of the library `tokenizers`, beside a checkpoint, or
+PREFIX.tokenizer.json beside the corpus PREFIX. This module does not import torch, so that a wrong
+prompt is reported before that import.
 """
 
 import os
@@ -17,21 +19,24 @@ from config.messages import UserError, check_decoded
 from config.schema import Config
 from corpora.blends import parse_blend
 
-END = "<|endoftext|>"  # ends a document, as scripts/prepare_data.py writes it
+END = "<|endoftext|>"  # the token that ends a document, as scripts/prepare_data.py writes it
 # A prompt of token ids, such as "17 4 250" or "17, 4, 250".
 IDS = re.compile(r"\s*\d{1,18}([\s,]+\d{1,18})*\s*")
 SAMPLE_TOKENS = 48  # the most tokens generated for a --sample-prompt in training
 
 
 def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | None:
-    """Return the first tokenizer.json in `folders`, else the first PREFIX.tokenizer.json."""
+    """Return the first tokenizer.json in `folders`, else the first PREFIX.tokenizer.json.
+
+    Return None if none of these files exists. folders: of checkpoints. prefixes: of corpora.
+    """
     paths = [os.path.join(folder, "tokenizer.json") for folder in folders]
     paths += [f"{prefix}.tokenizer.json" for prefix in prefixes]
     return next(filter(os.path.isfile, paths), None)
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer in a file; raise UserError if the file holds none."""
+    """Return the tokenizer in the file `path`; raise UserError if the file holds no tokenizer."""
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library has no exception of its own
@@ -42,7 +47,8 @@ def load_tokenizer(path: str) -> Any:
 class Text:
     """Encodes text as token ids, and decodes ids. Without a tokenizer a text is "17 4 250".
 
-    end: the id that ends a document; None without a tokenizer, or if the tokenizer has no END.
+    end: the id of the token that ends a document; None without a tokenizer, or if the tokenizer has
+    no token END.
     """
 
     def __init__(self, path: str | None, vocab_size: int):
@@ -62,9 +68,10 @@ class Text:
         self.end = self.tokenizer.token_to_id(END)
 
     def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
-        """Return a prompt's token ids; flag: the option that gave the prompt, for errors.
+        """Return a prompt's token ids. Without a tokenizer, the prompt is a list of token ids.
 
-        Raise UserError if the prompt has no token ids, or an id outside the vocabulary.
+        flag: the option that gave the prompt, for error messages. Raise UserError if the prompt has
+        no token ids, or an id outside the vocabulary.
         """
         check_decoded(flag, prompt)
         if self.tokenizer is not None:
@@ -85,7 +92,7 @@ class Text:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids."""
+        """Return the text of token ids, END included; without a tokenizer, the ids as numbers."""
         if self.tokenizer is None:
             return " ".join(map(str, ids))
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -95,7 +102,7 @@ class Text:
 
 
 def prefixes_of(data: tuple) -> list[str]:
-    """Return the prefixes of the corpora of --data; synthetic tokens have none."""
+    """Return the prefixes of the corpora of --data; an empty list for --data synthetic."""
     if data == ("synthetic",):
         return []
     prefixes, _ = parse_blend(data)
@@ -105,7 +112,9 @@ def prefixes_of(data: tuple) -> list[str]:
 def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
     """Return the encoder of a run's corpus, and the token ids of every --sample-prompt.
 
-    Raise UserError if a prompt has no ids, an unknown id, or seq-length ids or more.
+    Called before torch is imported, to refuse wrong prompts early, and again when the run makes its
+    samples of text. Raise UserError if a prompt has no ids, an unknown id, or seq-length ids or
+    more: there must be room for the first generated token.
     """
     model = config.model
     prompts = config.run.sample_prompt or ()
@@ -122,11 +131,11 @@ def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
 
 
 def unused_rows(config: Config) -> str | None:
-    """Return a note if the model's vocabulary is larger than the corpora's largest vocabulary.
+    """Return a note for the log if the model's vocabulary has rows that no corpus can use.
 
-    The corpora's vocabulary is first rounded up as padding does. Return None if the model's is not
-    larger, or if a corpus has no tokenizer beside it. If a tokenizer cannot be read, the note is
-    the error message.
+    The number of tokens of the corpora's largest tokenizer is first rounded up, as the padding of
+    the model's vocabulary does. Return None if the model's vocabulary is not larger, or if a corpus
+    has no tokenizer beside it. If a tokenizer cannot be read, the note is the error message.
     """
     multiple = config.layout.pad_vocab_multiple * config.layout.tp
     paths = [find_tokenizer([], [prefix]) for prefix in prefixes_of(config.data.data)]

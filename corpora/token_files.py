@@ -12,7 +12,8 @@
         S x i8                        modes of multimodal data; optional, ignored
 
 The format is that of megatron/core/datasets/indexed_dataset.py (0.16): Trine and Megatron read each
-other's files, and write the same bytes for the same documents.
+other's files, and write the same bytes for the same documents. For --answers-only, a second pair
+PREFIX.targets.bin and .idx has a mark for each token: 1 in an answer, else 0.
 """
 
 import array
@@ -35,7 +36,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document boundaries
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 ANSWERS = ".targets"  # PREFIX.targets.bin and .idx mark the tokens of answers
-BLOCK = 1 << 16  # sequences checked at a time: temporary arrays stay in a core's cache
+BLOCK = 1 << 16  # sequences that are checked at a time: temporary arrays stay in a core's cache
 
 
 class IndexedDataset:
@@ -43,8 +44,9 @@ class IndexedDataset:
 
     lengths: the tokens of each sequence, (S,). offsets: the first byte of each sequence in the
     .bin, (S,). documents: the first sequence of each document, and S at the end. identity: a value
-    that changes when another pair replaces this pair. answers: the pair with a mark for each token;
-    None until `open_answers` is called.
+    that changes when another pair replaces this pair. unsigned: the unsigned type of the same size
+    as a token. bytes: the size of the .bin. answers: the pair with a mark for each token; None
+    until `open_answers` is called.
 
     Raise UserError for a damaged pair. A pair whose identity is in `cache` is not checked again.
 
@@ -53,19 +55,21 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str, cache: ArrayCache | None = None):
+        """Open the pair PREFIX.bin, PREFIX.idx, and check it unless `cache` remembers a check."""
         self.prefix = prefix
         self._index_path = prefix + ".idx"
         self._tokens_path = prefix + ".bin"
         self.identity = [_identity(path) for path in (self._index_path, self._tokens_path)]
         self._index = _map(self._index_path)
-        self._tokens = _open(self._tokens_path)
+        self._tokens = _open(self._tokens_path)  # the descriptor of the .bin
         weakref.finalize(self, os.close, self._tokens)
         self.token_type, sequences, boundaries = _read_header(self._index_path, self._index.bytes)
         self.unsigned = np.dtype(f"<u{self.token_type.itemsize}")
+        # The header is followed by three arrays, of 4, 8 and 8 bytes an entry. An array of modes,
+        # one byte for each sequence, may come after them; text does not use it.
         lengths_at = HEADER.size
         offsets_at = lengths_at + 4 * sequences
         documents_at = offsets_at + 8 * sequences
-        # An array of modes (one byte per sequence) may follow; text does not use it.
         raw = self._index.bytes
         self.lengths = np.frombuffer(raw, "<i4", sequences, lengths_at)
         self.offsets = np.frombuffer(raw, "<i8", sequences, offsets_at)
@@ -73,12 +77,14 @@ class IndexedDataset:
         self.bytes = os.fstat(self._tokens).st_size
         self.cache = cache or ArrayCache()
         self.answers: IndexedDataset | None = None
+        # The cache calls `_check` unless it remembers that a pair of this identity was checked.
         self.cache.find({"checked pair": 1, "files": self.identity}, self._check)
 
     def open_answers(self) -> None:
         """Open PREFIX.targets.bin and .idx: for each token a mark, 1 in an answer, else 0.
 
-        Raise UserError if there is no such pair, or if its sequences have other lengths.
+        Called for --answers-only. Raise UserError if there is no such pair, or if its sequences
+        have other lengths.
         """
         answers = IndexedDataset(self.prefix + ANSWERS, self.cache)
         if not np.array_equal(answers.lengths, self.lengths):
@@ -96,7 +102,7 @@ class IndexedDataset:
         return self.bytes // self.token_type.itemsize
 
     def tokens_in(self, sequences: range) -> int:
-        """Return the number of tokens in a range of sequences."""
+        """Return the number of tokens in a range of sequences, by their first and last byte."""
         first_byte, stop_byte = (
             int(self.offsets[sequence]) if sequence < len(self) else self.bytes
             for sequence in (sequences.start, sequences.stop)
@@ -104,9 +110,9 @@ class IndexedDataset:
         return (stop_byte - first_byte) // self.token_type.itemsize
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens of a sequence from token `offset` on (None: up to its end).
+        """Return `length` tokens of a sequence from token `offset` on; None: up to its end.
 
-        Raise IndexError if the sequence does not have them.
+        Raise IndexError if the sequence does not have so many tokens.
         """
         size = int(self.lengths[sequence])
         length = size - offset if length is None else length
@@ -115,12 +121,13 @@ class IndexedDataset:
         return self.read(np.array([sequence]), [offset], [length])
 
     def read(self, sequences: np.ndarray, offsets: list[int], lengths: list[int]) -> np.ndarray:
-        """Return the tokens of several cuts in one array.
+        """Return the tokens of several cuts in one array, cut after cut.
 
-        A cut is a sequence, its first token (`offsets`) and a number of tokens (`lengths`). Raise
-        UserError, with the .bin's name, if the file has become shorter or cannot be read.
+        A cut is a part of a sequence: it has a sequence, a first token there (`offsets`) and a
+        number of tokens (`lengths`). The cuts of a sample are read in one call. Raise UserError,
+        with the .bin's name, if the file has become shorter or cannot be read.
         """
-        width = self.unsigned.itemsize
+        width = self.unsigned.itemsize  # the bytes of a token
         starts = self.offsets[sequences].tolist()
         file = self._tokens
         pread = os.pread
@@ -139,8 +146,8 @@ class IndexedDataset:
     def check_size(self) -> None:
         """Raise UserError if the index has become shorter since it was opened.
 
-        Reading the missing part of its mapping would end the process. `read` notices missing tokens
-        without this check.
+        Called before the index is used for a sample, because reading the missing part of its
+        mapping would end the process. `read` notices missing tokens without this check.
         """
         self._index.check()
 
@@ -150,13 +157,17 @@ class IndexedDataset:
         return f"{self._tokens_path} was cut short while the run reads it: {now}"
 
     def document_of(self, sequence: int) -> int:
-        """Return the number of the document that a sequence belongs to."""
+        """Return the number of the document that a sequence belongs to.
+
+        It is the last document whose first sequence is not after this sequence.
+        """
         return int(np.searchsorted(self.documents, sequence, side="right")) - 1
 
     def _check(self) -> dict[str, np.ndarray]:
         """Raise UserError if lengths, offsets or boundaries are wrong.
 
-        Return an empty table: the cache then only remembers that the file has been checked.
+        The cache calls this to build an entry for a pair, and an entry is a table of arrays. This
+        table is empty: its presence alone says that the pair has been checked.
         """
         self._check_documents()
         self._check_sequences(self.bytes, self.token_type.itemsize)
@@ -166,7 +177,9 @@ class IndexedDataset:
         """Raise UserError unless the document boundaries rise from 0 to the number of sequences."""
         bounds = self.documents
         sequences = len(self)
-        wrong = (1 + np.flatnonzero(bounds[1:] < bounds[:-1])).tolist()  # places in `bounds`
+        # The places in `bounds` of wrong boundaries: smaller than the boundary before, the first if
+        # it is not 0, the last if it is not the number of sequences. The first place is reported.
+        wrong = (1 + np.flatnonzero(bounds[1:] < bounds[:-1])).tolist()
         if not len(bounds) or bounds[0] != 0:
             wrong = [0]
         elif bounds[-1] != sequences and not wrong:
@@ -180,10 +193,14 @@ class IndexedDataset:
             )
 
     def _check_sequences(self, actual: int, itemsize: int) -> None:
-        """Raise UserError unless the sequences, in order, fill the .bin of `actual` bytes."""
+        """Raise UserError unless the sequences, in order, fill the .bin of `actual` bytes.
+
+        itemsize: the bytes of a token.
+        """
         path = self._index_path
-        expected = 0
+        expected = 0  # the byte at which the next sequence must start
         for begin in range(0, len(self), BLOCK):
+            # For the sequences of a block: bytes, last byte + 1, and first byte as it must be.
             sizes = self.lengths[begin : begin + BLOCK].astype(np.int64) * itemsize
             ends = expected + np.cumsum(sizes)
             starts = ends - sizes
@@ -207,7 +224,8 @@ class IndexedDataset:
 def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
     """Return the token type and the numbers of sequences and boundaries of an .idx file.
 
-    Raise UserError if its header is wrong, or its size does not fit these numbers.
+    path: the file's name for messages. index: its bytes. Raise UserError if its header is wrong, or
+    its size does not fit these numbers.
     """
     if len(index) < HEADER.size:
         sides = f"{len(index)} bytes, the header has {HEADER.size}"
@@ -220,6 +238,7 @@ def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
     if code not in TOKEN_TYPES:
         known = ", ".join(f"{c} ({np.dtype(t)})" for c, t in TOKEN_TYPES.items())
         raise UserError(f"{path} has dtype code {code}; token ids are one of {known}")
+    # A sequence has a length of 4 bytes and an offset of 8, and perhaps a mode of 1 byte.
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     if len(index) not in (expected, expected + sequences):
         raise UserError(
@@ -236,7 +255,10 @@ def _map(path: str) -> MappedFile:
 
 
 def _open(path: str) -> int:
-    """Open a file to read, without read-ahead by the kernel, and return its descriptor."""
+    """Open a file to read, without read-ahead by the kernel, and return its descriptor.
+
+    Samples are read in random order, so the bytes after a cut are not needed soon.
+    """
     with _opening(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -259,7 +281,8 @@ def _opening(path: str) -> Iterator[None]:
 def _identity(path: str) -> list:
     """Return the file's path, size, times and inode, which change if it is replaced or written to.
 
-    Raise UserError if it is missing, or is a folder or a pipe.
+    Caches know a corpus by these values. Raise UserError if the file is missing, or is a folder or
+    a pipe.
     """
     with _opening(path):
         facts = os.stat(path)
@@ -272,8 +295,9 @@ def _identity(path: str) -> list:
 def check_pair(prefix: str, answers: bool = False) -> int:
     """Return the number of tokens of a pair, from its index's header and the size of its .bin.
 
-    Nothing else is read. Raise UserError if the pair is missing, unreadable or has a wrong header.
-    answers: whether a pair of marks must exist too, with the same number of tokens.
+    Called before torch is imported, to report mistakes early; nothing else is read. answers:
+    whether a pair of marks must exist too, with the same number of tokens. Raise UserError if a
+    pair is missing, unreadable or has a wrong header.
     """
     index = _map(prefix + ".idx")
     tokens = _map(prefix + ".bin")
@@ -293,15 +317,19 @@ def check_pair(prefix: str, answers: bool = False) -> int:
 
 
 def token_type_of(vocab_size: int) -> np.dtype:
-    """Return the type of the token ids in a file; the threshold, below 2^16, is Megatron's."""
+    """Return the type of the token ids in a file: uint16 if the vocabulary is small, else int32.
+
+    The threshold, a little below 2^16, is Megatron's.
+    """
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 def write_index(path: str, kind: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> None:
     """Write an .idx file and flush it to the disk.
 
-    kind: the type of the tokens. lengths: the tokens of each sequence, int32 (S,). documents: the
-    first sequence of each document, then S.
+    The sequences fill the .bin in order, so their offsets follow from their lengths. kind: the type
+    of the tokens. lengths: the number of tokens of each sequence, int32 (S,). documents: the first
+    sequence of each document, then S.
     """
     sizes = lengths.astype("<i8") * kind.itemsize
     codes = {name: code for code, name in TOKEN_TYPES.items()}
@@ -317,7 +345,8 @@ def write_index(path: str, kind: np.dtype, lengths: np.ndarray, documents: np.nd
 def checksums_of(prefix: str, source: str | None = None) -> bytes:
     """Return the contents of PREFIX.sha256: the lines that `sha256sum` prints for a pair.
 
-    prefix: the pair's name in the lines. source: the prefix of the files; None: `prefix`.
+    prefix: the pair's name in the lines. source: the prefix under which the files are now, if they
+    get their names later; None: `prefix`.
     """
     lines = []
     for suffix in (".bin", ".idx"):
@@ -330,6 +359,8 @@ def checksums_of(prefix: str, source: str | None = None) -> bytes:
 class IndexedDatasetWriter:
     """Writes a .bin/.idx pair document by document, with the same bytes as Megatron's builder.
 
+    tokens: the number of tokens written so far.
+
         with IndexedDatasetWriter("data/books", vocab_size=50257) as writer:
             writer.add_document(tokens)                   # or several sequences of one document
 
@@ -337,11 +368,13 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, vocab_size: int):
+        """Open the .bin under a temporary name, and make its folder."""
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.tokens = 0
         self.token_type = token_type_of(vocab_size)
-        self._lengths = array.array("i")
+        self._lengths = array.array("i")  # the tokens of each sequence
+        # The first sequence of each document, and at the end the first of the next document.
         self._documents = array.array("q", [0])
         self._partial = f"{prefix}.{os.getpid()}.partial"  # a name that no other process uses
         try:
@@ -354,6 +387,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, kind: type | None, error: object, traceback: object) -> None:
+        """Give the pair its name if the block has raised no exception; remove temporary files."""
         try:
             if kind is None:
                 self._finish()
@@ -386,14 +420,15 @@ class IndexedDatasetWriter:
         self._documents.append(len(self._lengths))
 
     def _finish(self) -> None:
-        """Write the index, then rename both files."""
+        """Write the index, then rename both files; called when all documents are written."""
         lengths = np.array(self._lengths, "<i4")
         documents = np.array(self._documents, "<i8")
         write_index(self._partial + ".idx", self.token_type, lengths, documents)
         self._file.flush()
         os.fsync(self._file.fileno())
-        # An old index must never describe the new tokens: it is removed first, and the new one,
-        # without which there is no dataset, is renamed last.
+        # An old index must never describe new tokens, even if this process is killed here. So the
+        # old index is removed first, and the new index, without which no pair is found, is renamed
+        # last.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(self._partial + suffix, self.prefix + suffix)

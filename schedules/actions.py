@@ -3,9 +3,15 @@
     Action("F", stage, micro_batch)     one pass of one micro-batch through one stage
     orders.numbered("1f1b", 4, 8)       a schedule for fast loops over its actions
 
-The kinds of actions are F (forward), B (backward), W (gradients of weights, if they are not a part
-of B) and, with --vocab-pp, E, S, T and G (schedules/vocabulary.py). A schedule that is only
-simulated is never a list of `Action`: its actions are integers.
+The kinds of actions are F (forward), B (backward), W (gradients of weights, if B leaves them out)
+and, with --vocab-pp, E, S, T and G. Every rank does these four passes for its shard of the
+vocabulary (schedules/vocabulary.py); it holds one stage then, which the action names.
+
+A schedule that the pipeline executes has lists of `Action` (schedule.py). In a schedule that is
+only simulated, a `Numbered`, an action is an integer: with S stages and M micro-batches it is
+(k * M + micro_batch) * S + stage, where k is the place of its kind in `Numbered.kinds`. With kinds
+"FB", 2 stages and 3 micro-batches, F0 is 0 on stage 0 and 1 on stage 1, F1 is 2 and 3, F2 is 4 and
+5, and B0 is 6 and 7.
 """
 
 from collections.abc import Sequence
@@ -15,13 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-# By kind, the offset from a stage to the stage that receives its result. The other kinds of actions
-# do not send their results to a single stage.
+# F sends its result to the next stage and B to the stage before: by kind, the step from a stage to
+# the receiving stage. No other kind of action sends its result to a single stage.
 STEPS = {"F": 1, "B": -1}
-OWN_INPUT = {"B": "F", "W": "B"}  # by kind, the kind of the same stage's pass that must come before
-# The passes that every rank does for its shard of the vocabulary (schedules/vocabulary.py).
+# A stage's B needs the F of the same stage and micro-batch, and its W needs the B.
+OWN_INPUT = {"B": "F", "W": "B"}
+# The kinds of passes that every rank does for its shard of the vocabulary, with --vocab-pp.
 VOCABULARY = "ESTG"
-SUMMED = "EST"  # vocabulary passes whose results are combined over all ranks
+SUMMED = "EST"  # the kinds of vocabulary passes whose results are combined over all ranks
 
 
 class Action(NamedTuple):
@@ -29,7 +36,7 @@ class Action(NamedTuple):
 
     kind: F (forward pass), B (backward pass; without the gradients of weights if the schedule has
     W), W (gradients of weights); E, S, T and G are the passes of the stage's rank for its shard of
-    the vocabulary (schedules/vocabulary.py).
+    the vocabulary (schedules/vocabulary.py). The text of an action leaves out the stage: `F3`.
     """
 
     kind: str
@@ -40,13 +47,14 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-NOTHING = -1  # the entry in `Numbered.awaited` of an action that needs no message
+NOTHING = -1  # the entry in `Numbered.awaited` of an action that waits for no other rank
 
 
 class Pipeline:
     """The stages of a pipeline, and what each action waits for.
 
-    `rank_of[s]` is the rank that holds stage s.
+    It is the part that `Schedule` and `Numbered` have in common. `rank_of[s]` is the rank that
+    holds stage s.
     """
 
     rank_of: tuple[int, ...]
@@ -61,7 +69,10 @@ class Pipeline:
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     def has(self, kind: str) -> bool:
-        """Whether every rank does actions of a kind."""
+        """Whether the schedule has actions of a kind; then every rank does such actions.
+
+        `Schedule` and `Numbered`, which know the kinds, define this method.
+        """
         raise NotImplementedError
 
     @property
@@ -71,7 +82,10 @@ class Pipeline:
 
     @property
     def vocabulary(self) -> bool:
-        """Whether all ranks share embedding and output matrix, as with --vocab-pp (passes E)."""
+        """Whether the schedule is made for --vocab-pp, and so has vocabulary passes on every rank.
+
+        A forward-only schedule for --vocab-pp has no G, but each one has passes of kind E.
+        """
         return self.has("E")
 
     # ---- What an action waits for -------------------------------------------------------------
@@ -79,43 +93,53 @@ class Pipeline:
     def input_of(self, action: Action) -> Action | None:
         """Return the action of a neighbouring stage whose result an F or a B needs.
 
-        It is None for F on the first stage, B on the last stage, and all other kinds.
+        An F needs the F of the stage before, a B needs the B of the next stage. The result is None
+        for F on the first stage, B on the last stage, and all other kinds.
         """
         kind, stage, micro_batch = action
-        step = STEPS.get(kind, 0)
+        step = STEPS.get(kind, 0)  # 1 for F, -1 for B, 0 for a kind that no neighbour sends to
         sending_stage = stage - step
         if step and 0 <= sending_stage < self.stages:
             return Action(kind, sending_stage, micro_batch)
         return None
 
     def of_all_ranks(self, action: Action) -> list[Action]:
-        """Return the actions that an action needs and that `input_of` does not give: vocabulary
-        passes of all ranks or, for S and G, the F or B whose result all ranks receive.
+        """Return the actions that an action needs because of --vocab-pp, from the table `joined`.
+
+        They are a vocabulary pass of all ranks or, for S and G, the F or B whose result all ranks
+        receive. `input_of` gives the F or B of a neighbouring stage, which is not in this list.
         """
         kind, stage, m = action
         return [Action(*part, m) for part in self.joined.get((kind, stage), ())]
 
     @cached_property
     def joined(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """The table behind `of_all_ranks`: by (kind, stage) of an action, the (kind, stage) pairs
-        of the actions that it needs, all of the same micro-batch.
+        """The table behind `of_all_ranks`; without --vocab-pp it is empty.
+
+        By (kind, stage) of an action, it has the (kind, stage) pairs of the actions that this
+        action needs. All of them have the same micro-batch as the action.
         """
         if not self.vocabulary:
             return {}
         all_stages = range(self.stages)
         last = self.stages - 1
         passes = {kind: [(kind, stage) for stage in all_stages] for kind in SUMMED}
+        # The first stage's F takes the sum of all E; the last stage's B takes the sum of all T.
         needed = {("F", 0): passes["E"], ("B", last): passes["T"]}
         for stage in all_stages:
-            needed["S", stage] = [("F", last)]
-            needed["T", stage] = passes["S"]
-            needed["G", stage] = [("B", 0)]
+            needed["S", stage] = [("F", last)]  # every S takes the last stage's output
+            needed["T", stage] = passes["S"]  # every T takes what all S have exchanged
+            needed["G", stage] = [("B", 0)]  # every G takes the gradient of the first stage's input
         return needed
 
     def sender_of(self, action: Action) -> Action | None:
-        """Return the single action of another rank whose result an action receives, or None."""
+        """Return the action of another rank whose result is sent to an action's rank as a message.
+
+        Return None if the result that the action needs is made on its own rank, or is a sum over
+        all ranks, which has no single sender.
+        """
         sender = self.input_of(action)
-        if action.kind in "SG":
+        if action.kind in "SG":  # one rank broadcasts the result of its F or B to S or G
             sender = self.of_all_ranks(action)[0]
         if sender is None or self.rank_of[sender.stage] == self.rank_of[action.stage]:
             return None
@@ -124,10 +148,11 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Numbered(Pipeline):
-    """A schedule whose actions are numbers.
+    """A schedule whose actions are numbers, for loops over many actions, as in a simulation.
 
     All actions are numbered by kind (in the order of `kinds`, a part of FBWESTG), then by
-    micro-batch, then by stage. ranks: for each rank, the numbers of its actions in order.
+    micro-batch, then by stage: see the example at the beginning of this file. ranks: for each rank,
+    the numbers of its actions in the order in which it does them.
     """
 
     name: str
@@ -137,32 +162,33 @@ class Numbered(Pipeline):
     ranks: list[list[int]]
 
     def has(self, kind: str) -> bool:
-        """Whether every rank does actions of a kind."""
+        """Whether the schedule has actions of a kind; then every rank does such actions."""
         return kind in self.kinds
 
     @property
     def of_kind(self) -> int:
-        """The number of actions of one kind: micro-batches x stages."""
+        """The number of actions of one kind, which is the same for all kinds."""
         return self.micro_batches * self.stages
 
     def action(self, number: int) -> Action:
-        """Return the action that a number stands for."""
-        kind, number_in_kind = divmod(number, self.of_kind)
+        """Return the action that a number stands for; actions are numbered as the class says."""
+        kind, number_in_kind = divmod(number, self.of_kind)  # kind: an index in `kinds`
         micro_batch, stage = divmod(number_in_kind, self.stages)
         return Action(self.kinds[kind], stage, micro_batch)
 
     @cached_property
     def awaited(self) -> list[int]:
-        """For each action's number, the number of the action whose message it needs.
+        """For each action, by its number: the number of the other rank's action that it waits for.
 
-        It is NOTHING if the action needs no message. If it needs a pass of all other ranks, it is
-        the number of this pass on stage 0, plus the count of all actions to mark this case.
+        The entry is NOTHING for an action that waits for no other rank. An action that needs a pass
+        of all ranks has the number of this pass on stage 0, plus the count of all actions, which
+        marks this case. `simulation.ends` reads the list.
         """
         first = {kind: place * self.of_kind for place, kind in enumerate(self.kinds)}
         all_actions = len(self.kinds) * self.of_kind
         awaited: list[int] = []
         for kind in self.kinds:
-            sources = []  # for each stage, the awaited number of micro-batch 0
+            sources = []  # the entries of micro-batch 0: a number for each stage
             for stage in range(self.stages):
                 action = Action(kind, stage, 0)
                 joined_passes = self.of_all_ranks(action)
@@ -173,6 +199,8 @@ class Numbered(Pipeline):
                     sources.append(NOTHING)
                 else:
                     sources.append(first[sender.kind] + sender.stage)
+            # An action waits for an action of the same micro-batch, so from each micro-batch to the
+            # next all entries but NOTHING grow by the number of stages.
             offsets = self.stages * np.arange(self.micro_batches)[:, None]
             numbers = np.array(sources) + offsets  # (micro-batches, stages)
             numbers[:, np.equal(sources, NOTHING)] = NOTHING
@@ -182,6 +210,7 @@ class Numbered(Pipeline):
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return the largest size of activations that each rank holds at once.
 
+        A rank holds a micro-batch's activations in a stage from F to W, or to B if there is no W.
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
         size_of = np.array(sizes)
@@ -189,6 +218,8 @@ class Numbered(Pipeline):
         most = []
         for numbers in self.ranks:
             kinds, numbers_in_kind = np.divmod(numbers, self.of_kind)
+            # F, which is kind 0, adds the stage's size, the releasing kind subtracts it, and the
+            # other kinds change nothing; the running sum is what the rank holds after each action.
             signs = 1 * (kinds == 0) - (kinds == releasing_kind)
             held = np.cumsum(signs * size_of[numbers_in_kind % self.stages])
             most.append(held.max().item())

@@ -7,8 +7,11 @@
 2. In the fastest one, blocks are moved from stage to stage as long as that is faster.
 3. The fastest in simulation wins, so it is never slower than a named schedule that fits.
 
+A searched order is made for the costs of the stages (list_scheduling.py). A partition is the number
+of blocks of each stage; the balanced partition gives the ranks equal time as far as it can.
+
 Every rank decides the same: it does the same arithmetic on the same numbers. Read
-list_scheduling.py first.
+list_scheduling.py first, which defines a `Task`, the input of the search.
 """
 
 from collections.abc import Iterator
@@ -24,9 +27,10 @@ from schedules.orders import SEARCHED
 from schedules.partition import StageCosts, rank_of_stages
 from schedules.schedule import ScheduleError
 
-SCREENED = 4  # micro-batches per rank that steps 1 and 2 simulate, at most
-MOVED_ACTIONS = 400_000  # limit on the actions that step 2 simulates
-# Schedules that are tried: name, and number of stages per rank.
+# Steps 1 and 2 simulate at most this many micro-batches for each rank, and step 3 simulates all.
+SCREENED = 4
+MOVED_ACTIONS = 400_000  # step 2 ends when its simulations together have had this many actions
+# The schedules that are tried: name, and number of stages on each rank.
 TRIED = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("searched", 1), ("zb-v", 2), ("searched-v", 2)]
 TRIED += [("interleaved", virtual) for virtual in (2, 3, 4)]
 
@@ -35,10 +39,12 @@ TRIED += [("interleaved", virtual) for virtual in (2, 3, 4)]
 class Choice:
     """A schedule that was simulated, and the simulation's result.
 
-    virtual: the stages of each rank. blocks: the number of blocks of each stage. costs: the costs
-    of the stages. seconds: the simulated time of a step, in the unit of the costs. idle: the share
-    of the ranks' time in which nothing runs. plain: the same for 1F1B, to compare with; None if
-    1F1B holds too much.
+    virtual: the number of stages on each rank. blocks: the number of blocks of each stage. costs:
+    the costs of the stages. seconds: the simulated time of a step, in the unit of the costs. idle:
+    the share of the ranks' time in which nothing runs. plain: the choice of 1F1B, to compare with;
+    None if 1F1B holds too much.
+
+    The text of a choice, which the log shows, compares it with 1F1B.
     """
 
     name: str
@@ -50,6 +56,7 @@ class Choice:
     plain: "Choice | None" = None
 
     def __str__(self) -> str:
+        """Return the choice for the log: schedule, blocks of each stage, and gain over 1F1B."""
         text = f"{self.name}, {self.virtual} stages a rank" if self.virtual > 1 else self.name
         text += f", blocks {','.join(map(str, self.blocks))}"
         if self.plain is None:
@@ -64,7 +71,8 @@ class Choice:
 def decide(config: Config, device: str) -> tuple[Config, Choice | None]:
     """Return the config with `--schedule auto` replaced, and the choice (None if it was not auto).
 
-    The choice is made for the largest batch of this run. Called at the start of a run.
+    The choice is made for the largest batch of this run. Called at the start of a run, after
+    --schedule-costs measured has been replaced by numbers.
     """
     largest = max(level.batch for level in config.levels)
     count = config.micro_batches(largest)
@@ -78,10 +86,11 @@ def decide_layout(
     micro_batches: int,
     device: str = "cuda",
 ) -> tuple[Layout, Choice | None]:
-    """Return the layout with `--schedule auto` replaced, and the choice (None if it was not auto or
-    pp is 1). Called by `decide` and by the planner, for one number of micro-batches.
+    """Return the layout with `--schedule auto` replaced, and the choice that was made for it.
 
-    Raise UserError for `--schedule-costs measured`, ScheduleError if no schedule fits.
+    The choice is None if there was none to make: the schedule was not auto, or pp is 1. Called by
+    `decide` and by the planner, for one number of micro-batches. Raise UserError for
+    `--schedule-costs measured`, ScheduleError if no schedule fits.
     """
     layout = replace(layout, vocab_pp=bool(layout.vocab_pp))
     if layout.schedule != "auto":
@@ -94,13 +103,17 @@ def decide_layout(
             "give these, or counted"
         )
     choice = search(replace(task_of(model, layout, device), micro_batches=micro_batches))
+    # The option --virtual-stages is for interleaved alone, so other schedules leave it as it is.
     virtual = choice.virtual if choice.name == "interleaved" else layout.virtual_stages
     blocks = ",".join(map(str, choice.blocks))
     return replace(layout, schedule=choice.name, virtual_stages=virtual, partition=blocks), choice
 
 
 def note(layout: Layout, choice: Choice) -> str:
-    """Return the line to print for a layout and the choice that `decide_layout` made for it."""
+    """Return the line for the log about a layout and the choice that `decide_layout` made for it.
+
+    Called at the start of a run, and by the planner and the rehearsal.
+    """
     return f"--schedule auto, costs {layout.schedule_costs}: {choice}"
 
 
@@ -108,14 +121,17 @@ def note(layout: Layout, choice: Choice) -> str:
 def search(task: Task) -> Choice:
     """Return the fastest schedule that holds no more than the task's limit.
 
-    Raise ScheduleError if every schedule holds more.
+    The steps are those at the beginning of this file. Raise ScheduleError if every schedule holds
+    more.
     """
     few = min(task.micro_batches, SCREENED * task.ranks)
     screened = [_priced(task, *candidate, few) for candidate in _candidates(task)]
     fitting = [choice for choice in screened if choice]
+    # Blocks are moved in the fastest schedule, unless --partition gives the blocks of each stage.
     if fitting and not task.blocks:
         fitting.append(_moved(task, min(fitting, key=_seconds), few))
-    # The schedules that fit are simulated again, with all micro-batches.
+    # The schedules that fit are simulated again, with all micro-batches. A schedule that holds too
+    # much then, as gpipe may, is dropped now.
     simulated = [_priced(task, c.name, c.virtual, c.blocks, None) for c in fitting]
     choices = [choice for choice in simulated if choice]
     if not choices:
@@ -132,13 +148,16 @@ def _seconds(choice: Choice) -> float:
 def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Yield the schedules to try: name, number of stages per rank, and blocks of each stage.
 
-    If --partition gives the blocks, only named schedules with one stage per rank are tried.
+    If --partition gives the blocks, only named schedules with one stage per rank are tried. Else
+    all schedules of TRIED are tried, with the balanced partition, but for those with more stages
+    than the model can fill.
     """
     for name, virtual in TRIED:
         if task.blocks:
             if virtual == 1 and name not in SEARCHED:
                 yield name, virtual, task.blocks
-        elif task.ranks * virtual <= task.layers + 2:  # the first and last stage may have no block
+        # The first and the last stage need no block: embedding and head are enough for them.
+        elif task.ranks * virtual <= task.layers + 2:
             yield name, virtual, task.balanced(rank_of_stages(name, task.ranks, virtual))
 
 
@@ -158,10 +177,11 @@ def _priced(
     order = LongSchedule(name, task.ranks, count, virtual, costs if name in SEARCHED else None)
     try:
         held = order.most_held([stage.held for stage in costs.stages])
-    except ScheduleError:  # a rank may not hold one micro-batch
+    except ScheduleError:  # no searched order: the limit is less than one micro-batch takes
         return None
-    if max(held) > task.limit * (1 + 1e-9):
+    if max(held) > task.limit * (1 + 1e-9):  # 1e-9 allows for rounding
         return None
+    # In these schedules the gradients of weights are an action of their own, W.
     splits_backward = name.startswith(("zb", "searched"))
     seconds = order.makespan(costs.seconds(splits_backward), task.transfer)
     busy = count * sum(stage.seconds for stage in costs.stages)
@@ -171,10 +191,11 @@ def _priced(
 def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
     """Return the choice after moving single blocks from stage to stage as long as that is faster.
 
-    MOVED_ACTIONS limits the number of moves that are simulated, each with `micro_batches`
-    micro-batches.
+    Every move is simulated with `micro_batches` micro-batches, and kept if the step gets faster.
+    The search ends if no move between any two stages does so, or at the limit MOVED_ACTIONS.
     """
     stages = len(best.blocks)
+    # A simulation has an F, B and W for each stage and micro-batch.
     moves_to_try = MOVED_ACTIONS // (3 * stages * micro_batches)
     improved = True
     while improved:

@@ -4,8 +4,9 @@
 
 A round is as many micro-batches as there are ranks. Once a pipeline is full, every further round
 takes as long as the one before. So two short schedules are simulated, and their difference is added
-for each further round. On drawn stages of unequal seconds the end was within 0.5 % of
-`simulation.simulate`, with slow messages within 0.3 %. Read simulation.py first.
+for each further round. On stages whose seconds were drawn at random, and so are unequal, the end
+was within 0.5 % of `simulation.simulate`, with slow messages within 0.3 %. Read simulation.py
+first.
 """
 
 from collections.abc import Sequence
@@ -17,17 +18,20 @@ from schedules.orders import SEARCHED, backward_length, numbered, stage_costs
 from schedules.partition import StageCosts
 from schedules.simulation import Seconds, ends
 
-# Rounds of the two short schedules: with one stage on each rank and without --vocab-pp; and others,
-# among them zb-v, which repeats after two rounds.
+# The numbers of rounds of the two short schedules that are compared. PLAIN_ROUNDS is for schedules
+# with one stage on each rank and without --vocab-pp. ROUNDS is for the others; its two numbers
+# differ by 2, because zb-v repeats itself only after two rounds.
 PLAIN_ROUNDS = (2, 3)
 ROUNDS = (3, 5)
 
 
 @dataclass(frozen=True)
 class LongSchedule:
-    """A schedule for which only schedules of few micro-batches are built, if that is enough.
+    """A schedule of many micro-batches, computed from schedules of few micro-batches.
 
-    The fields are the arguments of `orders.build`. The schedule is not validated.
+    The fields are the arguments of `orders.build`: ranks is the number of ranks, virtual the stages
+    of each rank, costs those for which a searched order is made, vocabulary the length of a
+    backward pass with --vocab-pp, or 0. The schedule is not validated.
     """
 
     name: str
@@ -42,7 +46,9 @@ class LongSchedule:
 
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
-        rounds = self.rounds if self.name == "gpipe" else ROUNDS[0]  # gpipe holds all micro-batches
+        # Once a pipeline is full, further rounds hold no more, so few rounds are enough. GPipe
+        # needs them all, because it holds all micro-batches at once.
+        rounds = self.rounds if self.name == "gpipe" else ROUNDS[0]
         return self._of_rounds(rounds).most_held(sizes)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
@@ -55,23 +61,28 @@ class LongSchedule:
         short, longer = (self._of_rounds(rounds) for rounds in compared)
         end = max(ends(longer, seconds, transfer))
         missing = self.micro_batches - longer.micro_batches
-        if not missing:
+        if not missing:  # the longer schedule is the whole schedule
             return end
+        # The longer schedule ends later by `more`. Divided by the number of micro-batches that it
+        # has more, this is the time that each missing micro-batch adds.
         more = end - max(ends(short, seconds, transfer))
         return end + missing / (longer.micro_batches - short.micro_batches) * more
 
     @property
     def rounds(self) -> int:
-        """The number of whole rounds."""
+        """The number of whole rounds in the schedule."""
         return self.micro_batches // self.ranks
 
     def _of_rounds(self, rounds: int) -> Numbered:
-        """Return the schedule with `rounds` of its rounds and the micro-batches that fill no round;
-        with all rounds if it has fewer, or if its further rounds differ from the first ones.
+        """Return the schedule with only `rounds` of its whole rounds, to stand for all its rounds.
+
+        The micro-batches that fill no whole round stay. If the schedule has no more rounds, or if
+        its further rounds are unlike its first rounds, the whole schedule is returned.
         """
         rest = self.micro_batches % self.ranks
-        # A searched order is made for its micro-batches, and groups of an interleaved schedule
-        # differ in size if the micro-batches fill no whole rounds.
+        # A searched order is made for its number of micro-batches, so its rounds are unlike. In an
+        # interleaved schedule, micro-batches that fill no whole round make the groups of
+        # micro-batches unequal.
         differs = self.name in SEARCHED or (self.name == "interleaved" and rest > 0)
         if not differs and rounds < self.rounds:
             micro_batches = rounds * self.ranks + rest
@@ -82,7 +93,10 @@ class LongSchedule:
 
 
 def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:
-    """Return the training schedule of a layout, from which the planner computes time and memory."""
+    """Return the training schedule of a layout, from which the planner computes time and memory.
+
+    It has the arguments with which `orders.of_layout` builds the schedule for the pipeline.
+    """
     costs = stage_costs(model, layout)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
     return LongSchedule(*shape, costs, backward_length(layout))

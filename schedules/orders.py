@@ -4,7 +4,11 @@
     build("searched", 4, 8, costs=costs)    an order made for these costs of the stages
     build("1f1b", 4, 8, vocabulary=2)       with the passes of --vocab-pp
 
-Read schedule.py first, which defines actions and schedules.
+Read schedule.py first, which defines actions and schedules. Stage 0 has the model's first blocks;
+`rank_of[s]` is the rank that holds stage s. Orders are made of numbers in place of actions: with S
+stages and M micro-batches, the F (forward pass) of micro-batch m through stage s is number
+m * S + s, its B (backward pass) M * S more, and its W (gradients of weights, if B leaves them out)
+M * S more than its B (actions.py).
 
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473. Interleaved: arXiv 2104.04473.
 ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
@@ -31,8 +35,8 @@ from schedules.partition import (
 from schedules.schedule import Schedule, check
 
 Rows = list[list[int]]  # for each rank, the numbers of its actions in order
-# Names of schedules whose orders list scheduling makes for the costs of the stages: one stage on
-# each rank, or two stages in a V (rank 0 holds the first and the last stage).
+# The names of schedules whose orders list scheduling makes for the costs of the stages: with one
+# stage on each rank, and with two stages in a V (rank 0 holds the first and the last stage).
 SEARCHED = ("searched", "searched-v")
 
 
@@ -48,7 +52,8 @@ def build(
 
     virtual: stages of each rank; not used for names that end in -v, which have two stages.
     costs: the costs of the stages; names in SEARCHED need them.
-    vocabulary: 0, or with --vocab-pp the length of a backward pass in forward passes.
+    vocabulary: 0 without --vocab-pp; else how many times as long as a forward pass a backward pass
+    takes, from which the order of the vocabulary passes follows.
 
     Raise ScheduleError if the schedule cannot run, or if the limit of `costs` is less than one
     micro-batch takes.
@@ -69,12 +74,14 @@ def numbered(
 ) -> Numbered:
     """Return the schedule of `build` as numbers; it is not validated, which would take longer.
 
-    Called for schedules that are only simulated; the arguments are those of `build`. Raise
-    ValueError if a name in SEARCHED has no costs.
+    Called by `build`, and for schedules that are only simulated; the arguments are those of
+    `build`. Raise ValueError if a name in SEARCHED has no costs.
     """
     if vocabulary:
         from schedules.vocabulary import more_ahead, with_vocabulary  # only --vocab-pp needs them
 
+        # The order comes from a pipeline with more ranks, whose further ranks are dropped. This
+        # leaves time for vocabulary passes between the last stage's F and B.
         further_ranks = more_ahead(ranks) if name == "1f1b" else 1
         longer = numbered(name, ranks + further_ranks, micro_batches)
         return with_vocabulary(longer, ranks, vocabulary)
@@ -90,7 +97,10 @@ def numbered(
 
 
 def of_numbers(found: Numbered) -> Schedule:
-    """Return the schedule whose actions are `Action` instead of numbers; it is not validated."""
+    """Return the same schedule with an `Action` in place of each number; it is not validated.
+
+    Called for the schedules that the pipeline executes.
+    """
     rows = tuple(tuple(map(found.action, row)) for row in found.ranks)
     return Schedule(found.name, rows, found.rank_of)
 
@@ -102,11 +112,13 @@ def forward_only(
 ) -> Schedule:
     """Return the validated schedule of an evaluation: forward passes only.
 
-    rank_of: the rank of each stage. vocabulary: whether to add the passes of --vocab-pp.
+    rank_of: the rank of each stage. vocabulary: whether to add the passes of --vocab-pp. A rank
+    that holds several stages does its passes in the order of m + s, for micro-batch m and stage s:
+    every pass comes after the pass that it needs. If sums are equal, the later stage comes first.
     """
     ranks = max(rank_of) + 1
     rows: Rows = [[] for _ in range(ranks)]
-    moments = product(range(micro_batches), enumerate(rank_of))
+    moments = product(range(micro_batches), enumerate(rank_of))  # each is (m, (stage, rank))
     for m, (stage, rank) in sorted(moments, key=lambda at: (at[0] + at[1][0], -at[1][0])):
         rows[rank].append(m * len(rank_of) + stage)
     forward = Numbered("forward", "F", rank_of, micro_batches, rows)
@@ -122,8 +134,9 @@ def forward_only(
 def _in_turn(rank_of: tuple[int, ...], micro_batches: int, place: int) -> Rows:
     """Return every rank's actions of one kind, by stage and then by micro-batch.
 
-    place: the index of the kind in `Numbered.kinds`. Action numbers count the stages of micro-batch
-    0, then the stages of micro-batch 1, and so on, so the actions of one stage are `stages` apart.
+    place: 0 for forward passes, 1 for backward passes. Action numbers count the stages of
+    micro-batch 0, then the stages of micro-batch 1, and so on, so the actions of one stage are
+    `stages` apart: with 2 stages, 3 micro-batches and place 0, rank 0 has 0 2 4 and rank 1 1 3 5.
     """
     stages = len(rank_of)
     first = place * micro_batches * stages
@@ -134,15 +147,18 @@ def _in_turn(rank_of: tuple[int, ...], micro_batches: int, place: int) -> Rows:
 
 
 def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return all forward passes, then all backward passes."""
+    """Return GPipe's order: every rank does all forward passes, then all backward passes."""
     forwards = _in_turn(rank_of, micro_batches, 0)
     backwards = _in_turn(rank_of, micro_batches, 1)
     return [first + then for first, then in zip(forwards, backwards, strict=True)]
 
 
 def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return the 1F1B order: a stage first runs a forward pass for each later stage, then forward
-    and backward passes in turn.
+    """Return the 1F1B order: forward and backward passes in turn, after a few forward passes.
+
+    A stage first does one forward pass for each later stage, to have work until the first backward
+    pass arrives from the last stage. With 3 stages and 4 micro-batches, stage 0 does F0 F1 F2 B0 F3
+    B1 B2 B3, and the last stage F0 B0 F1 B1 F2 B2 F3 B3. Each rank holds one stage.
     """
     ahead = [len(rank_of) - 1 - stage for stage in range(len(rank_of))]
     forwards = _in_turn(rank_of, micro_batches, 0)
@@ -150,26 +166,32 @@ def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 
 def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return the order in which a rank takes a group of micro-batches through each of its stages.
+    """Return the interleaved order: a rank takes a group of micro-batches through all its stages.
 
-    A group has at least as many micro-batches as there are ranks, or it has all micro-batches.
+    The rank of a stage is the stage's number modulo the number of ranks. A group has at least as
+    many micro-batches as there are ranks, or it has all micro-batches.
+
     Before its first backward pass a rank runs the first group through all its stages but the last,
-    and two forward passes for each later rank, because a micro-batch goes through that rank forward
-    and backward before it comes back.
+    and does two forward passes for each later rank, because a micro-batch goes through that rank
+    forward and backward before it comes back.
     """
     ranks = max(rank_of) + 1
     stages = len(rank_of)
     virtual = stages // ranks
+    # The micro-batches are divided into groups of nearly equal size: group n begins at ends[n].
+    # With 4 ranks and 10 micro-batches the ends are 0, 5, 10.
     rounds = max(1, micro_batches // ranks)
     ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
     forwards = []
     backwards = []
-    ahead = []
+    ahead = []  # for each rank, the number of its forward passes before its first backward pass
     for rank in range(ranks):
         stages_of_rank = range(rank, stages, ranks)
         rank_forwards: list[int] = []
         rank_backwards: list[int] = []
-        for begin, end in pairwise(ends):  # the micro-batches that go through all stages together
+        # Each group goes forward through the rank's stages in order, and backward in reverse order.
+        # The numbers of a stage's passes are `stages` apart.
+        for begin, end in pairwise(ends):
             for stage in stages_of_rank:
                 rank_forwards += range(begin * stages + stage, end * stages + stage, stages)
             for stage in reversed(stages_of_rank):
@@ -177,17 +199,21 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
                 rank_backwards += range(first + begin * stages, first + end * stages, stages)
         forwards.append(rank_forwards)
         backwards.append(rank_backwards)
+        # Two forward passes for each later rank, and the first group in all stages but the last.
         ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * ends[1])
     return _alternating(forwards, backwards, ahead)
 
 
 def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
-    """Return for each rank `ahead` forward passes, then forward and backward passes in turn, then
-    the remaining backward passes. forwards, backwards, ahead: an entry for each rank.
+    """Return each rank's forward and backward passes in turn, with some forward passes before.
+
+    forwards, backwards: for each rank, its passes in order. ahead: for each rank, the number of
+    forward passes that it does first. The backward passes for which no forward pass is left come
+    last: with 2 ahead of 3 micro-batches the order is F F F B B B, with 1 ahead F F B F B B.
     """
     rows = []
     for rank_forwards, rank_backwards, count in zip(forwards, backwards, ahead, strict=True):
-        # zip ends when no forward pass is left
+        # The inner zip ends when no forward pass is left, after `paired` pairs.
         pairs = chain.from_iterable(zip(rank_forwards[count:], rank_backwards))
         paired = max(0, len(rank_forwards) - count)
         rows.append([*rank_forwards[:count], *pairs, *rank_backwards[paired:]])
@@ -195,19 +221,20 @@ def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
 
 
 def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return the order of 1F1B with split backward passes: on rank r, the W of a micro-batch comes
-    r backward passes after its B, and fills idle time.
+    """Return the order ZB-H1: 1F1B in which a B leaves the gradients of weights to a later W.
 
-    Every rank then holds as many activations as the first rank of 1F1B.
+    On rank r, the W of a micro-batch comes r backward passes after its B, and fills time in which
+    the rank of 1F1B is idle. Every rank then holds as many activations as the first rank of 1F1B.
     """
     of_kind = micro_batches * len(rank_of)
     rows = []
     for rank, numbers in enumerate(_one_f_one_b(rank_of, micro_batches)):
         row: list[int] = []
-        waiting: deque[int] = deque()
+        waiting: deque[int] = deque()  # the W that are still to do, in the order of their B
         for number in numbers:
             row.append(number)
-            if number >= of_kind:  # a B, whose W has the number of a further kind
+            # Numbers from `of_kind` on are B; the W of the same micro-batch is `of_kind` further.
+            if number >= of_kind:
                 waiting.append(number + of_kind)
             if len(waiting) > rank:
                 row.append(waiting.popleft())
@@ -216,8 +243,11 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 
 def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return the order that list scheduling finds if every pass takes the same time, and if a rank
-    may hold as many activations as the first rank of 1F1B.
+    """Return the order ZB-V: two stages on each rank, the first and the last stage on rank 0.
+
+    List scheduling finds the order. It assumes that every pass takes the same time, and lets a rank
+    hold as many activations as the first rank of 1F1B, which holds one micro-batch for each rank. A
+    stage of this order is half as large, so a rank may hold twice as many, one for each stage.
     """
     from schedules.list_scheduling import list_rows  # imported late: other orders do not use it
 
@@ -226,7 +256,10 @@ def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 
 def _listed(rank_of: tuple[int, ...], micro_batches: int, costs: StageCosts) -> Rows:
-    """Return the order that list scheduling finds for the given costs of the stages."""
+    """Return the order that list scheduling finds for the given costs of the stages.
+
+    `numbered` calls this for the names in SEARCHED.
+    """
     from schedules.list_scheduling import list_rows
 
     sizes = [stage.held for stage in costs.stages]
@@ -234,8 +267,8 @@ def _listed(rank_of: tuple[int, ...], micro_batches: int, costs: StageCosts) -> 
     return list_rows(rank_of, micro_batches, seconds, costs.limit, sizes, costs.transfer)
 
 
-# Schedules whose order does not depend on costs: each is a function of `rank_of` and the number of
-# micro-batches. Numbers of actions are those of `Numbered`.
+# The schedules whose order does not depend on costs, by name: functions that make the order from
+# `rank_of`, the rank of each stage, and the number of micro-batches.
 ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
@@ -254,10 +287,10 @@ def of_layout(
     micro_batches: int,
     device: str = "cuda",
 ) -> Schedule:
-    """Return the validated training schedule of a layout.
+    """Return the validated training schedule of a layout, which the pipeline executes.
 
-    Its --schedule must not be auto: schedules/choice.py replaces it before. device: "cuda" or
-    "cpu", on which the costs of a searched order depend.
+    The layout's --schedule must not be auto: schedules/choice.py replaces auto before. device:
+    "cuda" or "cpu", on which the costs of a searched order depend.
     """
     costs = stage_costs(model, layout, device)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
@@ -282,7 +315,7 @@ def backward_length(layout: Layout) -> int:
 
 
 def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> StageCosts | None:
-    """Return the costs for which a searched order is made.
+    """Return the costs of a layout's stages, for which a searched order is made.
 
     They are None for the schedules in ORDERS, which do not depend on costs.
     """
@@ -290,7 +323,8 @@ def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> Stag
         return None
     from schedules.list_scheduling import task_of  # imported late: other orders do not use it
 
-    # `task_of` is cached: its layout has the options with which the search was made.
+    # The options are set back to those with which --schedule auto was decided, so that `task_of`,
+    # which is cached, returns the same costs as then.
     searched_layout = replace(layout, schedule="auto", partition="balanced")
     blocks = blocks_per_stage(model, layout)
     return task_of(model, searched_layout, device).costs(layout.schedule, blocks)

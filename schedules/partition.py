@@ -4,14 +4,17 @@
 
 The parts are the embedding (tokens, positions, their norm), the blocks, and the head (final norm,
 output matrix, loss). A stage is a run of blocks; the first stage also has the embedding and the
-last stage the head.
+last stage the head. Each pipeline rank holds one stage or several. A partition is the number of
+blocks of each stage.
 
 Counts the costs of a forward and a backward pass through embedding, block and head.
 
     embedding, block, head = pass_costs(model, "cuda")      for one token, without tp
     part_costs(model, "cuda").block                         forward and backward pass together
 
-Costs are FLOPs per token; bytes moved in memory are converted to FLOPs and added.
+Costs are FLOPs per token, which stand for seconds where only ratios matter; bytes moved in memory
+are converted to FLOPs and added. F is a forward pass, B a backward pass, W the part of a backward
+pass that computes the gradients of weights, where a schedule does this part by itself.
 """
 
 import heapq
@@ -24,13 +27,13 @@ from config import model_stats
 from config.schema import Layout, ModelShape
 from config.validation import explicit_partition
 
-# The FLOPs that take as long as moving one byte in memory: on GPUs about an A100's 312 TFLOP/s over
-# 2 TB/s, on a CPU core about 80 GFLOP/s over 8 GB/s.
+# The number of FLOPs that take as long as moving one byte in memory: on GPUs about an A100's
+# 312 TFLOP/s divided by its 2 TB/s, on a CPU core about 80 GFLOP/s divided by 8 GB/s.
 FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
 
 
 class PassCosts(NamedTuple):
-    """Costs of a part or a stage for one micro-batch; `pass_costs` gives FLOPs for one token.
+    """The costs of a part or a stage for one micro-batch; `pass_costs` gives FLOPs for one token.
 
     forward, inputs, weights: the seconds of F (forward), B (gradients of inputs) and W (gradients
     of weights). held: the bytes of activations that are held for the backward pass.
@@ -48,7 +51,7 @@ class PassCosts(NamedTuple):
 
 
 class StageCosts(NamedTuple):
-    """The costs of every stage.
+    """The costs of every stage, from which --schedule auto searches and simulates orders.
 
     limit: the bytes of activations that a rank may hold. transfer: the seconds of a message between
     ranks.
@@ -86,8 +89,8 @@ class PartCosts:
 def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, PassCosts]:
     """Return the costs of embedding, block and head for one token, without tp or recomputation.
 
-    The cost of a GEMM is its FLOPs. The cost of another operation is the numbers of 4 bytes that it
-    moves for each token, as FLOPs:
+    The cost of a GEMM is its FLOPs. Another operation costs the FLOPs that take as long as moving
+    its numbers, of 4 bytes each, in memory. For each token (h: hidden size, V: vocabulary size):
 
     - the embedding moves 6 h numbers, half of them in the forward pass: it reads and writes a row
       forward and adds a row backward;
@@ -95,12 +98,13 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
       maximum, their sum and their gradient, and writes the gradient;
     - norms, activation and residuals of a block move about 40 h numbers, a third of them forward.
 
-    Attention scores have no weights, so their FLOPs are in F and B, but not in W.
+    Attention scores have no weights: their backward pass takes twice their FLOPs in B, where a GEMM
+    with weights takes its FLOPs once in B and once in W.
     """
-    byte = FLOPS_PER_BYTE[device]
+    byte = FLOPS_PER_BYTE[device]  # the FLOPs that take as long as moving a byte
     embedding_pass = 4.0 * 3 * model.hidden * byte
     embedding = PassCosts(embedding_pass, embedding_pass, 0.0)
-    flops = model_stats.block_flops(model)
+    flops = model_stats.block_flops(model)  # forward: the GEMMs with weights, and the scores
     scores = attention_scores(model)
     moved = 4.0 * 40 * model.hidden * byte
     block = PassCosts(flops + moved / 3, flops + scores + 2 * moved / 3, flops - scores)
@@ -116,13 +120,21 @@ def attention_scores(model: ModelShape) -> float:
 
 
 def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
-    """Return the time of each part, forward and backward pass together, in FLOPs per token."""
+    """Return the time of each part, forward and backward pass together, in FLOPs per token.
+
+    The partition is balanced by these times.
+    """
     return PartCosts(*(part.seconds for part in pass_costs(model, device)))
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One pipeline stage: blocks [first, last) and perhaps the embedding and the head."""
+    """One pipeline stage: blocks [first, last) and perhaps the embedding and the head.
+
+    index: the stage's number in the pipeline. embedding, head: whether the stage has them.
+    parameters: the number of its parameters, not divided by tp. vocabulary: with --vocab-pp, the
+    number of rows of a vocabulary matrix that the stage's rank holds; else 0.
+    """
 
     index: int
     first: int
@@ -133,7 +145,7 @@ class StageSpec:
     share: float  # the stage's part of the whole model's time, 0 to 1
     rank: int = 0  # the pipeline rank that holds the stage
     tied: bool = False  # another rank holds a copy of this stage's vocabulary matrix
-    vocabulary: int = 0  # with --vocab-pp: rows of a vocabulary matrix on the stage's rank
+    vocabulary: int = 0
 
     @property
     def blocks(self) -> int:
@@ -148,10 +160,13 @@ def stage_specs(
 ) -> list[StageSpec]:
     """Return the stages of a layout with their parameters, not divided by tp, and share of time.
 
-    A tied head on another rank than the embedding holds a copy of the embedding's matrix, which is
-    counted in both stages. Raise UserError for an impossible --partition.
+    Called to build the model's stages, to print them, and by the planner. costs: the times of the
+    parts; None: those of a GPU. A tied head on another rank than the embedding holds a copy of the
+    embedding's matrix, which is counted in both stages. Raise UserError for an impossible
+    --partition.
     """
-    # Layouts that differ only in other fields have the same stages and share the cached result.
+    # The result is cached by a layout that has only the fields on which it depends. So the many
+    # layouts of a plan that differ in other fields share the cached result.
     used = ("tp", "pp", "schedule", "virtual_stages", "partition", "vocab_pp", "pad_vocab_multiple")
     layout_of_stages = Layout(**{name: getattr(layout, name) for name in used})
     return list(_stage_specs(model, layout_of_stages, costs or part_costs(model)))
@@ -159,13 +174,19 @@ def stage_specs(
 
 @lru_cache(maxsize=4096)
 def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[StageSpec]:
-    """Return the result of `stage_specs`; the layout has only the fields that it depends on."""
+    """Return the result of `stage_specs`; the layout has only the fields that it depends on.
+
+    Each stage in turn gets its blocks, with their parameters and time, and then the embedding if it
+    is the first stage and the head if it is the last.
+    """
     matrix = model.vocab_size * model.hidden
     rank_of = placement(layout)
+    # A tied matrix is copied if the first and the last stage are on different ranks. With
+    # --vocab-pp each rank has a shard of the matrix for both uses, so there is no copy.
     ends_on_other_rank = rank_of[0] != rank_of[-1]
     copied = model.tied and ends_on_other_rank and not layout.vocab_pp
-    whole = costs.embedding + model.layers * costs.block + costs.head
-    first = 0
+    whole = costs.embedding + model.layers * costs.block + costs.head  # the whole model's time
+    first = 0  # the number of the first block of the next stage
     specs: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding = index == 0
@@ -196,9 +217,17 @@ def _with_vocabulary(
     layout: Layout,
     costs: PartCosts,
 ) -> StageSpec:
-    """Return a stage that has its rank's shard of the vocabulary instead of whole matrices."""
+    """Return a stage that has its rank's shard of the vocabulary instead of whole matrices.
+
+    `_stage_specs` calls this for every stage with --vocab-pp. Each stage then has an equal part of
+    the time of embedding and head. spec: the stage as it is without --vocab-pp.
+    """
+    # Each rank has an equal number of rows of the padded vocabulary. `rows` does not count the
+    # padding, which is at the end of the vocabulary, so it may be smaller on the last ranks.
     padded_rows = model.padded_vocab(layout) // layout.pp
     rows = min(padded_rows, max(0, model.vocab_size - spec.rank * padded_rows))
+    # The shard's rows are added, in one matrix, or in two if embedding and head are not tied. The
+    # whole matrices that the first and the last stage have in `spec` are subtracted.
     matrices = 1 if model.tied else 2
     whole_matrices = spec.embedding + (spec.head and not model.tied)
     added_rows = matrices * rows - whole_matrices * model.vocab_size
@@ -224,13 +253,16 @@ def blocks_per_stage(
         return [model.layers]
     if layout.partition == "layers":
         return _share_out(model.layers, layout.stages)
-    if layout.partition == "blocks":  # embedding and head count as a block each, as in BLOOM's runs
+    # With --partition blocks, embedding and head count as a block each, as in BLOOM's runs. All are
+    # shared out, and the two are then subtracted from the blocks of the first and the last stage.
+    if layout.partition == "blocks":
         counts = _share_out(model.layers + 2, layout.stages)
         counts[0] -= 1
         counts[-1] -= 1
         return counts
     costs = costs or part_costs(model)
-    if layout.vocab_pp:  # every rank has an equal part of embedding and head
+    # With --vocab-pp every rank has an equal part of embedding and head, so only blocks differ.
+    if layout.vocab_pp:
         costs = replace(costs, embedding=0.0, head=0.0)
     return list(balanced(model.layers, placement(layout), costs))
 
@@ -238,7 +270,7 @@ def blocks_per_stage(
 def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
     """Return the rank of each stage: 0 1 2 0 1 2, or in a V, 0 1 2 2 1 0, if the name ends in -v.
 
-    virtual: stages of each rank; a V has always two.
+    name: the schedule. virtual: the number of stages on each rank; a V always has two.
     """
     if name.endswith("-v"):
         return (*range(ranks), *reversed(range(ranks)))
@@ -246,11 +278,12 @@ def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
 
 
 def placement(layout: Layout) -> tuple[int, ...]:
-    """Return the rank that holds each stage of a layout."""
+    """Return the rank that holds each stage of a layout, as its schedule places the stages."""
     return rank_of_stages(layout.schedule, layout.pp, layout.stages_per_rank)
 
 
-# Cached: for layouts that differ only in the micro-batch size, the partition is the same.
+# The result is cached, because the planner asks for many layouts that differ only in other options,
+# such as the micro-batch size, and have the same partition.
 @lru_cache(maxsize=4096)
 def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[int, ...]:
     """Return the number of blocks of each stage such that the slowest rank is as fast as possible.
@@ -258,25 +291,31 @@ def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[i
     rank_of: the rank of each stage. All blocks take the same time, so each block in turn goes to
     the rank with the least time, and there to the stage with the least time. With one stage on each
     rank, the first and the last rank take only the blocks that would make another rank the slowest,
-    because embedding and head take memory too. The other ranks share their blocks equally; the
-    remainder goes to later ranks, which hold fewer activations in 1F1B.
+    because embedding and head take memory too. The other ranks, in the middle, share their blocks
+    equally; the remainder goes to later ranks, which hold fewer activations in 1F1B.
     """
     ranks = range(max(rank_of) + 1)
-    stage_loads = [0.0] * len(rank_of)  # the time of embedding and head
+    # A load is the time of a stage or rank without blocks: the time of embedding and head.
+    stage_loads = [0.0] * len(rank_of)
     stage_loads[0] += costs.embedding
     stage_loads[-1] += costs.head
     rank_loads = [0.0 for _ in ranks]
     for rank, seconds in zip(rank_of, stage_loads, strict=True):
         rank_loads[rank] += seconds
+    # The ends are the first and the last rank; with several stages on each rank, all ranks are
+    # treated as ends, and there are no middle ranks.
     several_stages = len(rank_of) > len(ranks)
     ends = [rank for rank in ranks if several_stages or rank in (0, ranks[-1])]
     middle_ranks = len(ranks) - len(ends)
+    # If each block goes to the rank with the least time, the slowest rank is as fast as possible.
+    # Middle ranks take as many blocks as fit into its time, and the ends take the other blocks.
     fastest = _to_the_least(rank_loads, layers, costs.block)
     slowest = max(load + n * costs.block for load, n in zip(rank_loads, fastest, strict=True))
-    most = int(slowest / costs.block + 1e-9)  # blocks of a middle rank
+    most = int(slowest / costs.block + 1e-9)  # the blocks that fit on a middle rank
     layers_of_ends = max(0, layers - middle_ranks * most)
     end_counts = _to_the_least([rank_loads[rank] for rank in ends], layers_of_ends, costs.block)
     middle_counts = _spread(layers - layers_of_ends, middle_ranks)
+    # Each rank's blocks are divided among its stages: each goes to the stage with the least time.
     blocks = [0] * len(rank_of)
     for rank in ranks:
         stages = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
@@ -290,9 +329,11 @@ def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[i
 def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]:
     """Return how many of `count` blocks go to each load if every block is added to the least load.
 
-    If several loads are the least, the block goes to the last of them. block: the cost of a block.
+    loads: the times of ranks, or of a rank's stages, before the blocks are added. If several loads
+    are the least, the block goes to the last of them. block: the time of a block.
     """
     numbers = [0] * len(loads)
+    # The heap's first entry is the least load; of equal loads, the one with the largest place.
     queue = [(load, -place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
     for _ in range(count):
@@ -304,17 +345,23 @@ def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]
 
 
 def _spread(count: int, stages: int) -> list[int]:
-    """Return equal shares of `count`; the remainder goes to later stages, which hold fewer
-    activations in 1F1B.
+    """Return equal shares of `count` blocks for a number of stages; they differ by 1 at most.
+
+    The larger shares go to later stages, which hold fewer activations in 1F1B: 7 blocks for 3
+    stages are 2, 2, 3.
     """
     share, extra = divmod(count, max(1, stages))
     return [share + (i >= stages - extra) for i in range(stages)]
 
 
 def _share_out(count: int, pp: int) -> list[int]:
-    """Return equal shares of `count`; the remainder goes to middle stages, then to the first."""
+    """Return equal shares of `count` blocks for `pp` stages; they differ by 1 at most.
+
+    The larger shares go to middle stages, and one to the first stage if the middle stages are not
+    enough. Called for --partition layers and blocks. With 4 stages, 10 blocks are 2, 3, 3, 2.
+    """
     share, extra = divmod(count, pp)
-    if pp == 2:
+    if pp == 2:  # no stage is in the middle
         return [share + extra, share]
     middle = min(extra, pp - 2)
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
@@ -323,9 +370,12 @@ def _share_out(count: int, pp: int) -> list[int]:
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     """Return a printable table of the stages, one line each, with a line of sums.
 
+    rows: the result of `stage_specs`. The table is in the log of a run and in the planner's answer.
     Raise ValueError if the sums are not the model's numbers of blocks and parameters.
     """
     lines = ["stage   holds                        blocks       parameters   share of time"]
+    # With several stages on each rank, a line names the rank. With --vocab-pp, every stage has a
+    # shard of the vocabulary in place of embedding and head.
     several_stages = any(s.rank != s.index for s in rows)
     shares_vocabulary = any(s.vocabulary for s in rows)
     for s in rows:
@@ -342,6 +392,7 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
         if several_stages:
             holds = f"rank {s.rank}: {holds}"
         lines.append(f"{s.index:5}   {holds:28} {s.blocks:6} {s.parameters:16,} {s.share:14.1%}")
+    # The stages count a tied matrix twice if the last stage has a copy; the model counts it once.
     copies = model.vocab_size * model.hidden if rows[-1].tied else 0
     blocks = sum(s.blocks for s in rows)
     total = sum(s.parameters for s in rows)

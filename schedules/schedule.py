@@ -3,7 +3,8 @@
 A schedule is one list of actions per pipeline rank. `F3` is the forward pass of micro-batch 3
 through a stage, `B3` its backward pass; if the backward pass is split, `B3` computes the gradient
 of the stage's input and `W3` the gradients of its weights. A rank holds one stage or several
-(virtual stages, arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
+(virtual stages, arXiv 2104.04473 section 2.2). With --vocab-pp each rank also does the passes E, S,
+T and G for its shard of the vocabulary (vocabulary.py). The pipeline executes exactly these lists.
 
     1F1B, 3 stages, 4 micro-batches (a backward takes twice as long as a forward):
 
@@ -25,11 +26,12 @@ from schedules.actions import OWN_INPUT, STEPS, SUMMED, VOCABULARY, Action, Numb
 
 
 class ScheduleError(Exception):
-    """A schedule that cannot run; the message says which rank waits for what."""
+    """Raised for a schedule that cannot run; the message says which rank waits for what."""
 
 
-# One entry of `Schedule.steps`: a rank, its action, and the indices in `Schedule.steps` of the
-# actions of other ranks whose messages this action needs.
+# One entry of `Schedule.steps`, which lists the actions of all ranks in an order that can run: a
+# rank, its action, and the indices in the list of the actions whose results this action receives
+# from other ranks.
 Step = tuple[int, Action, list[int]]
 # The index of each action in `Schedule.steps`: by (kind, stage), then by micro-batch.
 Places = dict[tuple[str, int], dict[int, int]]
@@ -37,7 +39,10 @@ Places = dict[tuple[str, int], dict[int, int]]
 
 @dataclass(frozen=True)
 class Schedule(Pipeline):
-    """The actions of every pipeline rank, in order. `rank_of[s]` is the rank that holds stage s."""
+    """The actions of every pipeline rank, in order, which the pipeline executes.
+
+    ranks: for each rank, its actions. `rank_of[s]` is the rank that holds stage s.
+    """
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -50,7 +55,7 @@ class Schedule(Pipeline):
         return "".join(kind for kind in "FBW" + VOCABULARY if kind in kinds)
 
     def has(self, kind: str) -> bool:
-        """Whether every rank does actions of a kind."""
+        """Whether the schedule has actions of a kind; then every rank does such actions."""
         return kind in self.kinds
 
     # ---- When messages are started ------------------------------------------------------------
@@ -58,9 +63,10 @@ class Schedule(Pipeline):
     def may_be_ahead(self, action: Action) -> bool:
         """Return whether an action's receive may start before its rank's preceding action runs.
 
-        The receive must start later if the message can only be sent after the preceding action. On
-        a GPU a receive runs until its message has arrived, and a kernel that the preceding action
-        loads for the first time waits until the GPU is idle: both would wait for each other.
+        The pipeline asks this before each action, to receive the next action's input meanwhile. It
+        must not if the message can be sent only after the preceding action has run: on a GPU a
+        receive runs until its message has arrived, and a kernel that the preceding action loads for
+        the first time waits until the GPU is idle. Each of the two would wait for the other.
         """
         return action not in self._starts(self.rank_of[action.stage]).needed
 
@@ -69,44 +75,54 @@ class Schedule(Pipeline):
 
         It is the index of the next action, or a later index if the receiver takes the message only
         after further actions of this rank. On a GPU a send runs until its receive has begun, and a
-        kernel that one of these actions loads waits until the GPU is idle. The index may be the
-        length of the list.
+        kernel that one of these further actions loads waits until the GPU is idle: with an earlier
+        send, each of the two would wait for the other. If no action follows the send, the index is
+        the length of the list.
         """
         return self._starts(self.rank_of[action.stage]).sent_before[action]
 
     def _starts(self, rank: int) -> "_Starts":
-        """Return when a rank starts its messages; computed once for each rank."""
+        """Return when a rank starts its messages, for `may_be_ahead` and `sent_before`.
+
+        It is computed at the first call for this rank.
+        """
         if rank not in self._starts_of:
             self._starts_of[rank] = _message_starts(self, rank)
         return self._starts_of[rank]
 
     @cached_property
     def _starts_of(self) -> "dict[int, _Starts]":
-        """The results of `_message_starts` so far, by rank; `_starts` adds to them."""
+        """The results of `_message_starts` by rank: empty at first, `_starts` adds to them."""
         return {}
 
     @cached_property
     def gradients_taken(self) -> list[range]:
-        """For each micro-batch m, the micro-batches whose G all ranks end between the S of
-        micro-batch m - 1 and the S of m. The T of m then takes their gradients. S, T and G are the
-        passes of --vocab-pp (schedules/vocabulary.py).
+        """For each micro-batch m, the micro-batches whose gradients rank 0 can free in the T of m.
+
+        With --vocab-pp, rank 0 broadcasts a gradient to the pass G of every rank. In the T of m a
+        rank knows that every rank has done its S of m, and so has done all its G before this S. The
+        range of m has the micro-batches whose G every rank does before its S of m, without those
+        micro-batches that the ranges before have.
         """
-        ended_before = []  # for each rank: the number of its G before each S
+        ended_before = []  # for each rank, a list: how many G it has done before each of its S
         for row in self.ranks:
             counts = accumulate(action.kind == "G" for action in row)
             ended_before.append([count for count, action in zip(counts, row) if action.kind == "S"])
         ended_by_all = map(min, zip(*ended_before))
+        # Each rank does its G in the order of micro-batches, so a count gives the micro-batches.
         return [range(first, end) for first, end in pairwise([0, *ended_by_all])]
 
     # ---- What is held -------------------------------------------------------------------------
 
     @cached_property
     def numbered(self) -> Numbered:
-        """The actions as integers, for fast loops over all actions.
+        """The same schedule with actions as integers, for fast loops over all actions.
 
-        They are numbered by kind, then by micro-batch, then by stage.
+        Actions are numbered by kind, then by micro-batch, then by stage: with S stages and M
+        micro-batches, micro-batch m of the k-th kind in `kinds` has (k * M + m) * S + stage.
         """
         micro_batches = 1 + max(action.micro_batch for action in self.ranks[0])
+        # By kind, k * M: the number of (kind, micro-batch) pairs of the kinds before.
         first = {kind: place * micro_batches for place, kind in enumerate(self.kinds)}
         ranks = []
         for row in self.ranks:
@@ -133,22 +149,28 @@ class Schedule(Pipeline):
 
     @cached_property
     def order(self) -> list[tuple[int, Action]]:
-        """All actions as (rank, action), each one after all the actions that it needs. Raise
-        ScheduleError, which names the action where each rank is stuck, if there is no such order.
+        """All actions as (rank, action), each one after all the actions that it needs.
+
+        Raise ScheduleError, which names the action where each rank is stuck, if the schedule has no
+        order in which all actions can run.
         """
         return [(rank, action) for rank, action, _ in self.steps]
 
     @cached_property
     def steps(self) -> list[Step]:
-        """The entries of `order`, each with the indices of the actions whose messages it needs."""
+        """The entries of `order`, each with the indices of the other ranks' actions that it needs.
+
+        The simulation goes through this list: an action starts when these actions have ended, and
+        their messages have arrived, and its rank is free.
+        """
         return _steps(self)
 
 
 class _Starts(NamedTuple):
-    """When a rank starts its messages.
+    """When a rank starts its messages: the answers of `may_be_ahead` and `sent_before`.
 
-    needed: actions whose receive must not start before the rank's preceding action. sent_before:
-    for each action, the index in the rank's list before which its result is sent.
+    needed: the rank's actions whose receive must not start before the preceding action has run.
+    sent_before: for each action, the index in the rank's list before which its result is sent.
     """
 
     needed: set[Action]
@@ -156,27 +178,38 @@ class _Starts(NamedTuple):
 
 
 def _message_starts(schedule: Schedule, rank: int) -> _Starts:
-    """Return when a rank starts its messages; found in one pass over `Schedule.order`."""
+    """Return when a rank starts its messages; called once for each rank, by `Schedule._starts`.
+
+    One pass over `Schedule.order`, which has the actions of all ranks (`doer` does an action),
+    counts for each action how many of the first actions of `rank` it depends on. A message of
+    `rank` is started only when its other end no longer depends on further actions of `rank`.
+    """
     needed = set[Action]()
     sent_before = defaultdict[Action, int](int)
     # For each action of any rank: how many of `rank`'s actions must be done when the action ends.
     count_of = dict[Action, int]()
-    last_of = [0] * len(schedule.ranks)  # for each rank, `count_of` its last action
+    last_of = [0] * len(schedule.ranks)  # for each rank, the `count_of` of its last action so far
     for doer, action in schedule.order:
         sender = schedule.sender_of(action)
         count = last_of[doer]
         if doer == rank:
-            # If equal, the message can be sent only after all earlier actions of this rank.
+            # `count` is the number of this rank's earlier actions. If the sender's number is equal,
+            # the message can be sent only after all of them: the receive must not start before.
             if sender and count_of[sender] == count:
                 needed.add(action)
+            # A result can be sent right after its action, at the earliest.
             count += 1
             sent_before[action] = max(sent_before[action], count)
         else:
+            # The doer receives a message of `rank` once its own preceding action has run, which
+            # needs `count` actions of `rank`.
             if sender and schedule.rank_of[sender.stage] == rank:
                 sent_before[sender] = max(sent_before[sender], count)
             for before in (schedule.input_of(action), *schedule.of_all_ranks(action)):
                 if before is not None:
                     count = max(count, count_of[before])
+            # All ranks take part in the collective after a summed pass, so `rank` starts its part
+            # when the doer can have done its own part.
             if action.kind in SUMMED:
                 part = action._replace(stage=rank)
                 sent_before[part] = max(sent_before[part], count)
@@ -192,7 +225,8 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
 
     backward: whether the schedule has backward passes; an evaluation has none. Messages between two
     ranks carry no label: they must be received in the order in which they are sent. Activations and
-    gradients are sent on separate channels.
+    gradients are sent on separate channels. orders.py calls this for every schedule that it makes
+    for the pipeline.
     """
     kinds = "F"
     if backward:
@@ -207,7 +241,7 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
         if schedule.vocabulary:
             _check_collectives(rank, row)
     _check_messages(schedule)
-    _steps(schedule)
+    _steps(schedule)  # raises ScheduleError if the schedule deadlocks
 
 
 def _check_collectives(rank: int, row: Sequence[Action]) -> None:
@@ -235,6 +269,7 @@ def _check_messages(schedule: Schedule) -> None:
             if source_action is not None:
                 source = schedule.rank_of[source_action.stage]
                 received[kind, source, rank].append(source_action)
+            # F sends to the next stage, B to the stage before, other kinds to no single stage.
             next_stage = action.stage + STEPS.get(kind, 0)
             if next_stage != action.stage and 0 <= next_stage < schedule.stages:
                 sent[kind, rank, schedule.rank_of[next_stage]].append(action)
@@ -250,13 +285,16 @@ def _check_messages(schedule: Schedule) -> None:
 def _steps(schedule: Schedule) -> list[Step]:
     """Return `Schedule.steps`; raise ScheduleError if the schedule deadlocks.
 
-    Each rank in turn runs its actions until an action needs another action that has not run.
+    Each rank in turn runs its actions until an action needs another action that has not run. If no
+    rank can run an action in a round of all ranks, the schedule deadlocks.
     """
     ranks = schedule.ranks
     kinds = "FBW" + VOCABULARY
+    # The actions that have run, with their indices in `steps`.
     place: Places = {
         kind_and_stage: {} for kind_and_stage in product(kinds, range(schedule.stages))
     }
+    # `inputs` refers to the dictionaries in `place`, so it shows what has run up to now.
     inputs = {kind_and_stage: _inputs(schedule, *kind_and_stage, place) for kind_and_stage in place}
     steps: list[Step] = []
     next_of = [0] * len(ranks)  # for each rank, the index of its next action
@@ -267,6 +305,7 @@ def _steps(schedule: Schedule) -> list[Step]:
             for action in islice(row, next_of[rank], None):
                 kind, stage, micro_batch = action
                 local_places, remote_places = inputs[kind, stage]
+                # The indices of the actions that this action needs, -1 for each that has not run.
                 local = [places.get(micro_batch, -1) for places in local_places]
                 sources = [places.get(micro_batch, -1) for places in remote_places]
                 if -1 in sources or -1 in local:
@@ -282,8 +321,10 @@ def _steps(schedule: Schedule) -> list[Step]:
 def _inputs(
     schedule: Schedule, kind: str, stage: int, place: Places
 ) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-    """Return two lists of the dictionaries in `place` for the passes that a pass needs: passes of
-    the same rank, and passes of other ranks. A dictionary has an index for each micro-batch.
+    """Return the dictionaries in `place` of the passes that a stage's pass of a kind needs.
+
+    The first list is for needed passes of the same rank, the second for passes of other ranks. A
+    dictionary has an index in `Schedule.steps` by micro-batch, for micro-batches that have run.
     """
     local: list[dict[int, int]] = []
     remote: list[dict[int, int]] = []
@@ -301,8 +342,10 @@ def _inputs(
 
 
 def _deadlock(schedule: Schedule, next_of: Sequence[int]) -> str:
-    """Return the error message of a deadlock: where ranks are stuck, and a line for each rank with
-    its actions, done | to do. next_of: for each rank, the index of its next action.
+    """Return the error message of a deadlock: where ranks are stuck, and what each rank has done.
+
+    Each rank has a line, `rank 0  F0 F1 | B0 B1`, with its actions that are done | to do. next_of:
+    for each rank, the index of its next action.
     """
     stuck = []
     lines = []

@@ -3,8 +3,12 @@
     slots = simulate(build("1f1b", 4, 8), seconds)     for each rank, its actions with their times
     makespan(build("1f1b", 4, 8), seconds)             only the end of the last action
 
-`simulate` is the definition. `ends` computes the same times many times faster; tests compare the
-two. schedule.py defines actions and schedules.
+An action is a pass of one micro-batch through one stage, with its kind: F (forward), B (backward),
+W (gradients of weights), and E, S, T, G with --vocab-pp. A rank does one action at a time, in its
+order. A result for another rank is a message, which takes the time `transfer`.
+
+`simulate` is the definition. `ends` computes the same times many times faster, for schedules whose
+actions are numbers (`actions.Numbered`); tests compare the two. schedule.py defines schedules.
 
 Draws schedules and steps: as a grid of characters, and as events of a Chrome trace.
 """
@@ -17,10 +21,10 @@ from typing import Any, NamedTuple
 from schedules.actions import Action, Numbered
 from schedules.schedule import Schedule, ScheduleError
 
-# The seconds of an action, by (kind, stage).
+# The seconds of an action, by its kind and stage: all micro-batches take the same time.
 Seconds = Mapping[tuple[str, int], float]
-# Durations in the unit in which papers draw schedules: a forward pass takes 1, a backward pass that
-# is not split takes B + W = 2, the embedding passes E and G take nothing.
+# Durations in the unit in which papers draw schedules, a forward pass of any stage. A backward pass
+# that is not split takes B + W = 2, and the embedding passes E and G take no time.
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "E": 0.0, "S": 1.0, "T": 1.0, "G": 0.0}
 
 
@@ -35,8 +39,9 @@ class Slot(NamedTuple):
 class Timing(NamedTuple):
     """The seconds of one action, as numbers or as arrays (see `simulate_each`).
 
-    ahead: the rank's work before it waits for the action's input. message: the time from the end of
-    the action that sends the input until the input has arrived. runs: the time of the action.
+    ahead: the time of the rank's work before it waits for the action's input. message: the time
+    from the end of the action that sends the input until the input has arrived. runs: the time that
+    the action itself takes.
     """
 
     ahead: Any
@@ -45,7 +50,11 @@ class Timing(NamedTuple):
 
 
 def unit_seconds(schedule: Schedule) -> dict[tuple[str, int], float]:
-    """Return the durations in UNITS, by (kind, stage); they are the same for every stage."""
+    """Return the durations in UNITS, by (kind, stage); they are the same for every stage.
+
+    `simulate` takes these durations if its caller gives none. If the schedule has no W, its B
+    computes the gradients of weights too and takes the time of both.
+    """
     seconds = {}
     for stage in range(schedule.stages):
         for kind, unit in UNITS.items():
@@ -80,13 +89,15 @@ def simulate_each(
 ) -> list[list[Slot]]:
     """Return for every rank its actions with their start and end, by a `Timing` for each action.
 
-    later: returns the later of two times. With `numpy.maximum` the timings may be arrays, to
-    simulate many pipelines at once; then the times in the slots are arrays too.
+    timing_of: returns an action's timing. later: returns the later of two times. With
+    `numpy.maximum` the timings may be arrays, to simulate many pipelines at once; then the times in
+    the slots are arrays too. Called by `simulate`, and for the measured times of a run.
     """
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
-    ends: list[Any] = []
-    for rank, action, sources in schedule.steps:
+    ends: list[Any] = []  # the end of each action, in the order of `schedule.steps`
+    for rank, action, sources in schedule.steps:  # sources: the indices in `ends` that it waits for
         timing = timing_of(action)
+        # The rank is free when its action before has ended; then the inputs must have arrived.
         before = slots[rank][-1].end if slots[rank] else 0.0
         start = before + timing.ahead
         for source in sources:
@@ -108,19 +119,22 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
     """Return the time at which each action ends, in the order of the actions' numbers.
 
     seconds: the duration of an action by (kind, stage). transfer: the time of one message. Each
-    rank in turn runs its actions until it needs the result of an action that has not run, which
-    ends at infinity so far. Raise ScheduleError if no rank can go on.
+    rank in turn runs its actions until it needs the result of an action that has not run, whose end
+    is infinity so far. Raise ScheduleError if no rank can go on.
     """
-    awaited = numbered.awaited
+    awaited = numbered.awaited  # for each action, the action of another rank that it waits for
     stages = numbered.stages
     size = len(awaited)
     durations: list[float] = []  # by the number of the action
     for kind in numbered.kinds:
         durations += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches
-    ended = [inf] * size + [-inf]  # NOTHING, which is -1, indexes the last entry
-    clocks = [0.0] * len(numbered.ranks)
+    # An action that waits for no other rank awaits number -1 (NOTHING). This is the index of the
+    # last entry, -inf, so its input has always arrived.
+    ended = [inf] * size + [-inf]
+    clocks = [0.0] * len(numbered.ranks)  # for each rank, the time at which it is free
     to_do = list(map(iter, numbered.ranks))
-    # For each rank: (the action that was taken from `to_do` and waits for its input,), or ().
+    # For each rank, the action that was taken from `to_do` and waits for its input, as a tuple of
+    # one number; an empty tuple if no action waits.
     waiting: list[tuple[int, ...]] = [()] * len(to_do)
     latest_of: dict[int, _Latest] = {}  # for passes that all ranks have ended, by awaited number
     while True:
@@ -131,17 +145,22 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
                 source = awaited[number]
                 if source < size:
                     arrival = ended[source] + transfer
-                else:  # a pass of all ranks: the action waits for the latest of the other ranks
+                else:
+                    # The action needs a pass of all ranks, and waits for the latest of the other
+                    # ranks. The entry is the pass's number on stage 0, plus `size` as a mark; its
+                    # numbers on the other stages follow.
                     if source not in latest_of:
                         on_stage_0 = source - size
                         ends_of_stages = ended[on_stage_0 : on_stage_0 + stages]
                         if max(ends_of_stages) < inf:
                             latest_of[source] = _latest_two(ends_of_stages)
                     latest = latest_of.get(source, UNKNOWN)
+                    # The action's own stage, number % stages, does not wait for itself: if it is
+                    # the latest stage, the latest of the other stages counts.
                     is_latest = latest.stage == number % stages
                     arrival = transfer + (latest.before if is_latest else latest.end)
                 if arrival > clock:
-                    if arrival == inf:
+                    if arrival == inf:  # its input has not been computed: go on with the next rank
                         waiting[rank] = (number,)
                         break
                     clock = arrival
@@ -152,14 +171,15 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
             clocks[rank] = clock
         if not any(waiting):
             return ended[:size]
-        if waiting == before:
+        if waiting == before:  # no rank has run an action in this round
             raise ScheduleError(f"{numbered.name} deadlocks: build it to see where")
 
 
 class _Latest(NamedTuple):
-    """When a pass ends that all stages do.
+    """When a pass that all stages do ends on the latest stage, and on the latest other stage.
 
-    end: the latest end. stage: the stage of this end. before: the latest end of the other stages.
+    end: the latest end. stage: the stage of this end. before: the latest end of the other stages,
+    for which the latest stage itself waits.
     """
 
     end: float
@@ -167,11 +187,15 @@ class _Latest(NamedTuple):
     before: float
 
 
-UNKNOWN = _Latest(inf, -1, inf)  # for a pass that some stage has not ended
+UNKNOWN = _Latest(inf, -1, inf)  # the ends of a pass that some stage has not ended yet
 
 
 def _latest_two(ended: list[float]) -> _Latest:
-    """Return the latest of the stages' ends; ended: the end of a pass on each stage."""
+    """Return the latest end of a pass, and the latest end on the other stages.
+
+    ended: the end of the pass on each stage. `ends` calls this when all stages have ended the pass:
+    a stage's next action waits for the other stages, so the latest stage needs the second value.
+    """
     stage = ended.index(max(ended))
     others = ended[:stage] + ended[stage + 1 :]
     return _Latest(ended[stage], stage, max(others, default=-inf))
@@ -192,11 +216,14 @@ def draw(slots: list[list[Slot]], columns: int = 48) -> str:
 
     `F0` marks the first unit of an action, `==` a further unit, `..` an idle one. At most `columns`
     units are drawn; the lines of a longer schedule end in `...`. If some rank holds several stages,
-    lines are named by rank instead of stage, and actions by micro-batch and stage: `F0.2`.
+    lines are named by rank instead of stage, and actions by micro-batch and stage: `F0.2`. A line:
+
+        stage 0  F0 F1 .. .. B0 == .. B1 ==
     """
     several_stages = any(len({slot.action.stage for slot in row}) > 1 for row in slots)
 
     def name(slot: Slot) -> str:
+        """Return the text that marks the first unit of a slot's action."""
         return f"{slot.action}.{slot.action.stage}" if several_stages else str(slot.action)
 
     end = max((slot.end for row in slots for slot in row), default=0)
@@ -228,12 +255,16 @@ def trace_event(
 ) -> dict[str, Any]:
     """Return a trace event that is drawn as a bar from `start` to `end`, in seconds.
 
-    process, thread: the row in which it is drawn. more: further fields of the event.
+    process, thread: numbers that choose the row in which the viewer draws the bar. more: further
+    fields of the event. A Chrome trace has its times in microseconds.
     """
     times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
     return {"name": name, "ph": "X", "pid": process, "tid": thread} | times | more
 
 
 def trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the trace document, to be written as JSON, which a viewer opens."""
+    """Return the document of a Chrome trace, which the caller writes as JSON for a viewer.
+
+    events: the results of `trace_event`.
+    """
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -24,21 +24,25 @@ from typing import Any
 from schedules.actions import SUMMED, VOCABULARY, Numbered
 from schedules.simulation import ends
 
-MANY = 5  # ranks; with fewer ranks, one micro-batch further ahead keeps them as busy as two do
-# The times of the new passes, in units of a forward pass: E before the start of the first stage's F
-# (BEFORE_FORWARD); S after the end of the last stage's F (AFTER_FORWARD) and after the T before; T
-# after the end of that F by the length of a backward pass; G after the end of the first stage's B
-# (AFTER_BACKWARD). Of passes with the same time, the kind that is first in PLACES comes first.
-BEFORE_FORWARD = 3.0
-AFTER_FORWARD = 1.0
-AFTER_BACKWARD = 2.0
+# The number of ranks from which on a rank runs two micro-batches further ahead. With fewer ranks,
+# one micro-batch further ahead keeps them as busy as two do.
+MANY = 5
+# The times of a micro-batch's new passes, in units of a forward pass. T follows the end of the last
+# stage's F after the length of a backward pass.
+BEFORE_FORWARD = 3.0  # E is this long before the start of the first stage's F
+AFTER_FORWARD = 1.0  # S is this long after the end of the last stage's F, or later at the T before
+AFTER_BACKWARD = 2.0  # G is this long after the end of the first stage's B
+# A rank sorts its passes by their times. If several have the same time, the kind that is first in
+# this string comes first.
 PLACES = "EGTSFB"
 
 
 def more_ahead(pp: Any) -> Any:
     """Return how many micro-batches further ahead a rank of 1F1B runs than without --vocab-pp.
 
-    pp: the number of ranks, or an array of such numbers (planner/memory_terms.py).
+    It is 1, or 2 from MANY ranks on: orders.py takes 1F1B from a pipeline with so many ranks more,
+    and the planner counts the activations of these micro-batches. pp: the number of ranks, or an
+    array of such numbers (planner/memory_terms.py).
     """
     return 1 + (pp >= MANY)
 
@@ -46,27 +50,35 @@ def more_ahead(pp: Any) -> Any:
 def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
     """Return the first `ranks` ranks of a schedule with E, S, T and, if it has B, G added.
 
-    longer: a schedule with one stage on each rank and at least `ranks` ranks. backward: how many
-    times as long as a forward pass a backward pass takes: 2, or 3 if all blocks are recomputed.
+    longer: a schedule with one stage on each rank and at least `ranks` ranks; its further ranks are
+    dropped, so that the last rank that stays has time between F and B. backward: how many times as
+    long as a forward pass a backward pass takes: 2, or 3 if all blocks are recomputed.
     """
     seconds = {("F", stage): 1.0 for stage in range(longer.stages)}
     seconds |= {("B", stage): float(backward) for stage in range(longer.stages)}
     count = longer.micro_batches
     kinds = longer.kinds + (VOCABULARY if "B" in longer.kinds else SUMMED)
+    # Actions of the result are numbered by kind, then by micro-batch, then by stage (actions.py).
     first = {kind: place * count for place, kind in enumerate(kinds)}
+    # For each rank, its passes as (time, place of the kind in PLACES, number), to be sorted.
     timed: list[list[tuple[float, int, int]]] = [[] for _ in range(ranks)]
 
     def put(rank: int, time: float, kind: str, m: int) -> None:
+        """Add the pass of a kind for micro-batch m to a rank, at a time."""
         timed[rank].append((time, PLACES.index(kind), (first[kind] + m) * ranks + rank))
 
     ended = ends(longer, seconds)
-    loss = 0.0  # the time of T of the micro-batch before
+    loss = 0.0  # the time of the T of the micro-batch before
     for rank, row in enumerate(longer.ranks[:ranks]):
         for number in row:
+            # Each F and B stays on its rank, at the time at which it starts in the simulation.
             kind, _, m = longer.action(number)
             end = ended[number]
             start = end - seconds[kind, rank]
             put(rank, start, kind, m)
+            # The first and the last stage's F and B determine the times of the new passes. S and T
+            # come before the last stage's B, because in `longer` a micro-batch goes through the
+            # dropped ranks between the last stage's F and B.
             times = {}
             if kind == "F" and rank == 0:
                 times["E"] = start - BEFORE_FORWARD
@@ -75,6 +87,7 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
                 times["T"] = loss = end + backward
             if kind == "B" and rank == 0:
                 times["G"] = end + AFTER_BACKWARD
+            # Every rank does each new pass, at the same time.
             for (new, time), other in product(times.items(), range(ranks)):
                 put(other, time, new, m)
     rows = [[number for *_, number in sorted(row)] for row in timed]
