@@ -53,8 +53,9 @@ class Penalty:
         """
         penalty = choice.logits.new_zeros(())
         if self.kind in ("sequence", "global"):
-            loads: Tensor = router.load  # for "global": those of the step before, (E,)
-            if self.kind == "sequence":  # those of each token's sample, (T, E)
+            # For "global" the loads of the step before, (E,); else those of each token's sample.
+            loads: Tensor = router.load
+            if self.kind == "sequence":
                 loads = _loads_of_samples(router.mesh, choice)[choice.samples]
             shares = choice.scores / choice.scores.sum(-1, keepdim=True)
             penalty = penalty + self.rate * (shares * loads.to(shares.dtype)).sum()
@@ -144,14 +145,14 @@ class RouterBalance:
         Called after the optimizer's update; collective over the world. Return for each block with
         experts the rows of its busiest expert, over the mean of its experts.
         """
-        # One row for each block of the whole model: other ranks have counts in other rows.
+        # (blocks of the whole model, experts): the sum over ranks fills the rows of other stages.
         counts = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
         for block, router in self.routers.items():
             counts[block] = router.counts
         self.discard()
         self.mesh.world.at_once.all_reduce(counts).wait()
         experts = self.shape[1]
-        rows = counts.sum(1, keepdim=True)  # of all experts of a block
+        rows = counts.sum(1, keepdim=True)
         loads = counts * experts / rows.double()
         if not skipped:
             for block, router in self.routers.items():
