@@ -3,7 +3,8 @@
 Shapes at line ends as in model.py: s sequence, b samples, h hidden, a heads of size d, g key/value
 heads; with tensor parallelism a and g are the local heads. The masks, which say which tokens each
 token sees, are in corpora/attention_masks.py, and the collectives over ranks that share a sample's
-tokens (--cp) in distributed/context_parallel.py. Read parallel.py first, for the matrices.
+tokens (--cp) in distributed/context_parallel.py: the ranks of `mesh.heads` exchange tokens for
+heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first, for the matrices.
 """
 
 import math
@@ -39,9 +40,6 @@ if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load
 recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-# ---- Positions -----------------------------------------------------------------------------------
-
-
 class Positions:
     """Makes the masks (with ALiBi, if the model has it) and rotary tables for a stage's blocks.
 
@@ -52,7 +50,10 @@ class Positions:
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, micro_batch: int, masked: bool):
-        """micro_batch: its number of samples; masked: each batch says what its tokens see."""
+        """Make the tables that the model's kind of positions needs.
+
+        micro_batch: its number of samples. masked: whether batches say which tokens a token sees.
+        """
         self.factory = factory
         self.mesh = factory.mesh
         self.slopes: Tensor | None = None
@@ -66,6 +67,7 @@ class Positions:
             cp = self.mesh.cp
             self.tables = (cos, sin)
             self._tables_here = (cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0))
+        # ALiBi without other masks: the mask is the same for all micro-batches.
         self._causal_alibi: Mask | None = None
         if self.slopes is not None and not masked:
             from corpora import attention_masks
@@ -88,7 +90,7 @@ class Positions:
             return self._causal_alibi
         from corpora import attention_masks
 
-        places = self._query_places(batch.starts.shape[1])
+        places = self._query_places(batch.starts.shape[1])  # the rows of the mask for this rank
         dtype = self.factory.dtype
         return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
 
@@ -168,11 +170,9 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     if r < x.shape[-1]:
         first_columns, other_columns = x.split((r, x.shape[-1] - r), -1)
         return torch.cat([rotate(first_columns, tables), other_columns], -1)
+    # Columns i and i + r/2 are a point (x, y), turned to (x cos - y sin, y cos + x sin).
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
-
-
-# ---- Keys and values of the tokens so far --------------------------------------------------------
 
 
 class KeyValueCache:
@@ -198,6 +198,7 @@ class KeyValueCache:
         self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
         self.tokens += count
         distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
+        # The bias of the scores: -slope * distance, and -infinity for tokens that come later.
         bias = -self.slopes.to(self.device)[:, None, None] * distance
         self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
 
@@ -216,9 +217,6 @@ class KeyValueCache:
         values[first_new : self.tokens] = v
         mask = attention_masks.Mask(self._bias.to(k.dtype))
         return keys[: self.tokens], values[: self.tokens], mask
-
-
-# ---- Attention -----------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -244,6 +242,7 @@ class Attention(nn.Module):
         bias = model.qkv_bias
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
+        # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
         rotates = model.positions == "rotary" and self.norms is None
         self.split: Callable = _split_heads
         if factory.compile and rotates:
@@ -273,7 +272,7 @@ class Attention(nn.Module):
                 q = rotate(q, rotary)
                 k = rotate(k, rotary)
         if cache is not None:
-            k, v, mask = cache.extend(self, k, v)
+            k, v, mask = cache.extend(self, k, v)  # of all tokens so far
             return self.out(_attend(q, k, v, mask, Group()))
         q, k, v = to_heads(q, k, v, self.mesh.heads)
         kv_ranks = self.mesh.kv
@@ -354,12 +353,14 @@ class QueryKeyNorm(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+        """name: the beginning of the names of both weights."""
         super().__init__()
         self.tp = factory.mesh.tp
         self.eps = model.norm_eps
         self.full = model.qk_norm == "full"
 
         def weight(kind: str, heads: int) -> nn.Parameter:
+            """Return the weight for q or k (`kind`), which has this number of heads."""
             weight_name = f"{name}.{kind}_norm.weight"
             d = model.head_size
             if self.full:
@@ -393,8 +394,7 @@ def attention_kernel(
     """Return, for the log, the name of torch's attention kernel that runs in training.
 
     micro_batch: its number of samples. masked: whether batches say which tokens each token sees.
-    Raise UserError if masks need flex_attention on a GPU, and it does not take this dtype or head
-    size.
+    Raise UserError if masks need flex_attention on a GPU, which lacks this dtype or head size.
     """
     mesh = factory.mesh
     alibi = model.positions == "alibi"

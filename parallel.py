@@ -5,7 +5,8 @@
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism they are (s/tp, b,
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
 gradients over tp (`_Linear`), g sums outputs over tp (`reduce_from_tp`). For sequence
-parallelism see arXiv 2205.05198.
+parallelism see arXiv 2205.05198. A parameter may have a `main_grad`: the buffer of optim/buckets.py
+in which gradients are summed. Layers add to it themselves and then call `gradient_added`.
 """
 
 import functools
@@ -67,7 +68,7 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def compile_kernel(function: Callable, dynamic: bool = False) -> Callable:
-    """Return `function`, compiled as a graph for each shape of its inputs, or one if `dynamic`."""
+    """Return `function`, compiled for each shape of its inputs, or if `dynamic` for all at once."""
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
@@ -145,7 +146,7 @@ class ParamFactory:
         start = 0
         stop = shape[0]
         local_shape = list(shape)
-        if dim is not None:
+        if dim is not None:  # 5 rows, padded to 6, on 2 ranks: rows 0 to 2, and 3 to 4 and padding
             group = over or tp
             rows = (padded or shape[dim]) // group.size
             start = min(group.rank * rows, shape[dim])
@@ -187,6 +188,7 @@ def draw_normal(
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
     row = math.prod(shape[dim + 1 :])  # elements that share one index along dim
+    # Columns 2 to 3 of a (3, 4) tensor are 3 runs of 2 elements, with 2 elements between runs.
     run = out.shape[dim] * row  # elements that are adjacent in `out` and in the whole tensor
     other_rows = shape[dim] * row - run  # elements between two runs in the whole tensor
     flat = out.view(-1)
@@ -194,12 +196,12 @@ def draw_normal(
     for first in range(0, len(flat), at_once):
         stop = min(first + at_once, len(flat))
         local_index = torch.arange(first, stop, device=out.device)
-        index = local_index + local_index // run * other_rows + start * row
+        index = local_index + local_index // run * other_rows + start * row  # in the whole tensor
         flat[first:stop] = _to_normal(splitmix64(index, key)).mul_(std)
 
 
 def splitmix64(index: Tensor, key: int) -> Tensor:
-    """Return the outputs with the numbers `index`, int64, of the generator with the seed `key`."""
+    """Return a generator's outputs number `index`, 64 random bits each; `key` is its seed."""
     z = (index + 1) * _GAMMA + key
     z = (z ^ _shift(z, 30)) * _MIX1
     z = (z ^ _shift(z, 27)) * _MIX2
@@ -219,9 +221,6 @@ def _to_normal(bits: Tensor) -> Tensor:
     return radius * (low.double() * (2.0**-32 * 2.0 * torch.pi)).cos_()
 
 
-# ---- Products with a weight, whose backward may be split -----------------------------------------
-
-
 class DeferredGradients:
     """Computations of weight gradients that a backward pass puts off until the schedule's pass W.
 
@@ -237,7 +236,9 @@ class DeferredGradients:
         self._computations.append(compute)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
-        """Run autograd's backward pass; return a function that does what its layers put off."""
+        """Do pass B of a stage: run autograd from `output`, whose gradient is `grad`. Return the
+        function that does pass W: it runs what the layers have put off in this pass B.
+        """
         torch.autograd.backward(output, grad)
         computations = self._computations
         self._computations = []
@@ -283,7 +284,7 @@ class _Linear(torch.autograd.Function):
         gather_handle = sum_handle = None
         if gather_from is not None and ctx.deferred is None:
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
-            gather_handle = tp.all_gather(whole_x, x)
+            gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
         dx = grad @ weight
         if gather_handle is not None:
             gather_handle.wait()
@@ -322,7 +323,7 @@ def _add_gradients(
 
     x, grad: the product's input and gradient. compile: a compiled kernel sums grad if it is large.
     """
-    if not hasattr(weight, "main_grad"):
+    if not hasattr(weight, "main_grad"):  # --zero 2, 3: no buffer for a step's gradients
         dw, db = _weight_gradients(x, grad, bias is not None)
         # These backward passes add the gradients to .grad, and run the hooks.
         torch.autograd.backward(weight, dw.view(weight.shape))
@@ -348,7 +349,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
-        total.add_(a @ b)
+        total.add_(a @ b)  # a CPU needs a temporary product
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
@@ -412,6 +413,7 @@ class ColumnLinear(nn.Module):
         dim: int,
         bias: bool,
     ):
+        """name: the beginning of the names of weight and bias. bias: whether there is a b."""
         super().__init__()
         self.factory = factory
         self.weight = factory.parameter(
