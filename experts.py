@@ -87,7 +87,7 @@ class Router(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
-        """name: the beginning of the tensors' names. Each step's `balance` is set from outside."""
+        """name: the beginning of the tensors' names, for example "blocks.3.mlp.router"."""
         super().__init__()
         self.mesh = factory.mesh
         self.model = model
@@ -98,8 +98,8 @@ class Router(nn.Module):
         self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)
         self.load = _constant(factory, f"{name}.load", model.experts, 1.0)
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
-        self.balance: Balance | None = None
-        self.routing: Routing | None = None
+        self.balance: Balance | None = None  # set before each step of training
+        self.routing: Routing | None = None  # set once with --record-routing or --pin-routing
 
     def forward(
         self, x: Tensor, places: Tensor, samples: int, chosen_experts: list[Tensor]

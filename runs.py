@@ -21,6 +21,7 @@ from pathlib import Path
 from config import messages  # imported first: it prints an error if Python is too old
 from config.messages import Parser, UserError
 
+# The columns of the table of `runs.py list` by which it can be sorted.
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
 
 
@@ -34,7 +35,11 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    """Print how two runs or checkpoints differ; return 1 if they differ, else 0."""
+    """Print how two runs or checkpoints differ; return 1 if they differ, else 0.
+
+    The options and arguments decide what is compared, as the file's docstring lists. given: the
+    parsed command line.
+    """
     from checkpointing.folders import is_checkpoint
     from numerics import diff
 
@@ -104,7 +109,7 @@ def _list(given: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser; a command sets `answer`, the function that runs it."""
+    """Return the parser; each command sets `answer`, the function that runs the command."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser("list", help="which runs are there, and in what do they differ?")
