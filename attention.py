@@ -32,7 +32,7 @@ from distributed.context_parallel import (
 )
 from parallel import ColumnLinear, ParamFactory, RowLinear, compile_if_large
 
-if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load their module
+if TYPE_CHECKING:  # at run time this module is loaded only if a mask is needed
     from corpora.attention_masks import Mask
 
 # recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
@@ -61,7 +61,7 @@ class Positions:
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
         self.tables: tuple[Tensor, Tensor] | None = None
-        self._tables_here: tuple[Tensor, Tensor] | None = None  # rows for this rank's tokens
+        self._tables_here: tuple[Tensor, Tensor] | None = None  # their rows for this rank's tokens
         if model.positions == "rotary":
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
             cp = self.mesh.cp
@@ -272,7 +272,7 @@ class Attention(nn.Module):
                 q = rotate(q, rotary)
                 k = rotate(k, rotary)
         if cache is not None:
-            k, v, mask = cache.extend(self, k, v)  # of all tokens so far
+            k, v, mask = cache.extend(self, k, v)  # k, v: of all tokens so far
             return self.out(_attend(q, k, v, mask, Group()))
         q, k, v = to_heads(q, k, v, self.mesh.heads)
         kv_ranks = self.mesh.kv

@@ -18,7 +18,7 @@ from typing import Any
 
 from config import messages  # imported first, because it refuses a Python that is too old
 
-PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # requests a signal at the death of the parent process (<sys/prctl.h>)
 # The signals that end a process in which a library has crashed.
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 

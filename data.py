@@ -208,7 +208,7 @@ class Batch:
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
-        for name in {"tokens", "labels", "positions"} & set(fields):  # positions may be None
+        for name in {"tokens", "labels", "positions"} & set(fields):  # None is not in `fields`
             fields[name] = cp.balanced_shard(fields[name], 1)
         if fields["labels"].shape != self.labels.shape:  # cp > 1: this rank has fewer targets
             # Counted on the host, because reading a count from the device would wait for it.
@@ -348,7 +348,9 @@ class MicroBatches:
         layout = self.reader.layout
         config = self.config
         if self.evaluated is not None:
-            micro_batches = -(-self.evaluated // (layout.micro_batch_size * layout.dp))  # upwards
+            micro_batches = -(
+                -self.evaluated // (layout.micro_batch_size * layout.dp)
+            )  # rounded up
             for index in range(micro_batches):
                 yield self._first_sample(self.first, index)
             return

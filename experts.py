@@ -124,7 +124,7 @@ class Router(nn.Module):
         counts = occurrences(experts.flatten(), self.model.experts)
         weights = scores.gather(-1, experts)
         if self.model.router_normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # never divide by 0
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
         weights = weights * self.model.router_scale
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
@@ -141,7 +141,9 @@ class Router(nn.Module):
         model = self.model
         biased = scores + self.bias.to(scores.dtype)
         if model.router_groups > 1:
-            biased = biased.masked_fill(~self._in_best_groups(biased), -torch.inf)  # never chosen
+            biased = biased.masked_fill(
+                ~self._in_best_groups(biased), -torch.inf
+            )  # topk skips these
         return biased.topk(model.experts_per_token, -1).indices.sort(-1).values
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
@@ -187,13 +189,13 @@ class HeldExperts(nn.Module):
     ):
         """The arguments are those of ExpertMLP."""
         super().__init__()
-        self.experts_here = model.experts // factory.mesh.experts.size  # on this rank
+        self.experts_here = model.experts // factory.mesh.experts.size  # held by this rank
         self.activation = activation
         if model.activation == "swiglu":
             # Each pass has another number of rows: a graph for each would exceed torch's limit.
             self.activation = factory.compile_for_training(activation, dynamic=True)
         self.deferred = factory.deferred
-        matrices = (2,) if model.up_matrices == 2 else ()  # 2: gate and up
+        matrices = (2,) if model.up_matrices == 2 else ()  # gate and up are one tensor
         f = model.expert_ffn_hidden
         h = model.hidden
         # Makes a parameter whose first dimension, the experts, is split over the ranks of `ep`.
@@ -349,7 +351,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.deferred is not None:
             ctx.deferred.add(functools.partial(ctx.add, x, grad))
         elif ctx.add is not None:
-            ctx.add(x, grad)  # to the buffer of the optimizer
+            ctx.add(x, grad)  # at once, to the optimizer's buffer
         else:
             dw = torch.zeros_like(weight)
             _add_weight_gradients(dw, x, grad, ctx.counts)

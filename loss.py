@@ -101,7 +101,7 @@ class LocalLoss(NamedTuple):
         labels: (s, b), numbers in the whole vocabulary, or below 0. spec: says which rows of the
         vocabulary this rank has. fused: use kernels of torch.compile.
         """
-        columns_here = spec.stop - spec.start  # without padding
+        columns_here = spec.stop - spec.start  # the columns that are no padding
         exact = torch.promote_types(logits.dtype, torch.float32)
         # The columns of padding get the probability 0.
         logits[..., columns_here:] = torch.finfo(logits.dtype).min
@@ -110,7 +110,7 @@ class LocalLoss(NamedTuple):
         columns = columns.masked_fill(absent, 0)[..., None]
         label_logit = logits.gather(-1, columns)[..., 0].to(exact).masked_fill(absent, 0.0)
         largest = logits.amax(-1).to(exact)
-        total = torch.empty_like(largest)  # filled by the function
+        total = torch.empty_like(largest)  # `function` writes it
         function = _exponentiate if logits.dtype == exact else _sum_exponentials
         _call_by_rows(function, fused, logits, largest, total)
         sums = torch.stack([largest, total, label_logit])

@@ -85,7 +85,7 @@ class MLP(nn.Module):
             shape = (2, f)
             # The other activations are not compiled, because each is a single kernel of torch.
             self.activation = factory.compile_for_training(_swiglu)
-        split_dim = len(shape) - 1  # f is split over tp
+        split_dim = len(shape) - 1  # the dimension f, which is split over tp
         self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, split_dim, model.bias)
         self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
 
@@ -228,7 +228,7 @@ class VocabEmbedding(nn.Module):
         if self.group.size == 1:
             return F.embedding(tokens, self.weight, sparse=sparse)
         rows_here = self.weight.shape[0]
-        row = tokens - self.group.rank * rows_here  # in this rank's part of the matrix
+        row = tokens - self.group.rank * rows_here  # the tokens' rows in this rank's part
         absent = (row < 0) | (row >= rows_here)  # tokens whose rows other ranks hold
         embeddings = F.embedding(row.masked_fill(absent, 0), self.weight, sparse=sparse)
         embeddings = embeddings.masked_fill(absent[..., None], 0.0)
@@ -339,7 +339,7 @@ class VocabularyPart(nn.Module):
         self.tokens = VocabEmbedding(factory, TOKENS, shape[0], padded, shape[1], False, over)
         self.weight: nn.Parameter = self.tokens.weight
         if model.tied:
-            self.weight.passes = 2  # gradients in a micro-batch: of the embedding and the output
+            self.weight.passes = 2  # gradients in a micro-batch: as embedding and as output matrix
         else:
             name = "head.weight"
             self.weight = factory.parameter(

@@ -168,8 +168,8 @@ class ParamFactory:
         return parameter
 
 
-DRAWN_AT_ONCE = 2**20  # elements on a GPU
-DRAWN_ON_CPU = 2**16  # elements on a CPU: temporary tensors fit a core's cache
+DRAWN_AT_ONCE = 2**20  # elements that draw_normal draws at once on a GPU
+DRAWN_ON_CPU = 2**16  # the same on a CPU, whose cache then holds the temporary tensors
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
 _GAMMA = -7046029254386353131
 _MIX1 = -4658895280553007687
@@ -187,7 +187,7 @@ def draw_normal(
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
-    row = math.prod(shape[dim + 1 :])  # elements that share one index along dim
+    row = math.prod(shape[dim + 1 :])  # elements of one row, that is, of one index along dim
     # Columns 2 to 3 of a (3, 4) tensor are 3 runs of 2 elements, with 2 elements between runs.
     run = out.shape[dim] * row  # elements that are adjacent in `out` and in the whole tensor
     other_rows = shape[dim] * row - run  # elements between two runs in the whole tensor
@@ -379,7 +379,7 @@ def linear(
             return F.linear(x, weight, bias)
         return _Linear.apply(x, weight, bias, tp, gather, None, None)
     add = functools.partial(_add_gradients, weight, bias, compile)
-    # Detached from autograd, because `_add_gradients` adds the gradients of the parameters.
+    # Autograd must not see the parameters: `_add_gradients` adds their gradients instead.
     weight = weight.detach().flatten(0, -2)
     bias = None if bias is None else bias.detach().flatten()
     return _Linear.apply(x, weight, bias, tp, gather, add, deferred)

@@ -214,7 +214,7 @@ class Pipeline:
         self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
-            continue  # an iteration does one action
+            continue  # the iteration itself does an action
         # All ranks of a tensor group have the same loss. The caller sums over ranks: one counts it.
         if self.mesh.tp.rank > 0:
             return torch.zeros_like(execution.loss), 0

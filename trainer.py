@@ -43,7 +43,7 @@ from telemetry.step_stats import StatsExchange
 from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
-GO_ON, SAVE, SAVE_AND_STOP = RequestedAction  # 0, 1, 2
+GO_ON, SAVE, SAVE_AND_STOP = RequestedAction  # ascending: the largest request is done
 
 
 @dataclass
@@ -132,7 +132,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     loss_sum, targets = run_passes(state, samples, consumed)
     if not state.config.data.masks_loss:
         return state.optimizer.step(lr, loss_sum)
-    # With loss masks, only the forward passes count the targets of the batch.
+    # With loss masks the forward passes have counted the targets, by which losses are divided.
     return state.optimizer.step(lr, loss_sum, targets)
 
 

@@ -58,7 +58,7 @@ class VocabularyEnds(Ends):
         """Prepare for one execution; with --vocab-pp, stage r is on pipeline rank r."""
         super().__init__(execution)
         self.mesh = execution.mesh
-        self.groups = self.mesh.passes  # the group of the collectives of each kind of pass
+        self.groups = self.mesh.passes  # by kind of pass, the group of its collectives
         self.rank = execution.rank
         self.last_rank = execution.schedule.stages - 1
         part = execution.pipeline.stages[self.rank].vocabulary

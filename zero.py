@@ -283,7 +283,7 @@ class Optimizer:
         target_factor = self._targets / counted if counted else 0.0
         scale = self.scale.value  # gradients are those of the loss times this scale
         norm = math.nan
-        if square >= 0:  # false for NaN
+        if square >= 0:  # false for NaN: then the norm stays NaN
             norm = math.sqrt(square) / scale * target_factor
         overflowed = not math.isfinite(norm)
         recorder.at("optimizer")  # for the report of a hang

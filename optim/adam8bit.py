@@ -41,7 +41,7 @@ class Adam8bit:
         from bitsandbytes import functional
 
         self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
-        self.library: Any = functional  # Any: its annotations list too few arguments
+        self.library: Any = functional  # Any: its annotations lack arguments that it takes
         self.masters = masters
         self.steps = 0
         self.betas = betas
@@ -83,8 +83,8 @@ class Adam8bit:
                 self.codes["exp_avg_sq"][i],
                 beta1,
                 beta2,
-                0.0,  # beta3, of another optimizer
-                0.0,  # alpha, of another optimizer
+                0.0,  # beta3, which Adam does not use
+                0.0,  # alpha, which Adam does not use
                 self.eps,
                 self.steps,
                 lr,

@@ -110,7 +110,7 @@ class ParamGroup(ABC):
         self.replicas = mesh.group(key.reduce_over[0])
         self.masters: list[Tensor] = []
         self.gathering: Handle | None = None  # the all-gather of the weights, if it is running
-        self._shard_fields: list[tuple] = []  # the fields of ParamShard after `group`
+        self._shard_fields: list[tuple] = []  # of each shard, the fields after `group`
 
     def add_shard(
         self, spec: ParamSpec, shape: tuple[int, ...], start: int, stop: int, place: tuple[int, int]
@@ -166,7 +166,7 @@ class ParamGroup(ABC):
         that each rank sends only the elements that it owns.
         """
         if not self.masters:
-            return  # the other ranks of the further groups own no elements either
+            return  # no collective: the other ranks of these groups own no elements either
         further_groups = self.key.reduce_over[1:]
         for name in further_groups:
             group = self.mesh.group(name).at_once
@@ -174,7 +174,7 @@ class ParamGroup(ABC):
             if len(gradients) == 1:
                 group.all_reduce(gradients[0]).wait()
                 continue
-            joined = torch.cat([gradient.flatten() for gradient in gradients])  # one collective
+            joined = torch.cat([gradient.flatten() for gradient in gradients])  # for one collective
             group.all_reduce(joined).wait()
             sums = joined.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [s.view(g.shape) for s, g in zip(sums, gradients)])
@@ -245,7 +245,7 @@ class Bucket(ParamGroup):
         section = self._section_of(self.weights)
         cuts = self._cuts()  # (parameter, its offset, start and stop of its part in this section)
         first_parameter, _ = self.places[0]
-        self.flat = section  # the memory of the masters
+        self.flat = section  # the masters' memory: here the weights themselves
         if first_parameter.dtype != section.dtype:  # the masters have a higher precision
             self.flat = torch.zeros_like(section, dtype=first_parameter.dtype)
             for p, start, a, b in cuts:
@@ -259,7 +259,7 @@ class Bucket(ParamGroup):
             p.main_grad = self.gradients[start : start + p.numel()].view(p.shape)
             if p.dtype == self.gradients.dtype:
                 p.grad = p.main_grad  # autograd adds to it in place
-        self._parts = [slice(0, self.section)]  # the masters' parts of the section: here one
+        self._parts = [slice(0, self.section)]  # one master: the whole section
         if self.whole_matrices:  # one master for each matrix
             self._parts = [slice(a - self.start, b - self.start) for _, _, a, b in cuts]
         for i, (p, start, a, b) in enumerate(cuts):
@@ -322,7 +322,7 @@ class Bucket(ParamGroup):
         """
         joined = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
         gradients = []
-        parts = []  # where the gradients go in `joined`
+        parts = []  # for each gradient, its place in `joined`
         for p, offset in self.places:
             if p.grad is not None:
                 gradients.append(p.grad)
@@ -427,7 +427,7 @@ def _lay_out_matrices(parameters: list[nn.Parameter], owners: int) -> tuple[list
     """
     loads = [0] * owners  # elements in each section so far
     section_of = {}
-    offset_of = {}  # offset in the section
+    offset_of = {}  # by matrix, its offset in its section
     for p in sorted(parameters, key=lambda p: -p.numel()):
         section = loads.index(min(loads))
         section_of[p] = section
