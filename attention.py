@@ -120,7 +120,7 @@ def query_places(group: Group, length: int, device: torch.device) -> Tensor | No
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """Return the ALiBi slopes of this tensor rank's heads: (a,)."""
+    """Return this tensor rank's ALiBi slopes, (a,): a head's bias is -slope times the distance."""
     from corpora.attention_masks import alibi_slopes
 
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
@@ -186,7 +186,7 @@ class KeyValueCache:
     """
 
     def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
-        """most: the largest number of tokens. slopes: the ALiBi slopes of the local heads, (a,)."""
+        """Begin a cache for at most `most` tokens. slopes: ALiBi's for the local heads, (a,)."""
         self.most = most
         self.device = device
         self.tokens = 0
@@ -230,8 +230,8 @@ class Attention(nn.Module):
     def __init__(
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, recompute: bool
     ):
-        """std: the standard deviation with which the output matrix is drawn. recompute: whether the
-        backward pass runs `_attend`, the part between the two matrices, again.
+        """Make attention's qkv and output matrices. std: for the output matrix. recompute: whether
+        the backward pass runs `_attend`, the part between the two matrices, again.
         """
         super().__init__()
         self.queries = model.heads // model.kv_heads  # query heads of each key/value head
@@ -353,7 +353,7 @@ class QueryKeyNorm(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
-        """name: the beginning of the names of both weights."""
+        """Make the weights of the norms of q and k; name: the beginning of their names."""
         super().__init__()
         self.tp = factory.mesh.tp
         self.eps = model.norm_eps

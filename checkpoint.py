@@ -131,7 +131,7 @@ def run_command(arguments: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with its four commands."""
+    """Return the parser of the command line: show, verify, export and import."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):

@@ -40,10 +40,13 @@ class Samples(Readable, Protocol):
     """
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return how many of the samples in [first, stop) come from each corpus, by its prefix."""
+        """Return how many of the samples in [first, stop) come from each corpus, by its prefix.
+
+        A checkpoint keeps these numbers of the samples that were trained on.
+        """
 
     def spans(self, k: int) -> "list[TextSpan]":
-        """Return the ranges of corpus text from which sample k is made."""
+        """Return the ranges of corpus text from which sample k is made, for a report on a spike."""
 
 
 class Synthetic:
@@ -68,7 +71,7 @@ class Synthetic:
         return sys.maxsize
 
     def sample(self, k: int) -> np.ndarray:
-        """Return the tokens of sample k: (seq_length + 1,), int64."""
+        """Return the tokens of sample k, drawn from its own generator: (seq_length + 1,), int64."""
         random = np.random.default_rng((self.seed, self.stream, k))
         return random.integers(self.vocab_size, size=self.seq_length + 1)
 
@@ -138,7 +141,10 @@ def build(config: Config) -> Splits:
 
 
 def _synthetic_splits(config: Config) -> Splits:
-    """Return splits of random tokens, for --data synthetic."""
+    """Return splits of random tokens, for --data synthetic: one stream of them for each split.
+
+    Without --eval-samples the run makes no evaluation, and so needs no other split than train.
+    """
     model = config.model
     seed = config.training.seed
     train, validation, test = (
@@ -150,7 +156,10 @@ def _synthetic_splits(config: Config) -> Splits:
 
 
 def _corpus_splits(config: Config) -> Splits:
-    """Return the splits of the token files that --data names."""
+    """Return the splits of the token files that --data names.
+
+    Without --eval-samples the run makes no evaluation, and so only the train split is built.
+    """
     # Imported here, because only --data with files and --eval-data need this module.
     from corpora.corpus_splits import Corpora
     from corpora.sample_order import SPLITS
@@ -266,7 +275,7 @@ class BatchReader:
         return batches
 
     def close(self) -> None:
-        """End the reading threads."""
+        """End the threads that read ahead; called when the run ends."""
         self.prefetcher.close()
 
 
@@ -285,7 +294,10 @@ class MicroBatches:
         config: Config,
         evaluated: int | None,
     ):
-        """Begin without reading. Called by BatchReader.batches, which explains the arguments."""
+        """Begin the micro-batches of a global batch, and read nothing yet.
+
+        Called by BatchReader.batches, which explains the arguments.
+        """
         self.reader = reader
         self.samples = samples
         self.first = first
@@ -316,7 +328,10 @@ class MicroBatches:
         return self._kept[index]
 
     def _take(self, index: int) -> Batch:
-        """Return micro-batch `index` from the prefetcher; its copy to the device is started."""
+        """Return micro-batch `index` from the prefetcher; its copy to the device has begun.
+
+        Raise UserError if the split ends before the micro-batch does.
+        """
         reader = self.reader
         samples = self.samples
         first_sample = self._first_sample(self.first, index)

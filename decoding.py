@@ -58,7 +58,7 @@ class Decoder:
     """Continues ids with the stages of a pipeline; `generate` is collective over the world."""
 
     def __init__(self, pipeline: Pipeline, factory: ParamFactory, model: ModelShape):
-        """pipeline, factory: those of the trainer's ModelState, which holds the weights."""
+        """Make a decoder of the stages in `pipeline`; factory: the factory that made the stages."""
         self.pipeline = pipeline
         self.factory = factory
         self.mesh = factory.mesh

@@ -87,7 +87,7 @@ class Router(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
-        """name: the beginning of the tensors' names, for example "blocks.3.mlp.router"."""
+        """Make a router's matrix, bias and loads; name: the beginning of their names."""
         super().__init__()
         self.mesh = factory.mesh
         self.model = model
@@ -187,7 +187,7 @@ class HeldExperts(nn.Module):
         std: float,
         activation: Callable[[Tensor], Tensor],
     ):
-        """The arguments are those of ExpertMLP."""
+        """Make the matrices of this rank's experts. The arguments are those of ExpertMLP."""
         super().__init__()
         self.experts_here = model.experts // factory.mesh.experts.size  # held by this rank
         self.activation = activation
@@ -238,8 +238,8 @@ class ExpertMLP(nn.Module):
         activation: Callable[[Tensor], Tensor],
         shared: nn.Module | None = None,
     ):
-        """std: the standard deviation with which the experts' second matrices are drawn.
-        activation: that of the model's MLPs. shared: the MLP that every token takes.
+        """Make a block's router and experts. std: for the experts' second matrices. activation: the
+        function of the model's MLPs. shared: the MLP that every token takes, or None.
         """
         super().__init__()
         self.factory = factory

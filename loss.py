@@ -96,7 +96,7 @@ class LocalLoss(NamedTuple):
         spec: ParamSpec,
         fused: bool = False,
     ) -> "LocalLoss":
-        """Return the part of the loss that comes from logits (s, b, V/n), which are overwritten.
+        """Return the part of the loss that comes from logits (s, b, V/n), overwritten if fp32.
 
         labels: (s, b), numbers in the whole vocabulary, or below 0. spec: says which rows of the
         vocabulary this rank has. fused: use kernels of torch.compile.
@@ -111,6 +111,7 @@ class LocalLoss(NamedTuple):
         label_logit = logits.gather(-1, columns)[..., 0].to(exact).masked_fill(absent, 0.0)
         largest = logits.amax(-1).to(exact)
         total = torch.empty_like(largest)  # `function` writes it
+        # Both functions write the sums of exponentials into `total`; only the first changes logits.
         function = _exponentiate if logits.dtype == exact else _sum_exponentials
         _call_by_rows(function, fused, logits, largest, total)
         sums = torch.stack([largest, total, label_logit])

@@ -37,7 +37,7 @@ class Norm(nn.Module):
     """LayerNorm or RMSNorm over h; every tensor rank holds the whole scale (and shift)."""
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
-        """name: the beginning of the parameters' names, for example "blocks.0.mlp_norm"."""
+        """Make a norm's scale, and a LayerNorm's shift; name: the beginning of their names."""
         super().__init__()
         self.eps = model.norm_eps
         self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=1.0)
@@ -76,7 +76,7 @@ class MLP(nn.Module):
     def __init__(
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, width: int = 0
     ):
-        """std: the standard deviation of the second matrix. width: f, 0: the model's ffn_hidden."""
+        """Make an MLP's two matrices. std: for the second. width: f; 0: the model's ffn_hidden."""
         super().__init__()
         f = width or model.ffn_hidden
         shape: tuple[int, ...] = (f,)
@@ -126,7 +126,7 @@ class Block(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
-        """index: the block's number in the model. recompute: the --recompute of this block."""
+        """Make block number `index` of the model. recompute: this block's value of --recompute."""
         super().__init__()
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # for the two output matrices
@@ -209,7 +209,7 @@ class VocabEmbedding(nn.Module):
         tied: bool,
         over: Group | None = None,
     ):
-        """vocab, padded: rows without and with padding. over: the group of --vocab-pp."""
+        """Make this rank's part of the `padded` rows of a matrix. over: --vocab-pp's group."""
         super().__init__()
         self.factory = factory
         self.group = over or factory.mesh.tp
@@ -245,7 +245,7 @@ class Embedding(nn.Module):
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool, vocab_pp: bool
     ):
-        """padded: rows of the token matrix; tied: whether another rank holds a copy of it."""
+        """Make the embeddings. padded: the token matrix's rows. tied: another rank has a copy."""
         super().__init__()
         self.sequence_group = factory.mesh.tp if factory.sequence_parallel else None  # divides s
         self.cp = factory.mesh.cp
@@ -291,7 +291,7 @@ class Head(nn.Module):
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
     ):
-        """padded: rows of the output matrix. embedding: None if another rank holds it."""
+        """Make final norm and output matrix (`padded` rows). embedding: this rank's, if any."""
         super().__init__()
         self.factory = factory
         self.shared = False  # whether the embedding uses this matrix too
@@ -330,7 +330,7 @@ class VocabularyPart(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
-        """padded: the number of rows of the whole matrices."""
+        """Make this rank's rows of embedding and output matrix. padded: the rows of all ranks."""
         super().__init__()
         over = factory.mesh.vocabulary
         shape = (model.vocab_size, model.hidden)

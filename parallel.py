@@ -413,7 +413,7 @@ class ColumnLinear(nn.Module):
         dim: int,
         bias: bool,
     ):
-        """name: the beginning of the names of weight and bias. bias: whether there is a b."""
+        """Make W, whose rows are split, and b if `bias`. name: the beginning of their names."""
         super().__init__()
         self.factory = factory
         self.weight = factory.parameter(
@@ -422,7 +422,7 @@ class ColumnLinear(nn.Module):
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of y, (s, b, out/tp)."""
+        """Return this rank's columns of y = x W^T + b: (s, b, out/tp)."""
         return column_linear(x, self.weight, self.bias, self.factory)
 
 
@@ -432,7 +432,7 @@ class RowLinear(nn.Module):
     def __init__(
         self, factory: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
     ):
-        """std: the standard deviation of the weight. The bias is whole on every tensor rank."""
+        """Make W, whose columns are split, and the whole b. std: W's standard deviation."""
         super().__init__()
         self.factory = factory
         input_dim = 1  # the dimension of the weight that is split over tp
@@ -441,7 +441,7 @@ class RowLinear(nn.Module):
         self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y, (s, b, out), or (s/tp, b, out) with sequence parallelism."""
+        """Return (sum over tp of x_i W_i^T) + b: (s, b, out), or (s/tp, b, out) if s is split."""
         factory = self.factory
         if factory.mesh.tp.size == 1:
             return linear(x, self.weight, self.bias, factory.deferred, compile=factory.compile)

@@ -130,7 +130,7 @@ class Pipeline:
         config: Config,
         ends: type[Ends] = Ends,
     ):
-        """stages: those of this rank by number. ends: the class of `Ends` for each execution."""
+        """Begin without a schedule. stages: this rank's, by number. ends: the class of `Ends`."""
         self.stages = stages
         self.mesh = factory.mesh
         self.deferred = factory.deferred
@@ -348,7 +348,7 @@ class Execution:
             self.for_backward[stage, micro_batch] = (x, get_gradient_edge(y))
 
     def _backward(self, action: Action) -> None:
-        """Do action B: a stage's backward pass; if there is an action W, only its first part."""
+        """Do action B: a stage's backward pass, or only its input's gradient if W does the rest."""
         stage = action.stage
         micro_batch = action.micro_batch
         self.mesh.recorder.at("B", micro_batch)

@@ -35,7 +35,10 @@ LINES = 4  # the number of lines that Progress prints after its first line
 
 
 def main(arguments: list[str]) -> int:
-    """Rehearse the run of these arguments, print the answers, and return the exit status."""
+    """Rehearse the run of these arguments, print the answers, and return the exit status.
+
+    A UserError ends the program with one line and the exit status 2.
+    """
     try:
         return _rehearse(arguments)
     except UserError as mistake:
@@ -87,7 +90,7 @@ class Progress:
     """Prints to standard error how many of `total` ranks have ended, a line for each quarter."""
 
     def __init__(self, total: int):
-        """Print the first line; total: the number of ranks to rehearse."""
+        """Begin with no rank done, and print so; total: the number of ranks to rehearse."""
         self.total = total
         self.began = time.monotonic()
         self._quarter = -1  # the last quarter that was printed
@@ -107,7 +110,7 @@ class Progress:
 
 
 def _parser() -> Parser:
-    """Return the parser of the options that train.py does not have."""
+    """Return the parser of the options that train.py does not have; it passes on all others."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_gpus("ranks of the run", default=1)
     parser.add_argument("--nodes", type=int)

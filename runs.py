@@ -35,7 +35,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    """Print how two runs or checkpoints differ; return 1 if they differ, else 0.
+    """Print how two runs or checkpoints differ; return the exit status: 1 if they do, else 0.
 
     The options and arguments decide what is compared, as the file's docstring lists. given: the
     parsed command line.
@@ -76,7 +76,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    """Print one run on one screen; return 0."""
+    """Print one run on one screen, for `runs.py show`; return the exit status 0."""
     from numerics import page
 
     print(page.text(given.run))
@@ -84,7 +84,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _chart(given: argparse.Namespace) -> int:
-    """Write a page of losses, or print them as bars with --text; return 0."""
+    """Write a page of losses, or print them as bars with --text; return the exit status 0."""
     from numerics import chart
 
     curves = chart.read_curves(given.runs)
@@ -97,7 +97,7 @@ def _chart(given: argparse.Namespace) -> int:
 
 
 def _list(given: argparse.Namespace) -> int:
-    """Print a table of the runs in a folder, or all columns with --json; return 0."""
+    """Print a table of the runs in a folder, or all columns with --json; return exit status 0."""
     from numerics import table
 
     rows, notes = table.table(given.folder, given.sort)

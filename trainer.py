@@ -265,7 +265,7 @@ class Trainer:
         checkpoints: Checkpoints,
         conditions: StopConditions,
     ):
-        """Load the checkpoint that --resume names, if any; collective over all ranks."""
+        """Make the loop's observers, and load the checkpoint of --resume, if any; collective."""
         config = state.config
         mesh = state.factory.mesh
         self.config = config

@@ -31,7 +31,7 @@ class Adam8bit:
         eps: float,
         weight_decay: float,
     ):
-        """Make zero moments. Raise UserError if bitsandbytes is not installed."""
+        """Make zero 8-bit moments of the masters; UserError if bitsandbytes is not installed."""
         if importlib.util.find_spec("bitsandbytes") is None:
             package = "the package bitsandbytes: pip install bitsandbytes"
             raise UserError(f"--optimizer adamw8bit needs {package}")
@@ -96,11 +96,14 @@ class Adam8bit:
             )
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of updates so far; called when a checkpoint has been loaded."""
+        """Set the number of updates so far, which Adam's bias correction needs.
+
+        Called when a checkpoint has been loaded.
+        """
         self.steps = steps
 
     def state_bytes(self) -> int:
-        """Return the bytes of all codes and scales."""
+        """Return the bytes of the optimizer's state: the moments' codes, and their scales."""
         tensors = [*self.codes.values(), *self.scales.values()]
         return sum(tensor.nbytes for tensors_of_kind in tensors for tensor in tensors_of_kind)
 

@@ -110,7 +110,7 @@ class RouterBalance:
     def __init__(
         self, stages: Iterable[Any], factory: ParamFactory, training: Training, model: ModelShape
     ):
-        """stages: the stages of this rank, whose routers are balanced."""
+        """Find the routers of this rank's stages, `stages`, and set their balance from here on."""
         self.mesh = factory.mesh
         self.device = factory.device
         self.training = training
@@ -191,7 +191,7 @@ class ConstantGroup(ParamGroup):
     """
 
     def __init__(self, stages: nn.ModuleList, mesh: Mesh):
-        """Take all constants of `stages`, the stages of this rank, which may have none."""
+        """Take all routers' biases and loads of `stages`, the stages of this rank, if any."""
         constants = [p for p in stages.parameters() if not p.requires_grad]
         super().__init__(Key(("replicas",), True, "plain"), mesh, sharded=False)
         self.masters = [p.data for p in constants]
@@ -202,20 +202,20 @@ class ConstantGroup(ParamGroup):
             self.add_shard(p.spec, tuple(p.shape), 0, p.numel(), (i, 0))
 
     def own_gradients(self) -> list[Tensor]:
-        """Return no gradients: the optimizer does not update these tensors."""
+        """Return no gradients: no gradient updates the routers' biases and loads."""
         return []
 
     def counted_shards(self) -> list[ParamShard]:
-        """Return no shards: their tensors have no gradients."""
+        """Return no shards for the gradient norm: routers' biases and loads have no gradients."""
         return []
 
     def clear_gradients(self) -> list[Tensor]:
-        """Return no buffers: there are no gradients to set to zero."""
+        """Return no buffers: routers' biases and loads have no gradients to set to zero."""
         return []
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return no pairs: the tensors are their own masters."""
+        """Return no pairs: the routers' biases and loads are their own masters."""
         return []
 
     def all_gather_params(self) -> None:
-        """Do nothing: every rank has all of the tensors."""
+        """Do nothing: every rank of a stage has all of its routers' biases and loads."""

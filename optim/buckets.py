@@ -103,7 +103,7 @@ class ParamGroup(ABC):
     first: int
 
     def __init__(self, key: Key, mesh: Mesh, sharded: bool):
-        """Begin without masters and shards; the subclasses add them."""
+        """Begin a group of parameters without masters and shards; the subclasses add them."""
         self.key = key
         self.mesh = mesh
         self.sharded = sharded
@@ -147,7 +147,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs (weights, masters) whose weights must be set to the rounded masters."""
+        """Return pairs (weights, masters): the caller rounds the masters into the weights."""
 
     @abstractmethod
     def all_gather_params(self) -> None:
@@ -212,7 +212,7 @@ class Bucket(ParamGroup):
         zero: int,
         dtype: torch.dtype | None = None,
     ):
-        """parameters: in fp32 or fp64. dtype: compute precision, default: the parameters' dtype."""
+        """Make a bucket's buffers. parameters: fp32 or fp64. dtype: to compute in, None: theirs."""
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
@@ -336,7 +336,7 @@ class Bucket(ParamGroup):
         return _AddingHandle(handle, section, self.gradients, joined)
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's section of the weights and its masters; none if they are the same."""
+        """Return this section's weights and masters as one pair; none if they share memory."""
         if self.flat.dtype == self.weights.dtype:
             return []
         return [(self._section_of(self.weights), self.flat)]

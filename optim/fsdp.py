@@ -34,7 +34,7 @@ class GroupCollective:
     start: Callable[[Tensor, Tensor], Handle]  # all_gather or reduce_scatter of the group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of `size` for an input or output of the collective."""
+        """Return an uninitialised tensor of `size`, which torch uses as input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> None:
@@ -89,7 +89,7 @@ class FullyShardedGroup(ParamGroup):
         return []
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return no pairs: torch rounds the weights when it gathers them."""
+        """Return no pairs for the caller to round: torch rounds weights when it gathers them."""
         return []
 
     def all_gather_params(self) -> None:
