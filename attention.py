@@ -274,7 +274,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(self, k, v)  # k, v: of all tokens so far
             return self.out(_attend(q, k, v, mask, Group()))
-        q, k, v = to_heads(q, k, v, self.mesh.heads)
+        q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
         kv_ranks = self.mesh.kv
         if self.recompute and torch.is_grad_enabled():
             mixed = recompute(_attend, q, k, v, mask, kv_ranks)

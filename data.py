@@ -383,8 +383,8 @@ def first_of_micro_batch(first_sample: int, index: int, layout: Layout, dp_rank:
     global batch that begins at `first_sample`.
 
     For any dp and micro_batch_size, the micro-batches of all replicas, ordered by (index, dp_rank),
-    hold the samples first_sample, first_sample + 1, ... of the global batch. With dp 2,
-    and 2 samples in a micro-batch, replica 0 reads samples 0 1 and 4 5, replica 1 2 3 and 6 7.
+    hold the samples first_sample, first_sample + 1, ... of the global batch. With dp 2 and 2
+    samples in a micro-batch, replica 0 reads samples 0 1 and 4 5, and replica 1 reads 2 3 and 6 7.
     """
     return first_sample + (index * layout.dp + dp_rank) * layout.micro_batch_size
 

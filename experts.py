@@ -310,6 +310,7 @@ class ExpertMLP(nn.Module):
         counts: the number of rows of each expert, (E,).
         """
         group = self.factory.mesh.experts
+        # The rows arrive by rank, are sorted by expert for the products, and go back by rank.
         sent, received, counts_by_rank = exchange_counts(group, counts, len(rows))
         rows = Exchange.apply(rows, group, received, sent)
         by_expert = order_by_expert(counts_by_rank, rows.device)

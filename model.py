@@ -172,17 +172,17 @@ class Block(nn.Module):
         cache: KeyValueCache | None,
         chosen_experts: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Return the two tensors of `forward`; with recomputation, backward runs this again."""
+        """Run the block in the form of --block; return two tensors whose sum is its output."""
         mlp: Callable[[Tensor], Tensor] = self.mlp
         if self.has_experts:
             mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
-        if self.kind == "post-norm":
+        if self.kind == "post-norm":  # norms after attention and MLP; the others: before
             x = x if y is None else x + y
             x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
             return x, self.mlp_norm(mlp(x))
         x, normed = self.attention_norm.add_and_normalise(x, y)
         y = self.attention(normed, mask, rotary, cache)
-        if self.kind == "parallel":
+        if self.kind == "parallel":  # attention and MLP take the same x
             return x + y, mlp(self.mlp_norm(x))
         x, normed = self.mlp_norm.add_and_normalise(x, y)
         return x, mlp(normed)

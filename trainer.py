@@ -99,8 +99,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     deferred = DeferredGradients() if layout.splits_backward else None
     dtype = DTYPES[training.precision]
     std = training.init_std
-    split = layout.sequence_parallel
-    factory = ParamFactory(mesh, dtype, device, training.seed, std, split, deferred)
+    sequence_parallel = layout.sequence_parallel
+    factory = ParamFactory(mesh, dtype, device, training.seed, std, sequence_parallel, deferred)
     factory = replace(factory, compile=config.run.compile)
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
@@ -204,7 +204,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
 def _train(config: Config, context: Context, signals: Signals) -> bool:
     """Build a run, do its steps, and write its last checkpoint; return whether no step is left."""
     with ExitStack() as cleanup:
-        context.take(config.run.out)
+        context.take(config.run.out)  # locks the run's folder
         layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
         config, precision_line = precision.decide(replace(config, layout=layout), context)
         notes: list[str] = []
@@ -219,7 +219,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
             config = passing_over(config)
         splits = data.build(config)
         precision.check(config, context)
-        stats_at_start = step_stats.measure(context.device, seconds=0.0)
+        stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
         state = build(config, context)
         cleanup.callback(state.reader.close)
         mesh = state.factory.mesh
@@ -344,7 +344,7 @@ class Trainer:
             evaluations = self._evaluations_after(iteration)
             action = self._train_or_skip(iteration, evaluates=bool(evaluations))
             if self.losses.diverged:
-                give_up(self.losses, self.done, self.checkpoints)
+                give_up(self.losses, self.done, self.checkpoints)  # raises UserError
             # A requested stop skips the evaluation and the samples, which would delay the stop.
             if evaluations and (is_last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(evaluations))
@@ -362,9 +362,9 @@ class Trainer:
             if is_last or not self.losses.bad:
                 self.checkpoints.after_step(self.done, is_last, save_requested)
                 save_requested = False
-                if not self.checkpoints.saving:
+                if not self.checkpoints.saving:  # the save is complete, not only begun
                     self.conditions.saved()
-        if self.splits.test:
+        if self.splits.test:  # evaluated once, after the last step
             loss = evaluate(self.state, self.splits.test, self.config.data.eval_samples)
             self.log.evaluation("test", self.done, loss)
         self.checkpoints.close()

@@ -201,6 +201,7 @@ class VocabularyEnds(Ends):
             x, _ = self.messages["S", micro_batch]  # this rank's own output, which it broadcasts
         else:
             x = self._take("S", micro_batch)
+        # Autograd stops at this x: pass T sends its gradient to the last stage, for that stage's B.
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         part = self.part
         logits = part.logits(x)

@@ -143,7 +143,7 @@ class Optimizer:
         optimizer = weakref.proxy(self)
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: optimizer._add_gradient(p))
-            p.gradient_added = lambda p: optimizer._count_gradient(p)
+            p.gradient_added = lambda p: optimizer._count_gradient(p)  # layers call this
         return self.buckets
 
     def begin_step(self, targets: int, micro_batches: int) -> float:
@@ -182,7 +182,7 @@ class Optimizer:
 
         Called when a micro-batch's gradient of `p` is in the bucket's buffer (--zero 2: `p.grad`).
         """
-        if self.gradient_taker is not None:
+        if self.gradient_taker is not None:  # an audit repeats passes
             self.gradient_taker(p)
             return
         self._bucket_of[p].missing -= 1

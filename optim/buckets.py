@@ -233,7 +233,7 @@ class Bucket(ParamGroup):
             self.gradients = first.new_zeros(total, dtype=self.sum_dtype)
         # A matrix that is used twice in a micro-batch gets two gradients: its `passes` is 2.
         self.passes = sum(getattr(p, "passes", 1) for p in parameters)
-        self.missing = 0
+        self.missing = 0  # Optimizer.begin_step sets it
         self.whole_matrices = key.family == "matrices"
 
     def adopt(self) -> None:
