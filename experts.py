@@ -275,7 +275,7 @@ class ExpertMLP(nn.Module):
         if self.shared is None:
             return y
         shared = self.shared(x)
-        if self.gate is not None:
+        if self.gate is not None:  # a factor from 0 to 1 for each token
             shared = shared * F.linear(x, self.gate).sigmoid()
         return y + shared
 

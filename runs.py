@@ -43,15 +43,15 @@ def _diff(given: argparse.Namespace) -> int:
     from checkpointing.folders import is_checkpoint
     from numerics import diff
 
-    if given.spikes:
+    if given.spikes:  # each spike of a run, and the step before the spike
         from numerics import spikes
 
         result = spikes.compare(given.run_a)
         text = spikes.text(result)
-    elif given.with_transformers:
+    elif given.with_transformers:  # a run, and the same model in transformers
         result = diff.compare_with_transformers(given.run_a, given.with_transformers)
         text = diff.text(result)
-    elif given.run_b is None:
+    elif given.run_b is None:  # one run: its steps before and after a restart
         result = diff.compare_restart(given.run_a)
         text = diff.text(result)
     elif is_checkpoint(str(given.run_a)) or is_checkpoint(str(given.run_b)):
@@ -59,7 +59,7 @@ def _diff(given: argparse.Namespace) -> int:
 
         result = states.compare(given.run_a, given.run_b)
         text = states.text(result)
-    else:
+    else:  # two runs
         result = diff.compare(given.run_a, given.run_b)
         text = diff.text(result)
     if given.picture:

@@ -232,10 +232,10 @@ def main(arguments: list[str], watch: StartWatch) -> None:
         task = prepare_task(parse(arguments), launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    prepare(task.config.run, task.config.layout.pp)
+    prepare(task.config.run, task.config.layout.pp)  # sets variables that torch and NCCL read
     watch.follow(task.config.run.out)
     context = start(launch, task.config.run)
-    watch.close()
+    watch.close()  # the start has succeeded
     with context.failing_loudly():
         for line in run(task, context):
             if context.rank == 0:

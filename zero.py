@@ -402,7 +402,7 @@ class UpdateSet:
     def update(self, factor: float, lr: float) -> None:
         """Update the masters by the gradients times `factor`, and start to gather the weights.
 
-        lr: the learning rate of this step.
+        factor: turns the sums into clipped gradients of the mean loss. lr: the learning rate.
         """
         gradients = [g for group in self.groups for g in group.own_gradients()]
         if gradients and gradients[0].dtype != self.masters[0].dtype:  # --grad-dtype bf16

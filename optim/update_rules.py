@@ -69,7 +69,7 @@ def family(optimizer: str, spec: ParamSpec) -> str:
     """Return the family of the parameter that `spec` describes: plain, blocks or matrices.
 
     optimizer: the value of --optimizer. 8-bit AdamW leaves the embedding's matrices and all vectors
-    to AdamW with 32 bits, and Muon leaves it all parameters but the matrices of blocks. Adafactor
+    to AdamW with 32 bits. Muon leaves to AdamW all parameters but the matrices of blocks. Adafactor
     updates all parameters, vectors too, by one rule.
     """
     is_matrix = spec.decay  # weight decay applies to matrices only
