@@ -188,7 +188,7 @@ class Block(nn.Module):
         return x, mlp(normed)
 
 
-TOKENS = "embedding.tokens.weight"  # the name of the token matrix
+TOKENS = "embedding.tokens.weight"  # the name of the embedding's matrix in a checkpoint
 
 
 class VocabEmbedding(nn.Module):

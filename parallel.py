@@ -72,8 +72,8 @@ def compile_kernel(function: Callable, dynamic: bool = False) -> Callable:
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
-# Number of elements. With fewer elements, a compiled kernel saves the GPU less time than its start
-# costs the processor, compared with the start of torch's own kernels.
+# The number of elements from which a kernel is compiled. With fewer, a compiled kernel saves a GPU
+# less time than its start costs the processor, compared with the start of torch's own kernels.
 COMPILED_FROM = 2**24
 
 

@@ -76,7 +76,7 @@ class Ends:
 
     def first_input(self, action: Action, batch: Batch | None) -> Tensor:
         """Return the input of the first stage's forward pass: the tokens, (b, s)."""
-        assert batch is not None  # the first stage reads it
+        assert batch is not None  # `batch` gives the first stage its micro-batch
         return batch.tokens
 
     def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
@@ -84,7 +84,7 @@ class Ends:
 
         Return `y` times the loss weight: the scalar from which the backward pass starts.
         """
-        assert batch is not None  # the last stage reads it
+        assert batch is not None  # `batch` gives the last stage its micro-batch
         self.execution.loss += y.detach()
         self.execution.targets += batch.count
         return y * self.execution.loss_weight
@@ -317,7 +317,7 @@ class Execution:
                 if self.schedule.may_be_ahead(upcoming):
                     self._post_receive(upcoming)
             self.passes[action.kind](action)
-            for operation in self.unstarted.pop(index + 1, ()):  # due before the next action
+            for operation in self.unstarted.pop(index + 1, ()):  # sends due before the next action
                 operation.start()
             yield action
         self.pipeline.sending += self.sends.values()

@@ -62,7 +62,7 @@ class VocabularyEnds(Ends):
         self.rank = execution.rank
         self.last_rank = execution.schedule.stages - 1
         part = execution.pipeline.stages[self.rank].vocabulary
-        assert part is not None  # stages and schedule come from one layout
+        assert part is not None  # with --vocab-pp every stage has a VocabularyPart
         self.part = part
         self.passes = {
             "E": self._embed,
@@ -113,7 +113,7 @@ class VocabularyEnds(Ends):
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
         """Broadcast the gradient of the first stage's input x to pass G of every rank."""
-        assert x.grad is not None  # x is a sum of embeddings
+        assert x.grad is not None  # `first_input` made x require its gradient
         self._broadcast("G", action, x.grad)
 
     def post_receive(self, action: Action) -> None:
@@ -243,7 +243,7 @@ class VocabularyEnds(Ends):
         # First the input's gradient, for which the last rank waits; it is sent while this rank
         # computes the gradient of its rows of the output matrix.
         add_weight_gradients = self.part.deferred.backward(edge, gradient)
-        assert x.grad is not None  # x is the logits' input
+        assert x.grad is not None  # pass S made x require its gradient
         self._reduce(action, x.grad, self.last_rank)
         add_weight_gradients()
 

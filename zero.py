@@ -97,7 +97,7 @@ class Optimizer:
         self._next_bucket = 0  # index of the bucket that is reduced next
         self._reductions: list[Handle] = []  # running reductions of buckets, oldest first
         self._overlap = layout.overlap_param_gather
-        # Called when the gradients of a step, or of discarded passes, are reduced.
+        # Functions that are called when the gradients of a step (or of other passes) are reduced.
         self.after_reduction: list[Callable[[], None]] = []
         # An audit, which repeats passes, sets this function. It is called with each parameter whose
         # gradient is complete, and the gradient is not counted or reduced. None: during steps.
@@ -436,7 +436,7 @@ def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[U
     for _, groups_of_key in groupby(reversed(groups), key=lambda group: group.key):
         members = list(groups_of_key)
         sizes = [sum(master.numel() for master in group.masters) for group in members]
-        set_size = -(-sum(sizes) // SETS_OF_KEY)  # elements, rounded up
+        set_size = -(-sum(sizes) // SETS_OF_KEY)  # elements of a set, rounded up
         if training.grad_dtype == "bf16":
             set_size = min(set_size, BUCKET_ELEMENTS)
         groups_of_set: dict[int, list[ParamGroup]] = {}

@@ -182,7 +182,7 @@ class ParamGroup(ABC):
     def counted_shards(self) -> list[ParamShard]:
         """Return the shards whose gradients this rank adds to the norm; no other rank adds them."""
         if not self.sharded and self.replicas.rank > 0:
-            return []  # every replica has the same gradients
+            return []  # replica 0 adds these gradients, which all replicas have
         return [shard for shard in self.shards if shard.spec.counts_on(self.mesh)]
 
     def counted_gradients(self) -> list[Tensor]:
