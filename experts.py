@@ -390,13 +390,13 @@ def _grouped_product(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 
 
 def product_in_one_kernel(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Return `_grouped_product` by torch's kernel, which takes the end of each expert's rows."""
+    """Return each expert's rows of x times its matrix, (n, out), by one kernel for all experts."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, weight, offs=ends.to(x.device, non_blocking=True))
 
 
 def product_by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Return `_grouped_product` by a kernel for each expert."""
+    """Return each expert's rows of x times its matrix, (n, out), by one kernel for each expert."""
     y = x.new_empty(len(x), weight.shape[-1])
     for rows, out, matrix in zip(x.split(counts), y.split(counts), weight):
         torch.mm(rows, matrix, out=out)

@@ -65,7 +65,7 @@ def _rehearse(arguments: list[str]) -> int:
         notes.append("--compile: what it fuses is rehearsed as it is")
     if config.run.device not in ("auto", "cuda"):
         notes.append(f"--device {config.run.device}: rehearsed on fake GPUs")
-    if decided:
+    if decided:  # --schedule auto has chosen a schedule
         notes.append(choice.note(config.layout, decided))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -275,7 +275,8 @@ class Bucket(ParamGroup):
 
     def _cuts(self) -> list[tuple[nn.Parameter, int, int, int]]:
         """Return (parameter, its offset, start and stop of the overlap) for each parameter that
-        overlaps this rank's section; all offsets are in the bucket.
+        overlaps this rank's section. All three numbers count from the bucket's begin: 8 elements
+        at offset 12, and this rank's section [0, 16), give (p, 12, 12, 16).
 
         If the rule needs whole matrices, a parameter with a matrix for each expert has an entry for
         each of them, and padding is left out, because Adafactor's means would include it.

@@ -312,7 +312,9 @@ def _library(t: Training, group: str) -> _Library:
     Muon and 8-bit AdamW leave the family plain to AdamW.
     """
     optim = torch.optim
-    kinds = dict[str, _StateTensor | None]()  # filled for SGD and Muon
+    # State tensors by kind, for SGD and Muon. None: this optimizer has no tensor of a kind that a
+    # checkpoint of it or of AdamW has; the checkpoint then has zeros.
+    kinds = dict[str, _StateTensor | None]()
     if t.optimizer == "apex":
         return _Library("NVIDIA apex FusedAdam", partial(_apex(), adam_w_mode=True), _moments)
     if t.optimizer == "adafactor":
