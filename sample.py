@@ -233,7 +233,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     prepare(task.config.run, task.config.layout.pp)  # sets variables that torch and NCCL read
-    watch.follow(task.config.run.out)
+    watch.follow(task.config.run.out)  # the folder for the report of a death
     context = start(launch, task.config.run)
     watch.close()  # the start has succeeded
     with context.failing_loudly():

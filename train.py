@@ -53,13 +53,13 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     launch = Launch("python")  # if `discover` fails, its error is printed as by a single process
     try:
         launch = replace(discover(), watch=watch)
-        signals.follow(launch)
+        signals.follow(launch)  # until all ranks have met, a signal ends them at once
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
         request = parse_request(arguments, __doc__)
         config = check(request.config, launch.size)
-        watch.follow(config.run.out)
+        watch.follow(config.run.out)  # the folder for the report of a death
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     if launch.rank == 0:

@@ -312,8 +312,8 @@ def _library(t: Training, group: str) -> _Library:
     Muon and 8-bit AdamW leave the family plain to AdamW.
     """
     optim = torch.optim
-    # State tensors by kind, for SGD and Muon. None: this optimizer has no tensor of a kind that a
-    # checkpoint of it or of AdamW has; the checkpoint then has zeros.
+    # The state tensors of SGD or Muon, by kind. None: the optimizer keeps no tensor of this kind,
+    # and a checkpoint has zeros.
     kinds = dict[str, _StateTensor | None]()
     if t.optimizer == "apex":
         return _Library("NVIDIA apex FusedAdam", partial(_apex(), adam_w_mode=True), _moments)
