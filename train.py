@@ -53,7 +53,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     launch = Launch("python")  # if `discover` fails, its error is printed as by a single process
     try:
         launch = replace(discover(), watch=watch)
-        signals.follow(launch)  # until all ranks have met, a signal ends them at once
+        signals.follow(launch)  # until all ranks have met, SIGTERM or Ctrl-C ends them
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
