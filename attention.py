@@ -374,7 +374,7 @@ class QueryKeyNorm(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return the normalised q and k, in their shapes (s, b, heads, d)."""
         pairs = [(q, self.q), (k, self.k)]
-        if not self.full:
+        if not self.full:  # each head is normalised by itself
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
         exact = torch.promote_types(q.dtype, torch.float32)
         means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])  # 2 s b

@@ -266,7 +266,7 @@ class BatchReader:
         this batch. keep: keep the micro-batches, so that the next call with the same `first` does
         not read them again; trainer.warm_up does this.
         """
-        if evaluated is None and first in self.kept:
+        if evaluated is None and first in self.kept:  # the second call, for the step itself
             return self.kept.pop(first)
         batches = MicroBatches(self, samples, first, config, evaluated)
         if keep:
@@ -362,7 +362,7 @@ class MicroBatches:
         """
         layout = self.reader.layout
         config = self.config
-        if self.evaluated is not None:
+        if self.evaluated is not None:  # micro-batches of all replicas that hold evaluated samples
             micro_batches = -(
                 -self.evaluated // (layout.micro_batch_size * layout.dp)
             )  # rounded up

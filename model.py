@@ -387,7 +387,7 @@ class Stage(nn.Module):
         if spec.head and layout.vocab_pp:
             self.output_norm = Norm(factory, "head.norm", model)
         elif spec.head:
-            embedding_stage = self if first is None else first
+            embedding_stage = self if first is None else first  # has the matrix of a tied head
             self.head = Head(factory, model, padded, embedding_stage.embedding)
         # A tied head may use the matrix of the first stage on this rank: it is counted there.
         counted_elsewhere: list[nn.Parameter] = []

@@ -282,7 +282,7 @@ class _Linear(torch.autograd.Function):
         gather_from = ctx.gather_from
         whole_x = x
         gather_handle = sum_handle = None
-        if gather_from is not None and ctx.deferred is None:
+        if gather_from is not None and ctx.deferred is None:  # else pass W gathers x
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
         dx = grad @ weight
@@ -290,7 +290,7 @@ class _Linear(torch.autograd.Function):
             gather_handle.wait()
         if gather_from is not None:
             dx_here = torch.empty_like(x)
-            sum_handle = tp.reduce_scatter(dx_here, dx)
+            sum_handle = tp.reduce_scatter(dx_here, dx)  # runs during the weight gradient below
             dx = dx_here
         elif tp is not None:
             sum_handle = tp.all_reduce(dx)

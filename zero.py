@@ -442,7 +442,7 @@ def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[U
         groups_of_set: dict[int, list[ParamGroup]] = {}
         elements_before = 0
         for group, size in zip(members, sizes):
-            set_number = elements_before // max(1, set_size)
+            set_number = elements_before // max(1, set_size)  # sets of about the same size
             groups_of_set.setdefault(set_number, []).append(group)
             elements_before += size
         sets += [UpdateSet(groups_here, training) for groups_here in groups_of_set.values()]
