@@ -363,9 +363,8 @@ class MicroBatches:
         layout = self.reader.layout
         config = self.config
         if self.evaluated is not None:  # micro-batches of all replicas that hold evaluated samples
-            micro_batches = -(
-                -self.evaluated // (layout.micro_batch_size * layout.dp)
-            )  # rounded up
+            # Rounded up: the last micro-batch may have fewer evaluated samples.
+            micro_batches = -(-self.evaluated // (layout.micro_batch_size * layout.dp))
             for index in range(micro_batches):
                 yield self._first_sample(self.first, index)
             return

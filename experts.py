@@ -136,14 +136,13 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the numbers of each token's k experts, ascending: (T, k).
 
-        They have the largest scores after the bias is added. scores: (T, E).
+        They have the largest scores with the bias added, among the experts of the best groups if
+        experts form groups. scores: (T, E).
         """
         model = self.model
         biased = scores + self.bias.to(scores.dtype)
         if model.router_groups > 1:
-            biased = biased.masked_fill(
-                ~self._in_best_groups(biased), -torch.inf
-            )  # topk skips these
+            biased = biased.masked_fill(~self._in_best_groups(biased), -torch.inf)
         return biased.topk(model.experts_per_token, -1).indices.sort(-1).values
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:

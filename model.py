@@ -401,7 +401,7 @@ class Stage(nn.Module):
         check_parameter_count(spec, self.parameters(), vocabulary, counted_elsewhere)
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
-        """Make this stage's blocks; the layout says how many of them, the first, are recomputed."""
+        """Make this stage's blocks; the layout says how many, from the first on, recompute."""
         recomputed_blocks = layout.recomputed_blocks(self.spec.blocks, self.spec.index)
         for n in range(self.spec.blocks):
             recomputation = layout.recompute if n < recomputed_blocks else "none"

@@ -432,6 +432,7 @@ def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[U
     while the next set is updated. With --grad-dtype bf16 a set has about the size of a bucket,
     because its gradients are copied to fp32.
     """
+    # The groups begin with the last layers, and groups of one key are adjacent.
     sets: list[UpdateSet] = []
     for _, groups_of_key in groupby(reversed(groups), key=lambda group: group.key):
         members = list(groups_of_key)

@@ -29,7 +29,7 @@ class LossScale:
         if fp16:
             self.value = training.loss_scale or 2.0**training.initial_loss_scale_power
         self.good = 0  # steps in a row without an overflow since the scale changed
-        self.hysteresis = training.loss_scale_hysteresis  # the counter of the class's docstring
+        self.hysteresis = training.loss_scale_hysteresis  # overflows until the scale is halved
         self.stuck = 0  # overflows in a row at a scale that cannot fall
 
     def update(self, overflow: bool) -> None:

@@ -44,7 +44,7 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     The rate rises linearly for lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine
     or linear fall to min_lr at lr_decay_samples (default: total), or wsd (arXiv 2404.06395):
     constant, and then a linear fall to min_lr over the last lr_wsd_decay_samples before
-    lr_decay_samples.
+    lr_decay_samples (default: a tenth of these).
     """
     peak = training.lr
     low = training.min_lr
