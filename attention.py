@@ -3,7 +3,8 @@
 Shapes at line ends as in model.py: s sequence, b samples, h hidden, a heads of size d, g key/value
 heads; with tensor parallelism a and g are the local heads. The masks, which say which tokens each
 token sees, are in corpora/attention_masks.py, and the collectives over ranks that share a sample's
-tokens (--cp) in distributed/context_parallel.py. Read parallel.py first, for the matrices.
+tokens (--cp) in distributed/context_parallel.py: the ranks of `mesh.heads` exchange tokens for
+heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first, for the matrices.
 """
 
 import math
@@ -31,15 +32,12 @@ from distributed.context_parallel import (
 )
 from parallel import ColumnLinear, ParamFactory, RowLinear, compile_if_large
 
-if TYPE_CHECKING:  # plain causal attention needs no masks, and so does not load their module
+if TYPE_CHECKING:  # at run time this module is loaded only if a mask is needed
     from corpora.attention_masks import Mask
 
 # recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
 # to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
 recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-# ---- Positions -----------------------------------------------------------------------------------
 
 
 class Positions:
@@ -52,7 +50,10 @@ class Positions:
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, micro_batch: int, masked: bool):
-        """micro_batch: its number of samples; masked: each batch says what its tokens see."""
+        """Make the tables that the model's kind of positions needs.
+
+        micro_batch: its number of samples. masked: whether batches say which tokens a token sees.
+        """
         self.factory = factory
         self.mesh = factory.mesh
         self.slopes: Tensor | None = None
@@ -60,12 +61,13 @@ class Positions:
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
         self.tables: tuple[Tensor, Tensor] | None = None
-        self._tables_here: tuple[Tensor, Tensor] | None = None  # rows for this rank's tokens
+        self._tables_here: tuple[Tensor, Tensor] | None = None  # their rows for this rank's tokens
         if model.positions == "rotary":
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
             cp = self.mesh.cp
             self.tables = (cos, sin)
             self._tables_here = (cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0))
+        # ALiBi without other masks: the mask is the same for all micro-batches.
         self._causal_alibi: Mask | None = None
         if self.slopes is not None and not masked:
             from corpora import attention_masks
@@ -88,7 +90,7 @@ class Positions:
             return self._causal_alibi
         from corpora import attention_masks
 
-        places = self._query_places(batch.starts.shape[1])
+        places = self._query_places(batch.starts.shape[1])  # the rows of the mask for this rank
         dtype = self.factory.dtype
         return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
 
@@ -118,7 +120,7 @@ def query_places(group: Group, length: int, device: torch.device) -> Tensor | No
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """Return the ALiBi slopes of this tensor rank's heads: (a,)."""
+    """Return this tensor rank's ALiBi slopes, (a,): a head's bias is -slope times the distance."""
     from corpora.attention_masks import alibi_slopes
 
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
@@ -168,11 +170,9 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     if r < x.shape[-1]:
         first_columns, other_columns = x.split((r, x.shape[-1] - r), -1)
         return torch.cat([rotate(first_columns, tables), other_columns], -1)
+    # Columns i and i + r/2 are a point (x, y), turned to (x cos - y sin, y cos + x sin).
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
-
-
-# ---- Keys and values of the tokens so far --------------------------------------------------------
 
 
 class KeyValueCache:
@@ -186,7 +186,7 @@ class KeyValueCache:
     """
 
     def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
-        """most: the largest number of tokens. slopes: the ALiBi slopes of the local heads, (a,)."""
+        """Begin a cache for at most `most` tokens. slopes: ALiBi's for the local heads, (a,)."""
         self.most = most
         self.device = device
         self.tokens = 0
@@ -198,6 +198,7 @@ class KeyValueCache:
         self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
         self.tokens += count
         distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
+        # The bias of the scores: -slope * distance, and -infinity for tokens that come later.
         bias = -self.slopes.to(self.device)[:, None, None] * distance
         self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
 
@@ -218,9 +219,6 @@ class KeyValueCache:
         return keys[: self.tokens], values[: self.tokens], mask
 
 
-# ---- Attention -----------------------------------------------------------------------------------
-
-
 class Attention(nn.Module):
     """Self-attention with grouped queries, causal unless a mask says what each token sees.
 
@@ -232,8 +230,8 @@ class Attention(nn.Module):
     def __init__(
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, recompute: bool
     ):
-        """std: the standard deviation with which the output matrix is drawn. recompute: whether the
-        backward pass runs `_attend`, the part between the two matrices, again.
+        """Make attention's qkv and output matrices. std: for the output matrix. recompute: whether
+        the backward pass runs `_attend`, the part between the two matrices, again.
         """
         super().__init__()
         self.queries = model.heads // model.kv_heads  # query heads of each key/value head
@@ -244,6 +242,7 @@ class Attention(nn.Module):
         bias = model.qkv_bias
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
+        # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
         rotates = model.positions == "rotary" and self.norms is None
         self.split: Callable = _split_heads
         if factory.compile and rotates:
@@ -273,9 +272,9 @@ class Attention(nn.Module):
                 q = rotate(q, rotary)
                 k = rotate(k, rotary)
         if cache is not None:
-            k, v, mask = cache.extend(self, k, v)
+            k, v, mask = cache.extend(self, k, v)  # k, v: of all tokens so far
             return self.out(_attend(q, k, v, mask, Group()))
-        q, k, v = to_heads(q, k, v, self.mesh.heads)
+        q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
         kv_ranks = self.mesh.kv
         if self.recompute and torch.is_grad_enabled():
             mixed = recompute(_attend, q, k, v, mask, kv_ranks)
@@ -354,12 +353,14 @@ class QueryKeyNorm(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+        """Make the weights of the norms of q and k; name: the beginning of their names."""
         super().__init__()
         self.tp = factory.mesh.tp
         self.eps = model.norm_eps
         self.full = model.qk_norm == "full"
 
         def weight(kind: str, heads: int) -> nn.Parameter:
+            """Return the weight for q or k (`kind`), which has this number of heads."""
             weight_name = f"{name}.{kind}_norm.weight"
             d = model.head_size
             if self.full:
@@ -373,7 +374,7 @@ class QueryKeyNorm(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return the normalised q and k, in their shapes (s, b, heads, d)."""
         pairs = [(q, self.q), (k, self.k)]
-        if not self.full:
+        if not self.full:  # each head is normalised by itself
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
         exact = torch.promote_types(q.dtype, torch.float32)
         means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])  # 2 s b
@@ -393,8 +394,7 @@ def attention_kernel(
     """Return, for the log, the name of torch's attention kernel that runs in training.
 
     micro_batch: its number of samples. masked: whether batches say which tokens each token sees.
-    Raise UserError if masks need flex_attention on a GPU, and it does not take this dtype or head
-    size.
+    Raise UserError if masks need flex_attention on a GPU, which lacks this dtype or head size.
     """
     mesh = factory.mesh
     alibi = model.positions == "alibi"

@@ -18,15 +18,16 @@ from typing import Any
 
 from config import messages  # imported first, because it refuses a Python that is too old
 
-PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # requests a signal at the death of the parent process (<sys/prctl.h>)
+# The signals that end a process in which a library has crashed.
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
 def continue_in_child() -> None:
     """Fork, and return only in the child; the parent waits and exits with the child's status.
 
-    Raise UserError in the parent if the child crashed: HDF5 crashes on some damaged files whose
-    checksums were made to match.
+    The child does the command, so that a crash in it becomes an error message: HDF5 crashes on some
+    damaged files whose checksums were made to match. Raise UserError in the parent if it crashed.
     """
     child = os.fork()
     if child == 0:
@@ -45,7 +46,7 @@ def continue_in_child() -> None:
 
 
 if __name__ == "__main__":
-    # Before the imports below, because some of them start threads, which a fork does not copy.
+    # The fork comes before the imports below: some of them start threads, which it does not copy.
     with messages.sentences():
         continue_in_child()
 
@@ -59,7 +60,8 @@ with messages.installed():
 def _checks(manifest: dict[str, Any]) -> str:
     """Return, as text, the names of the checks that a checkpoint's state has passed.
 
-    manifest: the contents of the checkpoint's manifest.
+    manifest: the contents of the checkpoint's manifest, in which a run lists the checks that it did
+    before it saved. The text is "not known" if the manifest has no such list.
     """
     checked = manifest.get("checked")
     if isinstance(checked, list) and all(isinstance(name, str) for name in checked):
@@ -70,7 +72,7 @@ def _checks(manifest: dict[str, Any]) -> str:
 def show(folder: str) -> str:
     """Return a description of a checkpoint's contents, for people to read.
 
-    folder: the checkpoint's. Raise UserError if a file is missing or has another size.
+    folder: the folder of the checkpoint. Raise UserError if a file is missing or has another size.
     """
     manifest = check_files(folder, contents=False)
     files = manifest["files"].values()
@@ -95,6 +97,7 @@ def show(folder: str) -> str:
 def run_command(arguments: list[str]) -> None:
     """Run show, verify, export or import; raise UserError for wrong options or damaged files."""
     options = _parser().parse_args(arguments)
+    # An import reads no checkpoint of this program; the other commands do.
     if options.command == "import":
         from checkpointing.hf_export import import_weights
 
@@ -108,6 +111,7 @@ def run_command(arguments: list[str]) -> None:
     if options.command == "show":
         print(show(folder))
         return
+    # Both verify and export compare the checksums of all files.
     manifest = check_files(folder, contents=True)
     print(f"{folder}: all {len(manifest['files'])} files match their checksums")
     if options.command == "export":
@@ -127,7 +131,7 @@ def run_command(arguments: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with its four commands."""
+    """Return the parser of the command line: show, verify, export and import."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):

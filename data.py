@@ -9,6 +9,9 @@ samples                  in Megatron's order, or blended           corpora/sampl
     v                    read ahead by threads                     corpora/prefetch.py
 step s, micro-batch m, replica r reads b samples of this order, from s*B + (m*dp + r)*b on;
 B: global batch size, b: micro-batch size, both in samples
+
+A sample is seq_length + 1 tokens: seq_length tokens and their labels, which are the next tokens. A
+target is a label that counts in the loss. A replica is the ranks that hold one copy of the model.
 """
 
 import sys
@@ -37,10 +40,13 @@ class Samples(Readable, Protocol):
     """
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return how many of the samples in [first, stop) come from each corpus, by its prefix."""
+        """Return how many of the samples in [first, stop) come from each corpus, by its prefix.
+
+        A checkpoint keeps these numbers of the samples that were trained on.
+        """
 
     def spans(self, k: int) -> "list[TextSpan]":
-        """Return the ranges of corpus text from which sample k is made."""
+        """Return the ranges of corpus text from which sample k is made, for a report on a spike."""
 
 
 class Synthetic:
@@ -50,9 +56,10 @@ class Synthetic:
     """
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, stream: int = 0):
-        """Keep what samples are drawn from; seq_length: the number of labels of a sample.
+        """Keep the numbers from which `sample` draws; seq_length: the number of labels of a sample.
 
-        stream: a number by which the splits of one seed differ.
+        stream: a number that is different for each split, so that a run's splits have different
+        tokens: 0 train, 1 validation, 2 test.
         """
         self.vocab_size = vocab_size
         self.seq_length = seq_length
@@ -64,16 +71,16 @@ class Synthetic:
         return sys.maxsize
 
     def sample(self, k: int) -> np.ndarray:
-        """Return the tokens of sample k: (seq_length + 1,), int64."""
+        """Return the tokens of sample k, drawn from its own generator: (seq_length + 1,), int64."""
         random = np.random.default_rng((self.seed, self.stream, k))
         return random.integers(self.vocab_size, size=self.seq_length + 1)
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """Return an empty table: there is no corpus."""
+        """Return an empty table: there is no corpus, and so nothing to count for a checkpoint."""
         return {}
 
     def spans(self, k: int) -> "list[TextSpan]":
-        """Return an empty list: there is no text."""
+        """Return an empty list: there is no text that a report on a sample could name."""
         return []
 
     def answers(self, k: int) -> np.ndarray:
@@ -134,7 +141,10 @@ def build(config: Config) -> Splits:
 
 
 def _synthetic_splits(config: Config) -> Splits:
-    """Return splits of random tokens, for --data synthetic."""
+    """Return splits of random tokens, for --data synthetic: one stream of them for each split.
+
+    Without --eval-samples the run makes no evaluation, and so needs no other split than train.
+    """
     model = config.model
     seed = config.training.seed
     train, validation, test = (
@@ -146,7 +156,10 @@ def _synthetic_splits(config: Config) -> Splits:
 
 
 def _corpus_splits(config: Config) -> Splits:
-    """Return the splits of the token files that --data names."""
+    """Return the splits of the token files that --data names.
+
+    Without --eval-samples the run makes no evaluation, and so only the train split is built.
+    """
     # Imported here, because only --data with files and --eval-data need this module.
     from corpora.corpus_splits import Corpora
     from corpora.sample_order import SPLITS
@@ -186,8 +199,8 @@ class Batch:
     def first(self, rows: int) -> "Batch":
         """Return this micro-batch, with only its first `rows` samples counted in the loss.
 
-        The labels of the other samples are overwritten in place. Called in an evaluation whose last
-        micro-batches have more samples than are needed. If rows <= 0, no sample counts.
+        Called in an evaluation, whose last micro-batches may have more samples than are evaluated.
+        The labels of the other samples are overwritten in place. If rows <= 0, no sample counts.
         """
         if rows < len(self.labels):
             self.labels[max(0, rows) :] = NO_TARGET
@@ -204,9 +217,9 @@ class Batch:
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
-        for name in {"tokens", "labels", "positions"} & set(fields):
+        for name in {"tokens", "labels", "positions"} & set(fields):  # None is not in `fields`
             fields[name] = cp.balanced_shard(fields[name], 1)
-        if fields["labels"].shape != self.labels.shape:
+        if fields["labels"].shape != self.labels.shape:  # cp > 1: this rank has fewer targets
             # Counted on the host, because reading a count from the device would wait for it.
             labels_on_host = cp.balanced_shard(self.labels, 1)
             fields["count"] = int((labels_on_host >= 0).sum())
@@ -229,8 +242,8 @@ class BatchReader:
         self.dp_rank = dp_rank
         self.device = device
         self.cp = cp or Group()
-        # A late read must fail before the watchdog ends the run: the error of the read names the
-        # file, and the watchdog's report does not.
+        # If a file system hangs, the read must fail before the watchdog ends the run: the error of
+        # the read names the file, and the watchdog's report does not. Both times are in seconds.
         read_timeout = 0.8 * (config.run.hang_timeout or 300.0)
         shape = (self.layout.micro_batch_size, config.model.seq_length)
         objective = Objective(config.data, config.training.seed)
@@ -253,7 +266,7 @@ class BatchReader:
         this batch. keep: keep the micro-batches, so that the next call with the same `first` does
         not read them again; trainer.warm_up does this.
         """
-        if evaluated is None and first in self.kept:
+        if evaluated is None and first in self.kept:  # the second call, for the step itself
             return self.kept.pop(first)
         batches = MicroBatches(self, samples, first, config, evaluated)
         if keep:
@@ -262,7 +275,7 @@ class BatchReader:
         return batches
 
     def close(self) -> None:
-        """End the reading threads."""
+        """End the threads that read ahead; called when the run ends."""
         self.prefetcher.close()
 
 
@@ -281,7 +294,10 @@ class MicroBatches:
         config: Config,
         evaluated: int | None,
     ):
-        """Called by BatchReader.batches, which explains the arguments."""
+        """Begin the micro-batches of a global batch, and read nothing yet.
+
+        Called by BatchReader.batches, which explains the arguments.
+        """
         self.reader = reader
         self.samples = samples
         self.first = first
@@ -289,8 +305,9 @@ class MicroBatches:
         self.evaluated = evaluated
         self.reading = False  # whether the prefetcher reads the micro-batches of this global batch
         self._kept: dict[int, Batch] | None = None  # micro-batches by index; None: none is kept
+        # A rank with several stages may hold the first and the last, which read each micro-batch.
         if reader.layout.stages_per_rank > 1:
-            self.keep()  # the first and the last stage read the same micro-batch
+            self.keep()
 
     def keep(self) -> None:
         """Keep every micro-batch from its first use on, so that later calls do not read it again.
@@ -311,20 +328,23 @@ class MicroBatches:
         return self._kept[index]
 
     def _take(self, index: int) -> Batch:
-        """Return micro-batch `index` from the prefetcher; its copy to the device is started."""
+        """Return micro-batch `index` from the prefetcher; its copy to the device has begun.
+
+        Raise UserError if the split ends before the micro-batch does.
+        """
         reader = self.reader
         samples = self.samples
         first_sample = self._first_sample(self.first, index)
         check_end(samples, first_sample, reader.layout.micro_batch_size)
-        if not self.reading:
+        if not self.reading:  # the first call: the threads begin here, and go on by themselves
             reader.prefetcher.go_on(samples, first_sample, self._upcoming())
             self.reading = True
         rows = reader.prefetcher.take(samples, first_sample)
         batch = Batch(count=rows.targets, **rows.tensors)
-        if self.evaluated is not None:
+        if self.evaluated is not None:  # the last micro-batches may go beyond the evaluated samples
             batch = batch.first(self.evaluated - first_sample)
-        # The pinned tensors are freed here, during the copy: torch reuses their memory only when
-        # the copy is complete.
+        # The tensors of `rows`, in pinned host memory, are freed when this method returns, while
+        # the copy may still run. That is safe: torch reuses the memory only after the copy.
         return batch.to(reader.device, reader.cp)
 
     def _first_sample(self, batch_start: int, index: int) -> int:
@@ -338,12 +358,13 @@ class MicroBatches:
 
         The prefetcher reads the micro-batches in this order. In an evaluation the order ends with
         the last evaluated sample. In training it goes on with all later global batches, without the
-        batches that --skip-samples skips.
+        batches that --skip-samples passes over. It never ends: the prefetcher takes what it needs.
         """
         layout = self.reader.layout
         config = self.config
-        if self.evaluated is not None:
-            micro_batches = -(-self.evaluated // (layout.micro_batch_size * layout.dp))  # upwards
+        if self.evaluated is not None:  # micro-batches of all replicas that hold evaluated samples
+            # Rounded up: the last micro-batch may have fewer evaluated samples.
+            micro_batches = -(-self.evaluated // (layout.micro_batch_size * layout.dp))
             for index in range(micro_batches):
                 yield self._first_sample(self.first, index)
             return
@@ -361,7 +382,8 @@ def first_of_micro_batch(first_sample: int, index: int, layout: Layout, dp_rank:
     global batch that begins at `first_sample`.
 
     For any dp and micro_batch_size, the micro-batches of all replicas, ordered by (index, dp_rank),
-    hold the samples first_sample, first_sample + 1, ... of the global batch.
+    hold the samples first_sample, first_sample + 1, ... of the global batch. With dp 2 and 2
+    samples in a micro-batch, replica 0 reads samples 0 1 and 4 5, and replica 1 reads 2 3 and 6 7.
     """
     return first_sample + (index * layout.dp + dp_rank) * layout.micro_batch_size
 

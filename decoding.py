@@ -7,6 +7,7 @@ The prompt takes one forward pass through the stages, and so does every new toke
 values of earlier tokens are in a cache (attention.KeyValueCache). The last stage's logits are
 gathered over tensor ranks, one rank of the world chooses the token, and its choice is broadcast.
 All replicas do the same work. sample.py calls this file, and so does training (--sample-every).
+Ids are numbers of tokens in the vocabulary; V is the vocabulary's size.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ class Choice:
     """How a token is chosen: at temperature 0 the most likely token, otherwise a random draw.
 
     A token is drawn with the probabilities softmax(logits / temperature) from the smallest set of
-    most likely tokens whose probability is at least `top_p`. seed: that of the random draws.
+    most likely tokens whose probability is at least `top_p`. seed: the seed of the random draws.
     """
 
     temperature: float = 0.0
@@ -38,12 +39,16 @@ class Choice:
 
 
 def choose(logits: Tensor, how: Choice, random: torch.Generator) -> int:
-    """Return the id of the next token, chosen in the way `how`; logits: (V,), on the CPU."""
+    """Return the id of the next token, chosen in the way `how`; logits: (V,), on the CPU.
+
+    random: the generator of the draws, whose state each draw changes.
+    """
     if how.temperature == 0:
         return int(logits.argmax())
     scaled = logits.double() / how.temperature
     probabilities, tokens = scaled.softmax(-1).sort(descending=True)
-    # By token: the probability of all tokens that are more likely.
+    # For each token the probability of all tokens that are more likely. If it reaches top_p, these
+    # suffice, and the token is not in the set.
     before = probabilities.cumsum(-1) - probabilities
     probabilities = probabilities.masked_fill(before >= how.top_p, 0.0)
     return int(tokens[torch.multinomial(probabilities, 1, generator=random)])
@@ -53,6 +58,7 @@ class Decoder:
     """Continues ids with the stages of a pipeline; `generate` is collective over the world."""
 
     def __init__(self, pipeline: Pipeline, factory: ParamFactory, model: ModelShape):
+        """Make a decoder of the stages in `pipeline`; factory: the factory that made the stages."""
         self.pipeline = pipeline
         self.factory = factory
         self.mesh = factory.mesh
@@ -78,6 +84,7 @@ class Decoder:
         tokens = torch.tensor([prompt], device=device)
         ids: list[int] = []
         with _sequence_parallelism_off(self.pipeline.stages.values()):
+            # First the whole prompt is run, then each time the token that was chosen last.
             while len(ids) < count:
                 chosen = self._choose_next(tokens, cache, how, random)
                 if chosen == end:
@@ -95,8 +102,8 @@ class Decoder:
     ) -> int:
         """Return the token after `tokens`, (1, s), which follow the cached tokens.
 
-        One rank chooses the token and broadcasts it: the rank of the first pipeline that has the
-        last stage.
+        One rank chooses the token and broadcasts it to all ranks of the world: in the first
+        pipeline, the rank with the last stage.
         """
         logits_here = self.pipeline.decode(tokens, cache)  # (1, V/tp), None before the last stage
         chosen = torch.zeros(1, dtype=torch.int64)
@@ -105,10 +112,10 @@ class Decoder:
             columns = logits_here.t().contiguous()  # (V/tp, 1)
             logits = columns.new_empty(len(columns) * tp.size, 1)
             tp.at_once.all_gather(logits, columns).wait()
-            unpadded = logits[: self.model.vocab_size, 0]
+            unpadded = logits[: self.model.vocab_size, 0]  # the last rows of V may be padding
             chosen[0] = choose(unpadded.cpu(), how, random)
         chosen = chosen.to(self.factory.device)
-        first_pipeline = rows_along(self.mesh.axes, ("pp",))[0]
+        first_pipeline = rows_along(self.mesh.axes, ("pp",))[0]  # its ranks, in order of stages
         chooser = first_pipeline[self.pipeline.last_rank]
         self.mesh.world.at_once.broadcast(chosen, chooser).wait()
         return int(self.mesh.world.values(chosen)[0])
@@ -116,9 +123,10 @@ class Decoder:
 
 @contextlib.contextmanager
 def _sequence_parallelism_off(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Turn off sequence parallelism in the stages during the block.
+    """Turn off sequence parallelism in the stages during the `with` block; then restore it.
 
-    Decoding runs one token at a time, which cannot be split over tp.
+    Decoding runs one token at a time, which cannot be split over tp. Each layer has the setting in
+    its attribute `factory`, the embedding also in `sequence_group`.
     """
     changed: list[tuple[nn.Module, str, object]] = []  # module, attribute and its previous value
     modules = [module for stage in stages for module in stage.modules()]
@@ -147,8 +155,10 @@ class RunSamples:
         gather_weights: Callable[[], None],
         note: Callable[[str], None],
     ):
-        """gather_weights: a function that waits until all weights are gathered. note: a function
-        that writes a line to the log.
+        """Encode the prompts that the options give.
+
+        gather_weights: a function that waits until all weights are gathered after an update. note:
+        a function that writes a line to the log.
         """
         self.every = config.run.sample_every
         self.length = config.model.seq_length

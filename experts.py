@@ -11,8 +11,9 @@ tokens, so each of them sends its share of the tokens. The weighted sum is taken
 owns the token, in the order of the expert numbers. So neither the choice nor the order of any sum
 depends on the layout, but for the rounding of the matrix products.
 
-Shapes: s sequence, b samples, h hidden, T = tokens of this rank, E experts of a block, k experts
-for each token, f width of an expert, n rows that have arrived at this rank's experts.
+A row is one token at one of its k experts. Shapes: s sequence, b samples, h hidden, T = tokens of
+this rank, E experts of a block, k experts for each token, f width of an expert, n rows that have
+arrived at this rank's experts. Scores are the router's softmax or sigmoid of its logits.
 
 Read parallel.py first; in model.py a Block has an `ExpertMLP` in place of its `MLP`. The balance
 between the experts is in optim/balance.py. Sources: arXiv 1701.06538 (the layer),
@@ -48,7 +49,7 @@ class Balance(Protocol):
     """The auxiliary losses that a step adds to a router: a class of optim/balance.py."""
 
     def add_penalty(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
-        """Return `weights`, whose backward pass adds the gradient of the auxiliary losses."""
+        """Return `weights`, (T, k), whose backward pass adds the auxiliary losses' gradients."""
 
 
 class Routing(Protocol):
@@ -86,6 +87,7 @@ class Router(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+        """Make a router's matrix, bias and loads; name: the beginning of their names."""
         super().__init__()
         self.mesh = factory.mesh
         self.model = model
@@ -96,8 +98,8 @@ class Router(nn.Module):
         self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)
         self.load = _constant(factory, f"{name}.load", model.experts, 1.0)
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
-        self.balance: Balance | None = None
-        self.routing: Routing | None = None
+        self.balance: Balance | None = None  # set before each step of training
+        self.routing: Routing | None = None  # set once with --record-routing or --pin-routing
 
     def forward(
         self, x: Tensor, places: Tensor, samples: int, chosen_experts: list[Tensor]
@@ -112,7 +114,7 @@ class Router(nn.Module):
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(exact), self.weight.to(exact))
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
-        repeated = bool(chosen_experts)
+        repeated = bool(chosen_experts)  # recomputation: the choice of the first pass is used
         if not repeated:
             choice_here = self._choose(scores.detach())
             if self.routing is not None and torch.is_grad_enabled():
@@ -122,7 +124,7 @@ class Router(nn.Module):
         counts = occurrences(experts.flatten(), self.model.experts)
         weights = scores.gather(-1, experts)
         if self.model.router_normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
         weights = weights * self.model.router_scale
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
@@ -134,7 +136,8 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the numbers of each token's k experts, ascending: (T, k).
 
-        They have the largest scores after the bias is added. scores: (T, E).
+        They have the largest scores with the bias added, among the experts of the best groups if
+        experts form groups. scores: (T, E).
         """
         model = self.model
         biased = scores + self.bias.to(scores.dtype)
@@ -149,7 +152,7 @@ class Router(nn.Module):
         scores, as in DeepSeek-V3.
         """
         model = self.model
-        grouped = scores.unflatten(-1, (model.router_groups, -1))
+        grouped = scores.unflatten(-1, (model.router_groups, -1))  # T, groups, experts of a group
         experts_per_group = grouped.shape[-1]
         group_scores = grouped.topk(min(2, experts_per_group), -1).values.sum(-1)
         best = group_scores.topk(model.router_groups_per_token, -1).indices
@@ -172,7 +175,7 @@ def _constant(factory: ParamFactory, name: str, count: int, fill: float) -> nn.P
 class HeldExperts(nn.Module):
     """The MLPs of those experts of a block that this rank holds.
 
-    --zero 3 shards them apart from the rest of the block, over the ranks that hold the same ones.
+    This is a module of its own, so that --zero 3 can shard it over the ranks with the same experts.
     """
 
     def __init__(
@@ -183,15 +186,15 @@ class HeldExperts(nn.Module):
         std: float,
         activation: Callable[[Tensor], Tensor],
     ):
-        """The arguments are those of ExpertMLP."""
+        """Make the matrices of this rank's experts. The arguments are those of ExpertMLP."""
         super().__init__()
-        self.experts_here = model.experts // factory.mesh.experts.size
+        self.experts_here = model.experts // factory.mesh.experts.size  # held by this rank
         self.activation = activation
         if model.activation == "swiglu":
             # Each pass has another number of rows: a graph for each would exceed torch's limit.
             self.activation = factory.compile_for_training(activation, dynamic=True)
         self.deferred = factory.deferred
-        matrices = (2,) if model.up_matrices == 2 else ()  # 2: gate and up
+        matrices = (2,) if model.up_matrices == 2 else ()  # gate and up are one tensor
         f = model.expert_ffn_hidden
         h = model.hidden
         # Makes a parameter whose first dimension, the experts, is split over the ranks of `ep`.
@@ -234,8 +237,8 @@ class ExpertMLP(nn.Module):
         activation: Callable[[Tensor], Tensor],
         shared: nn.Module | None = None,
     ):
-        """std: the standard deviation with which the experts' second matrices are drawn.
-        activation: that of the model's MLPs. shared: the MLP that every token takes.
+        """Make a block's router and experts. std: for the experts' second matrices. activation: the
+        function of the model's MLPs. shared: the MLP that every token takes, or None.
         """
         super().__init__()
         self.factory = factory
@@ -265,13 +268,13 @@ class ExpertMLP(nn.Module):
             start, stop = share(len(tokens), tp)
             tokens_here = OwnTokens.apply(tokens, start, stop, tp)
             y_here = self._run_experts(tokens_here, start, samples, chosen_experts)
-            y = F.pad(y_here, (0, 0, start, len(tokens) - stop))
+            y = F.pad(y_here, (0, 0, start, len(tokens) - stop))  # 0 for tokens of other ranks
             y = reduce_from_tp(y, tp, factory.sequence_parallel)
         y = y.view_as(x)
         if self.shared is None:
             return y
         shared = self.shared(x)
-        if self.gate is not None:
+        if self.gate is not None:  # a factor from 0 to 1 for each token
             shared = shared * F.linear(x, self.gate).sigmoid()
         return y + shared
 
@@ -285,11 +288,12 @@ class ExpertMLP(nn.Module):
         """
         places = torch.arange(start, start + len(x), device=x.device)
         experts, weights, counts = self.router(x, places, samples, chosen_experts)
-        order = experts.flatten().argsort(stable=True)  # a token has k rows
+        # Row i is of token i // k. T = 2, k = 2, experts [[0, 2], [0, 1]]: order is [0, 2, 3, 1].
+        order = experts.flatten().argsort(stable=True)
         back = inverse(order)
         rows = Repeat.apply(x, order, back, self.experts_per_token)
         group = self.factory.mesh.experts
-        if group.size == 1:
+        if group.size == 1:  # this rank holds all experts
             counts_on_host = token_exchange.counts_on_host(group, counts, len(rows))
             rows = self.held_experts(rows, counts_on_host)
         else:
@@ -305,12 +309,13 @@ class ExpertMLP(nn.Module):
         counts: the number of rows of each expert, (E,).
         """
         group = self.factory.mesh.experts
+        # The rows arrive by rank, are sorted by expert for the products, and go back by rank.
         sent, received, counts_by_rank = exchange_counts(group, counts, len(rows))
         rows = Exchange.apply(rows, group, received, sent)
         by_expert = order_by_expert(counts_by_rank, rows.device)
         by_rank = inverse(by_expert)
         rows = Permute.apply(rows, by_expert, by_rank)
-        counts_here = map(sum, zip(*counts_by_rank))
+        counts_here = map(sum, zip(*counts_by_rank))  # rows of each expert, from all ranks
         rows = self.held_experts(rows, list(counts_here))
         rows = Permute.apply(rows, by_rank, by_expert)
         return Exchange.apply(rows, group, sent, received)
@@ -346,7 +351,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.deferred is not None:
             ctx.deferred.add(functools.partial(ctx.add, x, grad))
         elif ctx.add is not None:
-            ctx.add(x, grad)
+            ctx.add(x, grad)  # at once, to the optimizer's buffer
         else:
             dw = torch.zeros_like(weight)
             _add_weight_gradients(dw, x, grad, ctx.counts)
@@ -354,10 +359,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 # torch's grouped product is one kernel for all experts. One H100 computed 128 small experts 2.5
-# times as fast by it, and 8 large experts no faster (benchmarks/results/gpu-h100.md). So it is
-# taken for at least so many experts, whose matrices have at most so many elements:
-LEAST_GROUPED = 32  # experts
-MOST_OF_GROUPED = 2**22  # elements of an expert's matrix
+# times as fast by it, and 8 large experts no faster (benchmarks/results/gpu-h100.md). So it is used
+# if there are many experts and each has a small matrix:
+LEAST_GROUPED = 32  # the smallest number of experts for which it is used
+MOST_OF_GROUPED = 2**22  # the largest number of elements of an expert's matrix
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
@@ -384,13 +389,13 @@ def _grouped_product(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 
 
 def product_in_one_kernel(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Return `_grouped_product` by torch's kernel for all experts."""
+    """Return each expert's rows of x times its matrix, (n, out), by one kernel for all experts."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, weight, offs=ends.to(x.device, non_blocking=True))
 
 
 def product_by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """Return `_grouped_product` by a kernel for each expert."""
+    """Return each expert's rows of x times its matrix, (n, out), by one kernel for each expert."""
     y = x.new_empty(len(x), weight.shape[-1])
     for rows, out, matrix in zip(x.split(counts), y.split(counts), weight):
         torch.mm(rows, matrix, out=out)
@@ -436,6 +441,7 @@ def grouped_linear(
     the number of rows of each expert, which x has in this order. deferred: the list that puts
     weight gradients off until pass W, or None.
     """
+    # Without a buffer for the gradient and without a pass W, autograd computes the gradient.
     if deferred is None and not hasattr(parameter, "main_grad"):
         return _GroupedLinear.apply(x, weight, counts, None, None)
     add: Callable = functools.partial(_add_gradients, parameter, weight.shape, counts)

@@ -7,10 +7,12 @@
     loss of a token = log(sum over all ranks' columns of exp(logit - m)) + m - its label's logit
                       with m the token's largest logit; the gradient is softmax - one-hot
 
-Shapes: s sequence, b samples, V/n this rank's columns. The loss is computed in fp32 at least, a few
-rows at a time, without a copy of all logits: the exponentials overwrite fp32 logits in `of`. 16-bit
-logits are kept, and exponentiated again in the backward pass. The gradient overwrites the logits or
-their exponentials.
+A label is the number of the right next token. one-hot is 1 in the label's column, else 0. Shapes: s
+sequence, b samples, V/n this rank's columns. The loss is computed in fp32 at least, a few rows at a
+time, without a copy of all logits. There are two cases: in `of`, exp(logit - m) overwrites fp32
+logits, with m the largest logit on this rank; 16-bit logits are kept, because their exponentials
+would lose precision, and exponentiated again in the backward pass. In both cases the gradient
+overwrites the memory of the logits.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, tp, spec, fused):
-        """Return the loss of each token, (s, b). The arguments are those of `cross_entropy`."""
+        """Return the loss of each token, (s, b). The arguments are those of `cross_entropy`.
+
+        Each tensor rank computes sums over its columns, and the all-gather gives every rank the
+        sums of all ranks.
+        """
         local_loss = LocalLoss.of(logits.detach(), labels, spec, fused)
         sums = local_loss.sums
         sums_of_ranks = sums.new_empty(tp.size, *sums.shape)
@@ -66,11 +72,12 @@ def cross_entropy(
 class LocalLoss(NamedTuple):
     """One rank's part of the loss, from its columns of the logits.
 
-    logits: (s, b, V/n), or their exponentials if the logits are fp32. columns: (s, b, 1), the
-    label's column on this rank; 0 where `absent`, (s, b), says that another rank has it. targets:
-    (s, b), False for labels below 0, which do not count. fused: use kernels of torch.compile.
-    sums: (3, s, b), of this rank's columns: the largest logit, the sum of exponentials relative to
-    the largest, and the label's logit (0 if absent). All ranks' sums together give the losses.
+    logits: (s, b, V/n), 16-bit logits, or in place of fp32 logits their exponentials. columns: (s,
+    b, 1), the label's column on this rank; 0 where `absent`, (s, b), says that another rank has it.
+    targets: (s, b), False for labels below 0, which do not count. fused: use kernels of
+    torch.compile. sums: (3, s, b), over this rank's columns: the largest logit, the sum of
+    exp(logit - largest), and the label's logit (0 if absent). The sums of all ranks together give
+    the losses.
     """
 
     logits: Tensor
@@ -89,20 +96,22 @@ class LocalLoss(NamedTuple):
         spec: ParamSpec,
         fused: bool = False,
     ) -> "LocalLoss":
-        """Return the part of the loss that comes from logits (s, b, V/n).
+        """Return the part of the loss that comes from logits (s, b, V/n), overwritten if fp32.
 
         labels: (s, b), numbers in the whole vocabulary, or below 0. spec: says which rows of the
         vocabulary this rank has. fused: use kernels of torch.compile.
         """
-        columns_here = spec.stop - spec.start
+        columns_here = spec.stop - spec.start  # the columns that are no padding
         exact = torch.promote_types(logits.dtype, torch.float32)
-        logits[..., columns_here:] = torch.finfo(logits.dtype).min  # the columns of padding
+        # The columns of padding get the probability 0.
+        logits[..., columns_here:] = torch.finfo(logits.dtype).min
         columns = labels - spec.start
         absent = (columns < 0) | (columns >= columns_here)
         columns = columns.masked_fill(absent, 0)[..., None]
         label_logit = logits.gather(-1, columns)[..., 0].to(exact).masked_fill(absent, 0.0)
         largest = logits.amax(-1).to(exact)
-        total = torch.empty_like(largest)  # filled by the function
+        total = torch.empty_like(largest)  # `function` writes it
+        # Both functions write the sums of exponentials into `total`; only the first changes logits.
         function = _exponentiate if logits.dtype == exact else _sum_exponentials
         _call_by_rows(function, fused, logits, largest, total)
         sums = torch.stack([largest, total, label_logit])
@@ -114,19 +123,23 @@ class LocalLoss(NamedTuple):
         The factor turns this rank's exponentials into softmax probabilities. sums_of_ranks: the
         `sums` of all n ranks, (n, 3, s, b).
         """
-        largest_of_ranks, totals, label_logits = sums_of_ranks.unbind(1)
+        largest_of_ranks, totals, label_logits = sums_of_ranks.unbind(1)  # (n, s, b) each
         largest = largest_of_ranks.amax(0)
+        # Each rank's sum is relative to its own largest logit: make all relative to the largest.
         total = (totals * (largest_of_ranks - largest).exp_()).sum(0)
         label_logit = label_logits.sum(0)  # 0 on all ranks but that of the label's column
         losses = (total.log() + largest - label_logit).masked_fill_(~self.targets, 0.0)
+        # softmax = exp(logit - largest_here) * exp(largest_here - largest) / total
         largest_here = self.sums[0]
         return losses, (largest_here - largest).exp_().div_(total)
 
     def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
         """Return the gradient of the loss for the logits, times each token's weight: (s, b, V/n).
 
-        share: the factor (s, b) that `losses` returns. weight: (s, b) or a number. The gradient
-        overwrites the logits' memory, so this may be called only once.
+        share: the factor (s, b) that `losses` returns. weight: (s, b) or a number; a token that is
+        no target gets 0. The gradient overwrites the logits' memory, so this may be called only
+        once: first the label's element is read, then all elements are multiplied, and at last the
+        label's element is written again, less its one-hot.
         """
         logits = self.logits
         largest = self.sums[0]
@@ -135,7 +148,7 @@ class LocalLoss(NamedTuple):
         one_hot = weight.masked_fill(self.absent, 0.0)
         at_label = logits.gather(-1, self.columns)[..., 0]
         function = _scale
-        if logits.dtype != largest.dtype:
+        if logits.dtype != largest.dtype:  # 16-bit logits are not exponentiated yet
             at_label = (at_label - largest).exp_()
             function = _scale_exponentials
         _call_by_rows(function, self.fused, logits, largest, scale)
@@ -146,8 +159,9 @@ class LocalLoss(NamedTuple):
     def finish(self, sums_of_ranks: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """Return the tokens' losses (s, b) and the gradient for the logits, times `weight`.
 
-        sums_of_ranks: the `sums` of all n ranks, (n, 3, s, b). The gradient overwrites the logits'
-        memory, so this may be called only once.
+        Called with --vocab-pp, where forward and backward are one pass. sums_of_ranks: the `sums`
+        of all n ranks, (n, 3, s, b). The gradient overwrites the logits' memory, so this may be
+        called only once.
         """
         losses, share = self.losses(sums_of_ranks)
         return losses, self.gradient(share, weight)
@@ -156,8 +170,9 @@ class LocalLoss(NamedTuple):
 def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -> None:
     """Call the function on slices of all tensors along the sequence, one slice after the other.
 
-    A slice of `logits`, (s, b, V/n), has at most LOGITS_AT_ONCE numbers, or one row. fused: call a
-    compiled version once instead, on the whole tensors.
+    So temporary tensors are small. The function writes its results into the tensors. A slice of
+    `logits`, (s, b, V/n), has at most LOGITS_AT_ONCE numbers, or one row. fused: call a compiled
+    version once instead, on the whole tensors, because its kernel makes no temporary tensors.
     """
     if fused:
         compile_kernel(function)(logits, *others)

@@ -6,6 +6,7 @@ Shapes at line ends: s sequence, b samples, h hidden, a heads of size d, g key/v
 f MLP width, V vocabulary; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp.
 Weights are drawn as in GPT-2: from a normal distribution, whose standard deviation is smaller by
 sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream.
+A ParamFactory makes the parameters, which are split over tp, and has the settings of all layers.
 Read parallel.py first; attention is in attention.py and the loss in loss.py.
 """
 
@@ -36,6 +37,7 @@ class Norm(nn.Module):
     """LayerNorm or RMSNorm over h; every tensor rank holds the whole scale (and shift)."""
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+        """Make a norm's scale, and a LayerNorm's shift; name: the beginning of their names."""
         super().__init__()
         self.eps = model.norm_eps
         self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=1.0)
@@ -74,7 +76,7 @@ class MLP(nn.Module):
     def __init__(
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, width: int = 0
     ):
-        """std: the standard deviation of the second matrix. width: f, default: ffn_hidden."""
+        """Make an MLP's two matrices. std: for the second. width: f; 0: the model's ffn_hidden."""
         super().__init__()
         f = width or model.ffn_hidden
         shape: tuple[int, ...] = (f,)
@@ -83,7 +85,7 @@ class MLP(nn.Module):
             shape = (2, f)
             # The other activations are not compiled, because each is a single kernel of torch.
             self.activation = factory.compile_for_training(_swiglu)
-        split_dim = len(shape) - 1  # f is split over tp
+        split_dim = len(shape) - 1  # the dimension f, which is split over tp
         self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, split_dim, model.bias)
         self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
 
@@ -124,7 +126,7 @@ class Block(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
-        """index: the block's number in the model. recompute: the --recompute of this block."""
+        """Make block number `index` of the model. recompute: this block's value of --recompute."""
         super().__init__()
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # for the two output matrices
@@ -157,7 +159,7 @@ class Block(nn.Module):
         # recomputed, so that recomputation cannot change the choice.
         chosen_experts: list[Tensor] = []
         if self.recompute and torch.is_grad_enabled():
-            x = x if y is None else x + y  # so that one tensor is kept, and not two
+            x = x if y is None else x + y  # one tensor is kept for the backward pass, and not two
             return recompute(self._run, x, None, mask, rotary, cache, chosen_experts)
         return self._run(x, y, mask, rotary, cache, chosen_experts)
 
@@ -170,31 +172,31 @@ class Block(nn.Module):
         cache: KeyValueCache | None,
         chosen_experts: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `forward`; recomputation runs this method a second time."""
+        """Run the block in the form of --block; return two tensors whose sum is its output."""
         mlp: Callable[[Tensor], Tensor] = self.mlp
         if self.has_experts:
             mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
-        if self.kind == "post-norm":
+        if self.kind == "post-norm":  # norms after attention and MLP; the others: before
             x = x if y is None else x + y
             x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
             return x, self.mlp_norm(mlp(x))
         x, normed = self.attention_norm.add_and_normalise(x, y)
         y = self.attention(normed, mask, rotary, cache)
-        if self.kind == "parallel":
+        if self.kind == "parallel":  # attention and MLP take the same x
             return x + y, mlp(self.mlp_norm(x))
         x, normed = self.mlp_norm.add_and_normalise(x, y)
         return x, mlp(normed)
 
 
-TOKENS = "embedding.tokens.weight"  # the name of the token matrix
+TOKENS = "embedding.tokens.weight"  # the name of the embedding's matrix in a checkpoint
 
 
 class VocabEmbedding(nn.Module):
     """The tokens' embedding matrix, with its rows split over tp.
 
-    The last rank's rows may end in padding, which no token selects. over: with --vocab-pp, the
-    group of pp and tp over which the rows are split instead. `forward` sums over tp alone, so the
-    caller then has to sum its results over the pipeline ranks.
+    The last rank's rows may end in padding, which no token selects. With --vocab-pp the rows are
+    split over pp and tp. `forward` sums over tp alone, so the caller then has to sum its results
+    over the pipeline ranks.
     """
 
     def __init__(
@@ -207,6 +209,7 @@ class VocabEmbedding(nn.Module):
         tied: bool,
         over: Group | None = None,
     ):
+        """Make this rank's part of the `padded` rows of a matrix. over: --vocab-pp's group."""
         super().__init__()
         self.factory = factory
         self.group = over or factory.mesh.tp
@@ -225,7 +228,7 @@ class VocabEmbedding(nn.Module):
         if self.group.size == 1:
             return F.embedding(tokens, self.weight, sparse=sparse)
         rows_here = self.weight.shape[0]
-        row = tokens - self.group.rank * rows_here
+        row = tokens - self.group.rank * rows_here  # the tokens' rows in this rank's part
         absent = (row < 0) | (row >= rows_here)  # tokens whose rows other ranks hold
         embeddings = F.embedding(row.masked_fill(absent, 0), self.weight, sparse=sparse)
         embeddings = embeddings.masked_fill(absent[..., None], 0.0)
@@ -242,7 +245,7 @@ class Embedding(nn.Module):
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool, vocab_pp: bool
     ):
-        """padded: rows of the token matrix; tied: whether another rank holds a copy of it."""
+        """Make the embeddings. padded: the token matrix's rows. tied: another rank has a copy."""
         super().__init__()
         self.sequence_group = factory.mesh.tp if factory.sequence_parallel else None  # divides s
         self.cp = factory.mesh.cp
@@ -274,7 +277,7 @@ class Embedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def _shard_sequence(self, rows: Tensor) -> Tensor:
-        """Return this tensor rank's part of `rows`; without sequence parallelism, all rows."""
+        """Return this rank's part of the positions' rows; without sequence parallelism, all."""
         return self.sequence_group.shard(rows) if self.sequence_group else rows
 
 
@@ -288,7 +291,7 @@ class Head(nn.Module):
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
     ):
-        """padded: rows of the output matrix. embedding: None if another rank holds it."""
+        """Make final norm and output matrix (`padded` rows). embedding: this rank's, if any."""
         super().__init__()
         self.factory = factory
         self.shared = False  # whether the embedding uses this matrix too
@@ -321,13 +324,13 @@ class Head(nn.Module):
 class VocabularyPart(nn.Module):
     """With --vocab-pp, this rank's rows of embedding and output matrix (one matrix if tied).
 
-    Every pipeline rank has a VocabularyPart. vocabulary.py calls both methods; `deferred` puts off
-    the computation of the output matrix's gradient to the end of pass T, because another rank waits
-    for the gradient of the logits' input.
+    Every pipeline rank has a VocabularyPart. vocabulary.py calls both methods. `deferred` keeps the
+    computation of the output matrix's gradient until the logits' input has its gradient: another
+    rank waits for the latter.
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
-        """padded: the number of rows of the whole matrices."""
+        """Make this rank's rows of embedding and output matrix. padded: the rows of all ranks."""
         super().__init__()
         over = factory.mesh.vocabulary
         shape = (model.vocab_size, model.hidden)
@@ -336,7 +339,7 @@ class VocabularyPart(nn.Module):
         self.tokens = VocabEmbedding(factory, TOKENS, shape[0], padded, shape[1], False, over)
         self.weight: nn.Parameter = self.tokens.weight
         if model.tied:
-            self.weight.passes = 2  # gradients in a micro-batch: of the embedding and the output
+            self.weight.passes = 2  # gradients in a micro-batch: as embedding and as output matrix
         else:
             name = "head.weight"
             self.weight = factory.parameter(
@@ -384,8 +387,9 @@ class Stage(nn.Module):
         if spec.head and layout.vocab_pp:
             self.output_norm = Norm(factory, "head.norm", model)
         elif spec.head:
-            embedding_stage = self if first is None else first
+            embedding_stage = self if first is None else first  # has the matrix of a tied head
             self.head = Head(factory, model, padded, embedding_stage.embedding)
+        # A tied head may use the matrix of the first stage on this rank: it is counted there.
         counted_elsewhere: list[nn.Parameter] = []
         if self.head is not None and first is not None and model.tied:
             counted_elsewhere.append(self.head.weight)
@@ -397,13 +401,13 @@ class Stage(nn.Module):
         check_parameter_count(spec, self.parameters(), vocabulary, counted_elsewhere)
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
-        """Make this stage's blocks; the first `recomputed_blocks` of them are recomputed."""
+        """Make this stage's blocks; the layout says how many, from the first on, recompute."""
         recomputed_blocks = layout.recomputed_blocks(self.spec.blocks, self.spec.index)
         for n in range(self.spec.blocks):
             recomputation = layout.recompute if n < recomputed_blocks else "none"
             block = Block(factory, self.spec.first + n, model, recomputation)
             self.blocks.append(block)
-            if factory.shard is not None:
+            if factory.shard is not None:  # --zero 3: before the next block needs memory
                 factory.shard(block)
 
     def forward(
@@ -418,7 +422,7 @@ class Stage(nn.Module):
         last stage returns this rank's logits of the next token: (b, V/tp).
         """
         x = self.hidden_states(x, batch, cache)
-        if self.head is None:
+        if self.head is None:  # not the last stage, or --vocab-pp
             return x
         if cache is not None:
             last_token = x[-1:]
@@ -439,7 +443,7 @@ class Stage(nn.Module):
         if self.positions is not None:
             mask = self.positions.mask(batch)
             rotary = self.positions.rotary(token_positions)
-            y = None
+            y = None  # a block's output is x + y: the next block adds them, in its first kernel
             for block in self.blocks:
                 x, y = block(x, y, mask, rotary, cache)
             x = x if y is None else x + y

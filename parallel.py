@@ -5,7 +5,8 @@
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism they are (s/tp, b,
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
 gradients over tp (`_Linear`), g sums outputs over tp (`reduce_from_tp`). For sequence
-parallelism see arXiv 2205.05198.
+parallelism see arXiv 2205.05198. A parameter may have a `main_grad`: the buffer of optim/buckets.py
+in which gradients are summed. Layers add to it themselves and then call `gradient_added`.
 """
 
 import functools
@@ -67,12 +68,12 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def compile_kernel(function: Callable, dynamic: bool = False) -> Callable:
-    """Return `function`, compiled as a graph for each shape of its inputs, or one if `dynamic`."""
+    """Return `function`, compiled for each shape of its inputs, or if `dynamic` for all at once."""
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
-# Number of elements. With fewer elements, a compiled kernel saves the GPU less time than its start
-# costs the processor, compared with the start of torch's own kernels.
+# The number of elements from which a kernel is compiled. With fewer, a compiled kernel saves a GPU
+# less time than its start costs the processor, compared with the start of torch's own kernels.
 COMPILED_FROM = 2**24
 
 
@@ -145,7 +146,7 @@ class ParamFactory:
         start = 0
         stop = shape[0]
         local_shape = list(shape)
-        if dim is not None:
+        if dim is not None:  # 5 rows, padded to 6, on 2 ranks: rows 0 to 2, and 3 to 4 and padding
             group = over or tp
             rows = (padded or shape[dim]) // group.size
             start = min(group.rank * rows, shape[dim])
@@ -167,8 +168,8 @@ class ParamFactory:
         return parameter
 
 
-DRAWN_AT_ONCE = 2**20  # elements on a GPU
-DRAWN_ON_CPU = 2**16  # elements on a CPU: temporary tensors fit a core's cache
+DRAWN_AT_ONCE = 2**20  # elements that draw_normal draws at once on a GPU
+DRAWN_ON_CPU = 2**16  # the same on a CPU, whose cache then holds the temporary tensors
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
 _GAMMA = -7046029254386353131
 _MIX1 = -4658895280553007687
@@ -186,7 +187,8 @@ def draw_normal(
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
-    row = math.prod(shape[dim + 1 :])  # elements that share one index along dim
+    row = math.prod(shape[dim + 1 :])  # elements of one row, that is, of one index along dim
+    # Columns 2 to 3 of a (3, 4) tensor are 3 runs of 2 elements, with 2 elements between runs.
     run = out.shape[dim] * row  # elements that are adjacent in `out` and in the whole tensor
     other_rows = shape[dim] * row - run  # elements between two runs in the whole tensor
     flat = out.view(-1)
@@ -194,12 +196,12 @@ def draw_normal(
     for first in range(0, len(flat), at_once):
         stop = min(first + at_once, len(flat))
         local_index = torch.arange(first, stop, device=out.device)
-        index = local_index + local_index // run * other_rows + start * row
+        index = local_index + local_index // run * other_rows + start * row  # in the whole tensor
         flat[first:stop] = _to_normal(splitmix64(index, key)).mul_(std)
 
 
 def splitmix64(index: Tensor, key: int) -> Tensor:
-    """Return the outputs with the numbers `index`, int64, of the generator with the seed `key`."""
+    """Return a generator's outputs number `index`, 64 random bits each; `key` is its seed."""
     z = (index + 1) * _GAMMA + key
     z = (z ^ _shift(z, 30)) * _MIX1
     z = (z ^ _shift(z, 27)) * _MIX2
@@ -219,9 +221,6 @@ def _to_normal(bits: Tensor) -> Tensor:
     return radius * (low.double() * (2.0**-32 * 2.0 * torch.pi)).cos_()
 
 
-# ---- Products with a weight, whose backward may be split -----------------------------------------
-
-
 class DeferredGradients:
     """Computations of weight gradients that a backward pass puts off until the schedule's pass W.
 
@@ -237,7 +236,9 @@ class DeferredGradients:
         self._computations.append(compute)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
-        """Run autograd's backward pass; return a function that does what its layers put off."""
+        """Do pass B of a stage: run autograd from `output`, whose gradient is `grad`. Return the
+        function that does pass W: it runs what the layers have put off in this pass B.
+        """
         torch.autograd.backward(output, grad)
         computations = self._computations
         self._computations = []
@@ -281,15 +282,15 @@ class _Linear(torch.autograd.Function):
         gather_from = ctx.gather_from
         whole_x = x
         gather_handle = sum_handle = None
-        if gather_from is not None and ctx.deferred is None:
+        if gather_from is not None and ctx.deferred is None:  # else pass W gathers x
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
-            gather_handle = tp.all_gather(whole_x, x)
+            gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
         dx = grad @ weight
         if gather_handle is not None:
             gather_handle.wait()
         if gather_from is not None:
             dx_here = torch.empty_like(x)
-            sum_handle = tp.reduce_scatter(dx_here, dx)
+            sum_handle = tp.reduce_scatter(dx_here, dx)  # runs during the weight gradient below
             dx = dx_here
         elif tp is not None:
             sum_handle = tp.all_reduce(dx)
@@ -322,7 +323,7 @@ def _add_gradients(
 
     x, grad: the product's input and gradient. compile: a compiled kernel sums grad if it is large.
     """
-    if not hasattr(weight, "main_grad"):
+    if not hasattr(weight, "main_grad"):  # --zero 2, 3: no buffer for a step's gradients
         dw, db = _weight_gradients(x, grad, bias is not None)
         # These backward passes add the gradients to .grad, and run the hooks.
         torch.autograd.backward(weight, dw.view(weight.shape))
@@ -348,7 +349,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
-        total.add_(a @ b)
+        total.add_(a @ b)  # a CPU needs a temporary product
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
@@ -378,7 +379,7 @@ def linear(
             return F.linear(x, weight, bias)
         return _Linear.apply(x, weight, bias, tp, gather, None, None)
     add = functools.partial(_add_gradients, weight, bias, compile)
-    # Detached from autograd, because `_add_gradients` adds the gradients of the parameters.
+    # Autograd must not see the parameters: `_add_gradients` adds their gradients instead.
     weight = weight.detach().flatten(0, -2)
     bias = None if bias is None else bias.detach().flatten()
     return _Linear.apply(x, weight, bias, tp, gather, add, deferred)
@@ -412,6 +413,7 @@ class ColumnLinear(nn.Module):
         dim: int,
         bias: bool,
     ):
+        """Make W, whose rows are split, and b if `bias`. name: the beginning of their names."""
         super().__init__()
         self.factory = factory
         self.weight = factory.parameter(
@@ -420,7 +422,7 @@ class ColumnLinear(nn.Module):
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of y, (s, b, out/tp)."""
+        """Return this rank's columns of y = x W^T + b: (s, b, out/tp)."""
         return column_linear(x, self.weight, self.bias, self.factory)
 
 
@@ -430,7 +432,7 @@ class RowLinear(nn.Module):
     def __init__(
         self, factory: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
     ):
-        """std: the standard deviation of the weight. The bias is whole on every tensor rank."""
+        """Make W, whose columns are split, and the whole b. std: W's standard deviation."""
         super().__init__()
         self.factory = factory
         input_dim = 1  # the dimension of the weight that is split over tp
@@ -439,7 +441,7 @@ class RowLinear(nn.Module):
         self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y, (s, b, out), or (s/tp, b, out) with sequence parallelism."""
+        """Return (sum over tp of x_i W_i^T) + b: (s, b, out), or (s/tp, b, out) if s is split."""
         factory = self.factory
         if factory.mesh.tp.size == 1:
             return linear(x, self.weight, self.bias, factory.deferred, compile=factory.compile)

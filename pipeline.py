@@ -1,7 +1,9 @@
 """Runs a pipeline schedule on one rank's stages: the only file that sends activations.
 
-`Execution` does the schedule's list of actions for this rank in order; a table gives the method for
-each kind of pass. schedules/schedule.py explains the lists (F0 F1 B0 ...): read it first.
+`Execution` does the schedule's list of actions for this rank in order. An action is one pass of one
+micro-batch through one stage: F forward, B backward, W weight gradients if B leaves them out.
+schedules/schedule.py explains the lists (F0 F1 B0 ...): read it first. `mesh.recorder.at` tells the
+flight recorder which pass this rank is in, for the report of a hang.
 
 A receive is started one action before the action that uses it, and a rank does not wait for its
 sends, so messages travel while the rank computes. Schedule.may_be_ahead and Schedule.sent_before
@@ -44,8 +46,8 @@ class Ends:
     passes; `passes` maps each of these kinds to the method that does the pass.
     """
 
-    # Whether the passes of this class show this rank that its activations have arrived, also in an
-    # evaluation, where no gradients come back that would show it.
+    # Whether the passes of this class show this rank that its activations have arrived. In an
+    # evaluation no gradients come back that would show it, so else `_pass_on` waits for each send.
     shows_arrivals = False
 
     def __init__(self, execution: "Execution"):
@@ -54,9 +56,9 @@ class Ends:
 
     @staticmethod
     def connect(mesh: Mesh, device: torch.device) -> None:
-        """Send a first message in every group that the methods in `passes` use.
+        """Send a first message in every group that the methods in `passes` use; here no group.
 
-        Pipeline._connect has the reason. This class has no such passes, so it sends nothing.
+        Pipeline._connect calls this before the first schedule, for the reason that it gives.
         """
 
     def batch(self, action: Action) -> Batch | None:
@@ -74,7 +76,7 @@ class Ends:
 
     def first_input(self, action: Action, batch: Batch | None) -> Tensor:
         """Return the input of the first stage's forward pass: the tokens, (b, s)."""
-        assert batch is not None  # the first stage reads it
+        assert batch is not None  # `batch` gives the first stage its micro-batch
         return batch.tokens
 
     def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
@@ -82,7 +84,7 @@ class Ends:
 
         Return `y` times the loss weight: the scalar from which the backward pass starts.
         """
-        assert batch is not None  # the last stage reads it
+        assert batch is not None  # `batch` gives the last stage its micro-batch
         self.execution.loss += y.detach()
         self.execution.targets += batch.count
         return y * self.execution.loss_weight
@@ -100,7 +102,7 @@ class Ends:
     def post_receive(self, action: Action) -> None:
         """Start to receive the input of an action, if it is a pass of a kind in `passes`.
 
-        Called for every action, before it or one action earlier. This class has no such passes.
+        Called before every action, and for some also one action earlier. Here no such pass exists.
         """
 
     def finish(self) -> list[Handle]:
@@ -128,6 +130,7 @@ class Pipeline:
         config: Config,
         ends: type[Ends] = Ends,
     ):
+        """Begin without a schedule. stages: this rank's, by number. ends: the class of `Ends`."""
         self.stages = stages
         self.mesh = factory.mesh
         self.deferred = factory.deferred
@@ -185,6 +188,7 @@ class Pipeline:
         cache.begin(tokens.shape[1])
         x = tokens
         rank = self.mesh.pp.rank
+        # Every rank goes through all stages, and computes, sends or receives where it takes part.
         rank_of = placement(self._layout)
         next_rank_of = [*rank_of[1:], rank_of[-1]]  # the last stage's output is sent to no rank
         for stage, (sender, receiver) in enumerate(zip(rank_of, next_rank_of)):
@@ -204,14 +208,15 @@ class Pipeline:
     def run(
         self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0
     ) -> tuple[Tensor, int]:
-        """Do all of this rank's actions of a schedule in order; the result is that of `train`."""
+        """Do this rank's actions of a schedule in order; return what `train` returns."""
         if schedule.rank_of not in self._connected:
             self._connect(schedule.rank_of)
         self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
-            continue  # an iteration does one action
-        if self.mesh.tp.rank > 0:  # all ranks of a tensor group have the same loss: it counts once
+            continue  # the iteration itself does an action
+        # All ranks of a tensor group have the same loss. The caller sums over ranks: one counts it.
+        if self.mesh.tp.rank > 0:
             return torch.zeros_like(execution.loss), 0
         return execution.loss, execution.targets
 
@@ -288,7 +293,7 @@ class Execution:
                 self.sources[action] = (source, schedule.rank_of[source.stage])
         # Results of this rank's actions that are inputs of another stage on this rank.
         self.local_results: dict[Action, Tensor] = {}
-        # Receives by the neighbour's action that computes the message, sends by this rank's action.
+        # Receives by the neighbour's action that computes the message; sends by this rank's action.
         self.receives: dict[Action, tuple[Tensor, Handle]] = {}
         self.sends: dict[Action, DelayedStart] = {}
         # Sends and collectives by index i: they are started before actions[i].
@@ -307,11 +312,12 @@ class Execution:
         for index, action in enumerate(self.actions):
             self._post_receive(action)
             if index + 1 < len(self.actions):
+                # The next input travels while this action computes, if it can be sent by then.
                 upcoming = self.actions[index + 1]
                 if self.schedule.may_be_ahead(upcoming):
                     self._post_receive(upcoming)
             self.passes[action.kind](action)
-            for operation in self.unstarted.pop(index + 1, ()):
+            for operation in self.unstarted.pop(index + 1, ()):  # sends due before the next action
                 operation.start()
             yield action
         self.pipeline.sending += self.sends.values()
@@ -342,7 +348,7 @@ class Execution:
             self.for_backward[stage, micro_batch] = (x, get_gradient_edge(y))
 
     def _backward(self, action: Action) -> None:
-        """Do action B: a stage's backward pass, or, with W, only the gradient of its input."""
+        """Do action B: a stage's backward pass, or only its input's gradient if W does the rest."""
         stage = action.stage
         micro_batch = action.micro_batch
         self.mesh.recorder.at("B", micro_batch)
@@ -372,14 +378,16 @@ class Execution:
     # -- between stages ---------------------------------------------------------------------
 
     def start_later(self, action: Action, begin: Callable[[], Handle]) -> DelayedStart:
-        """Have `begin` send an action's result when the schedule says; return the send's handle."""
+        """Have `begin` send an action's result just before the action of this rank that
+        Schedule.sent_before names; return the handle of the send.
+        """
         operation = DelayedStart(begin, self.mesh.recorder)
         start_index = self.schedule.sent_before(action)
         self.unstarted.setdefault(start_index, []).append(operation)
         return operation
 
     def _post_receive(self, action: Action) -> None:
-        """Start to receive an action's input, unless that is started or this rank computes it."""
+        """Start to receive an action's input, unless that is started or the input is local."""
         self.ends.post_receive(action)
         if action not in self.sources:
             return
@@ -424,8 +432,8 @@ class Execution:
     def _free_received(self, neighbour: int, finished: Action) -> None:
         """Free the sent messages that a neighbour must have received to finish an action.
 
-        Called when the result of that action arrives. Without this, every sent activation would be
-        kept until the step ends.
+        Called when the result of that action arrives: all actions before it in the neighbour's list
+        are done too, so their inputs have arrived. Else all sent tensors were kept until step end.
         """
         first = self.finished[neighbour]
         stop = self.index_of[finished] + 1

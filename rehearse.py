@@ -31,11 +31,14 @@ from planner import hardware
 from schedules import choice
 
 MOST_RANKS = 1_000_000  # largest --gpus
-LINES = 4  # number of progress lines after the first line
+LINES = 4  # the number of lines that Progress prints after its first line
 
 
 def main(arguments: list[str]) -> int:
-    """Rehearse the run of these arguments, print the answers, and return the exit status."""
+    """Rehearse the run of these arguments, print the answers, and return the exit status.
+
+    A UserError ends the program with one line and the exit status 2.
+    """
     try:
         return _rehearse(arguments)
     except UserError as mistake:
@@ -43,7 +46,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _rehearse(arguments: list[str]) -> int:
-    """Do the work of `main`; raise UserError for wrong arguments."""
+    """Do the work of `main`: read the arguments, rehearse each rank, print the answers.
+
+    Return the exit status. Raise UserError for wrong arguments.
+    """
     options, train_arguments = _parser().parse_known_args(arguments)
     check_file(options.json)
     machine = hardware.load(options.gpu, options.calibration)
@@ -59,13 +65,14 @@ def _rehearse(arguments: list[str]) -> int:
         notes.append("--compile: what it fuses is rehearsed as it is")
     if config.run.device not in ("auto", "cuda"):
         notes.append(f"--device {config.run.device}: rehearsed on fake GPUs")
-    if decided:
+    if decided:  # --schedule auto has chosen a schedule
         notes.append(choice.note(config.layout, decided))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if config.training.optimizer == "adamw8bit":
         why = "bitsandbytes' kernels write to memory, and fake GPUs have none"
         raise UserError(f"--optimizer adamw8bit is not rehearsed: {why}; plan.py has its memory")
+    # This imports torch with a library that lets it run on fake GPUs: no import before may do so.
     device_guard.load()
     from emulator import answers, rehearsal
 
@@ -83,13 +90,17 @@ class Progress:
     """Prints to standard error how many of `total` ranks have ended, a line for each quarter."""
 
     def __init__(self, total: int):
+        """Begin with no rank done, and print so; total: the number of ranks to rehearse."""
         self.total = total
         self.began = time.monotonic()
         self._quarter = -1  # the last quarter that was printed
         self(0)
 
     def __call__(self, done: int) -> None:
-        """Note that `done` ranks have ended; print a line if another quarter of the ranks has."""
+        """Note that `done` ranks have ended; print a line if another quarter of the ranks has.
+
+        The rehearsal calls this after each rank.
+        """
         quarter = done * LINES // self.total
         if quarter > self._quarter:
             seconds = time.monotonic() - self.began
@@ -99,7 +110,7 @@ class Progress:
 
 
 def _parser() -> Parser:
-    """Return the parser of the options that train.py does not have."""
+    """Return the parser of the options that train.py does not have; it passes on all others."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_gpus("ranks of the run", default=1)
     parser.add_argument("--nodes", type=int)
@@ -114,7 +125,8 @@ def _parser() -> Parser:
 def _nodes(options: Namespace, per_node: int) -> int:
     """Return the number of nodes; UserError if it does not divide the number of ranks.
 
-    per_node: the GPUs of a node. Without --nodes the result is the smallest number that suffices.
+    per_node: the GPUs of a node. Without --nodes the result is the smallest number that divides the
+    ranks and has enough GPUs: 12 ranks on nodes of 8 GPUs need 2 nodes, with 6 ranks each.
     """
     if not 1 <= options.gpus <= MOST_RANKS:
         raise UserError(f"--gpus must be from 1 to {MOST_RANKS}, not {options.gpus}")

@@ -21,6 +21,7 @@ from pathlib import Path
 from config import messages  # imported first: it prints an error if Python is too old
 from config.messages import Parser, UserError
 
+# The columns of the table of `runs.py list` by which it can be sorted.
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
 
 
@@ -34,19 +35,23 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    """Print how two runs or checkpoints differ; return 1 if they differ, else 0."""
+    """Print how two runs or checkpoints differ; return the exit status: 1 if they do, else 0.
+
+    The options and arguments decide what is compared, as the file's docstring lists. given: the
+    parsed command line.
+    """
     from checkpointing.folders import is_checkpoint
     from numerics import diff
 
-    if given.spikes:
+    if given.spikes:  # each spike of a run, and the step before the spike
         from numerics import spikes
 
         result = spikes.compare(given.run_a)
         text = spikes.text(result)
-    elif given.with_transformers:
+    elif given.with_transformers:  # a run, and the same model in transformers
         result = diff.compare_with_transformers(given.run_a, given.with_transformers)
         text = diff.text(result)
-    elif given.run_b is None:
+    elif given.run_b is None:  # one run: its steps before and after a restart
         result = diff.compare_restart(given.run_a)
         text = diff.text(result)
     elif is_checkpoint(str(given.run_a)) or is_checkpoint(str(given.run_b)):
@@ -54,7 +59,7 @@ def _diff(given: argparse.Namespace) -> int:
 
         result = states.compare(given.run_a, given.run_b)
         text = states.text(result)
-    else:
+    else:  # two runs
         result = diff.compare(given.run_a, given.run_b)
         text = diff.text(result)
     if given.picture:
@@ -71,7 +76,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    """Print one run on one screen; return 0."""
+    """Print one run on one screen, for `runs.py show`; return the exit status 0."""
     from numerics import page
 
     print(page.text(given.run))
@@ -79,7 +84,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _chart(given: argparse.Namespace) -> int:
-    """Write a page of losses, or print them as bars with --text; return 0."""
+    """Write a page of losses, or print them as bars with --text; return the exit status 0."""
     from numerics import chart
 
     curves = chart.read_curves(given.runs)
@@ -92,7 +97,7 @@ def _chart(given: argparse.Namespace) -> int:
 
 
 def _list(given: argparse.Namespace) -> int:
-    """Print a table of the runs in a folder, or all columns with --json; return 0."""
+    """Print a table of the runs in a folder, or all columns with --json; return exit status 0."""
     from numerics import table
 
     rows, notes = table.table(given.folder, given.sort)
@@ -104,7 +109,7 @@ def _list(given: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser; a command sets `answer`, the function that runs it."""
+    """Return the parser; each command sets `answer`, the function that runs the command."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser("list", help="which runs are there, and in what do they differ?")

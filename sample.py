@@ -50,8 +50,9 @@ EVAL_BATCH = 4  # samples in a micro-batch with --eval-data
 class Task:
     """A checked command line: the checkpoint, the options, and token ids of the prompts, if any.
 
-    config: the configuration of the model and its layout. text: encodes the prompts and decodes the
-    samples. count: the largest number of new tokens for each prompt.
+    folder: the folder of the checkpoint. config: the configuration of the model and its layout.
+    text: encodes the prompts and decodes the samples; None with --eval-data. count: the largest
+    number of new tokens for each prompt.
     """
 
     folder: str
@@ -65,11 +66,14 @@ class Task:
 def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     """Return the task of a command line; raise UserError if anything in it is wrong.
 
-    Every rank calls this and gets the same result. options: from `parse`. ranks: their number.
+    Every rank calls this before torch is imported, and gets the same result. options: the result of
+    `parse`, in which the options of PROMPT_DEFAULTS are missing unless the user gave them. ranks:
+    the number of ranks.
     """
     if (options.prompt is None) == (options.eval_data is None):
         which = "neither was" if options.prompt is None else "both were"
         raise UserError(f"give one of --prompt and --eval-data; {which} given")
+    # An option that only --prompt uses must not be ignored silently.
     unused = [name for name in PROMPT_DEFAULTS if options.eval_data and name in options]
     if unused:
         raise UserError(f"--{unused[0].replace('_', '-')} goes with --prompt, not --eval-data")
@@ -80,7 +84,7 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     with Index(folder) as index:
         model = make_model(index.attributes("model"), index.path)
         run_options = json.loads(str(index.attributes("run")["config"]))
-    if options.eval_data:
+    if options.eval_data:  # no prompts, and so no tokenizer
         sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
         return Task(folder, options, _make_config(options, model, ranks))
     # An imported checkpoint has its tokenizer.json in a folder above.
@@ -128,7 +132,11 @@ def _corpora(run_options: dict[str, Any]) -> list[str]:
 
 
 def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
-    """Return the configuration of the model in the requested layout; UserError if it cannot be."""
+    """Return the configuration of the model in the requested layout; UserError if it cannot be.
+
+    The trainer builds the model from a configuration of a run, so this is a run of one step without
+    an optimizer. Weights are not drawn (init_std 0), because they are loaded.
+    """
     micro_batch = EVAL_BATCH if options.eval_data else 1
     replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
     values = dataclasses.asdict(model)
@@ -185,7 +193,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
     for name, (samples, count) in splits.eval_sets.items():
         loss = trainer.evaluate(state, samples, count)
         tokens = count * task.config.model.seq_length
-        perplexity = math.exp(min(loss, 100.0))
+        perplexity = math.exp(min(loss, 100.0))  # no overflow, whatever the loss
         yield f"{name}: loss {loss:.6f}, perplexity {perplexity:.4f}, {tokens} tokens"
     state.reader.close()
 
@@ -224,10 +232,10 @@ def main(arguments: list[str], watch: StartWatch) -> None:
         task = prepare_task(parse(arguments), launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    prepare(task.config.run, task.config.layout.pp)
-    watch.follow(task.config.run.out)
+    prepare(task.config.run, task.config.layout.pp)  # sets variables that torch and NCCL read
+    watch.follow(task.config.run.out)  # the folder for the report of a death
     context = start(launch, task.config.run)
-    watch.close()
+    watch.close()  # the start has succeeded
     with context.failing_loudly():
         for line in run(task, context):
             if context.rank == 0:

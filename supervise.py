@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
 def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> "Fewer | None":
     """Return the object that finds layouts for fewer nodes; None without --gpu.
 
-    command: the ranks' command. Raise UserError if the options do not go together.
+    The session asks it for a layout if too few nodes are left for the run's layout. command: the
+    ranks' command. Raise UserError if the options do not go together.
     """
     if options.gpu is None:
         if options.calibration or options.max_slowdown is not None:
@@ -77,7 +78,7 @@ def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> "Fewer | N
     try:
         config = parse(command.options)
     except UserError:
-        return None  # the ranks' own check prints this error, and ends them
+        return None  # the options of train.py are wrong: the ranks print this error and end
     from supervisor.fewer import Fewer, Options  # here, because it loads the planner
 
     return Fewer(command, config, Options(options.gpu, options.calibration, slowdown))

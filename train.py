@@ -36,7 +36,8 @@ with ending_all_ranks(watch), messages.installed():
     from distributed.launch import Launch, check_launch, discover
     from distributed.stop_conditions import Signals
 
-# A run with fewer elements, its optimizer's state and copies included, fits on every node.
+# The largest number of tensor elements, optimizer state and copies included, of a run that fits on
+# every node: for a smaller run `check_memory` loads no planner.
 SMALL_RUN = 10_000_000
 
 
@@ -49,23 +50,23 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     """
     share_heap()
     signals = Signals()
-    launch = Launch("python")
+    launch = Launch("python")  # if `discover` fails, its error is printed as by a single process
     try:
         launch = replace(discover(), watch=watch)
-        signals.follow(launch)
+        signals.follow(launch)  # until all ranks have met, SIGTERM or Ctrl-C ends them
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
         request = parse_request(arguments, __doc__)
         config = check(request.config, launch.size)
-        watch.follow(config.run.out)
+        watch.follow(config.run.out)  # the folder for the report of a death
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     if launch.rank == 0:
         check_machine(config)
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-    prepare(config.run, config.layout.pp)
+    prepare(config.run, config.layout.pp)  # sets variables that torch and NCCL read
     with messages.installed():
         import trainer
     trainer.main(config, launch, signals)
@@ -92,7 +93,8 @@ def check_machine(config: Config) -> None:
 def check_memory(config: Config) -> None:
     """Raise UserError if this node has less memory than its ranks certainly need.
 
-    The planner's formulas are not loaded for a run with fewer than SMALL_RUN elements.
+    The planner computes a lower bound of the need. Its formulas are not loaded for a run with fewer
+    than SMALL_RUN elements. Memory includes swap space.
     """
     if model_stats.elements_of_run(config) < SMALL_RUN:
         return

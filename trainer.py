@@ -5,7 +5,8 @@
     main(config, launch, signals)                  does a whole run; called by train.py
 
 A step has one direction: data.BatchReader gives micro-batches, pipeline.train runs them through
-the model's stages, zero's Optimizer.step turns their gradients into new weights.
+the model's stages, zero's Optimizer.step turns their gradients into new weights. After it each rank
+requests an action: to go on, to save, or to save and stop. The largest of them is done.
 """
 
 import time
@@ -42,7 +43,7 @@ from telemetry.step_stats import StatsExchange
 from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
-GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
+GO_ON, SAVE, SAVE_AND_STOP = RequestedAction  # ascending: the largest request is done
 
 
 @dataclass
@@ -98,8 +99,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     deferred = DeferredGradients() if layout.splits_backward else None
     dtype = DTYPES[training.precision]
     std = training.init_std
-    split = layout.sequence_parallel
-    factory = ParamFactory(mesh, dtype, device, training.seed, std, split, deferred)
+    sequence_parallel = layout.sequence_parallel
+    factory = ParamFactory(mesh, dtype, device, training.seed, std, sequence_parallel, deferred)
     factory = replace(factory, compile=config.run.compile)
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
@@ -131,7 +132,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     loss_sum, targets = run_passes(state, samples, consumed)
     if not state.config.data.masks_loss:
         return state.optimizer.step(lr, loss_sum)
-    # With loss masks, only the forward passes count the targets of the batch.
+    # With loss masks the forward passes have counted the targets, by which losses are divided.
     return state.optimizer.step(lr, loss_sum, targets)
 
 
@@ -139,7 +140,7 @@ def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     """Run the passes of the next step's first micro-batch, and discard the gradients.
 
     Called before the first step if start_checks.warms_up: --compile compiles here, and a GPU loads
-    its kernels. The step, which starts at sample `consumed`, reuses the micro-batch.
+    its kernels. The step, which starts at sample `consumed`, takes the same micro-batch again.
     """
     state.factory.mesh.recorder.enter("warm up")
     run_passes(state, samples, consumed, keep=True, limit=1)
@@ -187,8 +188,7 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
 def main(config: Config, launch: Launch, signals: Signals | None = None) -> None:
     """Do a whole run on this rank and exit with its status; an error on any rank ends every rank.
 
-    signals: the handlers that the caller has installed. None: install handlers here, and restore
-    the previous handlers when the run has ended.
+    signals: the caller's handlers; None: install handlers here, and remove them after the run.
     """
     restores_handlers = signals is None
     signals = signals or Signals()
@@ -202,9 +202,9 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
 
 
 def _train(config: Config, context: Context, signals: Signals) -> bool:
-    """Build a run, do its steps, and write its last checkpoint; return whether all are done."""
+    """Build a run, do its steps, and write its last checkpoint; return whether no step is left."""
     with ExitStack() as cleanup:
-        context.take(config.run.out)
+        context.take(config.run.out)  # locks the run's folder
         layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
         config, precision_line = precision.decide(replace(config, layout=layout), context)
         notes: list[str] = []
@@ -219,7 +219,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
             config = passing_over(config)
         splits = data.build(config)
         precision.check(config, context)
-        stats_at_start = step_stats.measure(context.device, seconds=0.0)
+        stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
         state = build(config, context)
         cleanup.callback(state.reader.close)
         mesh = state.factory.mesh
@@ -265,7 +265,7 @@ class Trainer:
         checkpoints: Checkpoints,
         conditions: StopConditions,
     ):
-        """Load the checkpoint that --resume names, if any; collective over all ranks."""
+        """Make the loop's observers, and load the checkpoint of --resume, if any; collective."""
         config = state.config
         mesh = state.factory.mesh
         self.config = config
@@ -333,7 +333,7 @@ class Trainer:
         Raise UserError if training has diverged.
         """
         action: float = GO_ON
-        if self.done.iteration < self.last_step:
+        if self.done.iteration < self.last_step:  # a stop may have been requested in the start
             by_samples = self.conditions.action_after(self.done.consumed_samples)
             action = max(self.stats_exchange.largest_request(), by_samples)
         if action == SAVE_AND_STOP:
@@ -344,7 +344,7 @@ class Trainer:
             evaluations = self._evaluations_after(iteration)
             action = self._train_or_skip(iteration, evaluates=bool(evaluations))
             if self.losses.diverged:
-                give_up(self.losses, self.done, self.checkpoints)
+                give_up(self.losses, self.done, self.checkpoints)  # raises UserError
             # A requested stop skips the evaluation and the samples, which would delay the stop.
             if evaluations and (is_last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(evaluations))
@@ -358,13 +358,13 @@ class Trainer:
                 return self._stop_early()
             save_requested |= action == SAVE
             # Nothing is saved after a loss that is not finite, because --keep-last might then
-            # delete the newest checkpoint from before it.
+            # delete the newest good checkpoint. The request stays for a later step.
             if is_last or not self.losses.bad:
                 self.checkpoints.after_step(self.done, is_last, save_requested)
                 save_requested = False
-                if not self.checkpoints.saving:
+                if not self.checkpoints.saving:  # the save is complete, not only begun
                     self.conditions.saved()
-        if self.splits.test:
+        if self.splits.test:  # evaluated once, after the last step
             loss = evaluate(self.state, self.splits.test, self.config.data.eval_samples)
             self.log.evaluation("test", self.done, loss)
         self.checkpoints.close()
@@ -372,17 +372,17 @@ class Trainer:
         return True
 
     def _evaluations_after(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
-        """Return the evaluations to make after a step: by name, the samples and their number."""
+        """Return the evaluations that are due after a step: by name, samples and their number."""
         every = self.config.data.eval_every
         if iteration < self.last_step and not (every and iteration % every == 0):
             return {}
         return self.splits.evaluations(self.config.data.eval_samples)
 
     def _train_or_skip(self, iteration: int, evaluates: bool) -> float:
-        """Do step `iteration` on the next global batch, or skip the batch if --skip-samples has it.
+        """Do step `iteration` on the next global batch, or pass over a batch of --skip-samples.
 
-        Return the largest action that any rank requests. evaluates: whether an evaluation follows
-        the step. Collective over all ranks.
+        Return the largest action (GO_ON, SAVE, SAVE_AND_STOP) that any rank requests. evaluates:
+        whether an evaluation follows the step. Collective over all ranks.
         """
         begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
@@ -391,7 +391,7 @@ class Trainer:
         if self.config.passes_over(begin, batch):
             self.done = self.done.after_step(samples, batch, length, trained=False)
             self.log.pass_over(iteration, begin + batch, batch)
-            return GO_ON  # a skipped batch takes no time: requests wait for the next step
+            return GO_ON  # this takes no time, so requests wait for the next step
         if self.needs_warm_up:
             self._warm_up(begin)
         began = time.perf_counter()
@@ -401,12 +401,12 @@ class Trainer:
         total_samples = self.config.total_samples
         lr = learning_rate(self.config.training, trained_samples, total_samples, batch)
         result = self.step(samples, begin, lr)
-        trained = not result.skipped
+        trained = not result.skipped  # e.g. an overflow: the samples count, but not as trained on
         self.done = self.done.after_step(samples, batch, length, trained)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         seconds_to_evaluate = self.seconds_to_evaluate if evaluates else 0.0
         stats_of_ranks = self.stats_exchange.after_step(seconds, seconds_to_evaluate)
-        # After the first step, the process that watched the start of this rank is not needed.
+        # The first step ends the start: the process that ends the job if a start fails may go.
         self.log.context.launch.watch.close()
         for observe in self.after_step:
             observe(iteration)
@@ -426,7 +426,7 @@ class Trainer:
         self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
     def _evaluate(self, evaluations: dict[str, tuple[data.Samples, int]]) -> float:
-        """Do and log each evaluation; return the largest action that any rank requests then."""
+        """Do and log each evaluation; return the largest action that any rank requests after it."""
         began = time.perf_counter()
         for name, (samples, count) in evaluations.items():
             self.log.evaluation(name, self.done, evaluate(self.state, samples, count))

@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> None:
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
     trials = session.result().trials
-    # If the budget has ended the first trial, a trial was run although `trials` is empty.
+    # If the budget has ended the first trial, `trials` is empty although a trial was run. If no
+    # trial was run, because there was nothing to measure, the exit status is 0.
     trials_were_run = trials or session.ending == session.budget.ending
     any_trained = any(trial.status == "ok" for trial in trials)
     if trials_were_run and not any_trained:
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the tuner's flags; train.py parses all other flags."""
+    """Return the parser of the tuner's flags; the parser of train.py reads all other flags."""
     found = Parser(
         prog="tune.py",
         description=__doc__,

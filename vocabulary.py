@@ -11,8 +11,9 @@ passes for each micro-batch:
     G  add the first stage's input gradient, which is broadcast, to the embedding's rows
 
 Each kind of pass has a group for its broadcasts and reductions, so that kinds do not wait for one
-another. A result is waited for in the next pass that needs it. Read pipeline.py (`Ends`) and
-schedules/vocabulary.py, which puts the passes in order, before this file.
+another. A result is waited for in the next pass that needs it. F and B are the forward and the
+backward pass of a stage. Read pipeline.py (`Ends`) and schedules/vocabulary.py, which puts the
+passes in order, before this file.
 """
 
 from collections.abc import Callable
@@ -48,19 +49,20 @@ class _Logits(NamedTuple):
 class VocabularyEnds(Ends):
     """Does the passes E, S, T and G of one rank during one `Execution` of a schedule."""
 
-    # All ranks exchange sums in pass S, in an evaluation too. The exchange for a micro-batch ends
-    # only after every forward pass of this micro-batch, so after the arrival of its activations.
+    # Pipeline needs no other sign that its sends have arrived: in pass S all ranks exchange sums,
+    # in an evaluation too, and the exchange for a micro-batch ends only after every forward pass of
+    # this micro-batch, so after the arrival of its activations.
     shows_arrivals = True
 
     def __init__(self, execution: Execution):
         """Prepare for one execution; with --vocab-pp, stage r is on pipeline rank r."""
         super().__init__(execution)
         self.mesh = execution.mesh
-        self.groups = self.mesh.passes  # the group of the collectives of each kind of pass
+        self.groups = self.mesh.passes  # by kind of pass, the group of its collectives
         self.rank = execution.rank
         self.last_rank = execution.schedule.stages - 1
         part = execution.pipeline.stages[self.rank].vocabulary
-        assert part is not None  # stages and schedule come from one layout
+        assert part is not None  # with --vocab-pp every stage has a VocabularyPart
         self.part = part
         self.passes = {
             "E": self._embed,
@@ -68,26 +70,32 @@ class VocabularyEnds(Ends):
             "T": self._compute_loss,
             "G": self._add_embedding_gradient,
         }
-        # By micro-batch: its tokens and labels, the autograd node of its embeddings, its logits.
-        self.batches: dict[int, Batch] = {}
-        self.embeddings: dict[int, GradientEdge] = {}
-        self.logits: dict[int, _Logits] = {}
+        # Each is kept by micro-batch, from the first pass that has it to the last that needs it.
+        self.batches: dict[int, Batch] = {}  # tokens and labels, from E on
+        self.embeddings: dict[int, GradientEdge] = {}  # autograd's node of E's result, until G
+        self.logits: dict[int, _Logits] = {}  # results of S, until T
         # By kind of pass and micro-batch: a tensor that is being received, sent or summed, and the
-        # handle to wait for before the tensor is used or freed.
+        # handle to wait for before the tensor is used or freed. E and T: the sum of their results;
+        # S and G: their input, which is broadcast to them.
         self.messages: dict[tuple[str, int], tuple[Tensor, Handle]] = {}
-        # By micro-batch: the earlier micro-batches whose G every rank has done when its T begins.
+        # For each micro-batch: the earlier micro-batches whose G every rank has done when T of this
+        # micro-batch begins, so that T can free what G has taken.
         self.finished_by = execution.schedule.gradients_taken
 
     @staticmethod
     def connect(mesh: Mesh, device: torch.device) -> None:
-        """Do one broadcast in each group, because NCCL connects ranks in the first collective."""
+        """Do one broadcast in each group; called before the first schedule of a run.
+
+        NCCL connects ranks in the first collective of a group and blocks their hosts meanwhile, so
+        that inside a schedule ranks could wait for each other for ever.
+        """
         for group in mesh.passes.values():
             group.broadcast(torch.zeros(1, device=device), 0).wait()
 
     # -- inputs and outputs of the stages ---------------------------------------------------
 
     def batch(self, action: Action) -> Batch | None:
-        """Return None: no stage reads the micro-batch, because the passes E, S and T do it."""
+        """Return None: a stage reads no tokens and labels; the passes E, S and T read them."""
         return None
 
     def first_input(self, action: Action, batch: Batch | None) -> Tensor:
@@ -105,21 +113,25 @@ class VocabularyEnds(Ends):
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
         """Broadcast the gradient of the first stage's input x to pass G of every rank."""
-        assert x.grad is not None  # x is a sum of embeddings
+        assert x.grad is not None  # `first_input` made x require its gradient
         self._broadcast("G", action, x.grad)
 
     def post_receive(self, action: Action) -> None:
-        """Start to receive the tensor that a pass S or G needs, unless this rank sends it."""
+        """Start to receive the tensor that a pass S or G needs, unless this rank sends it.
+
+        The execution calls this up to twice for an action: one action earlier if the schedule
+        allows, and just before the action. The second call does nothing.
+        """
         kind, _, micro_batch = action
-        senders = {"S": self.last_rank, "G": 0}
-        sender = senders.get(kind, self.rank)
+        senders = {"S": self.last_rank, "G": 0}  # by kind of pass, the rank that broadcasts to it
+        sender = senders.get(kind, self.rank)  # other kinds receive nothing
         if sender != self.rank and (kind, micro_batch) not in self.messages:
             buffer = self.execution.new_activation()
             handle = self.groups[kind].broadcast(buffer, sender)
             self.messages[kind, micro_batch] = (buffer, handle)
 
     def finish(self) -> list[Handle]:
-        """Return the handles of all tensors that are still being sent."""
+        """Return the handles of all tensors that are still being sent; called after all actions."""
         return [handle for _, handle in self.messages.values()]
 
     # -- messages ---------------------------------------------------------------------------
@@ -130,7 +142,7 @@ class VocabularyEnds(Ends):
         self._start(kind, action, tensor, lambda: self.groups[kind].broadcast(tensor, self.rank))
 
     def _reduce(self, action: Action, result: Tensor, to_rank: int) -> None:
-        """Sum the result of an action of each pipeline rank; only `to_rank` gets the sum."""
+        """Sum all pipeline ranks' results of an action; only `to_rank` gets the sum."""
         tensor = result.contiguous()
         kind = action.kind
         self._start(kind, action, tensor, lambda: self.groups[kind].reduce(tensor, to_rank))
@@ -156,7 +168,10 @@ class VocabularyEnds(Ends):
         return tensor
 
     def _free(self, kind: str, micro_batch: int) -> None:
-        """Free a tensor that this rank has sent, if any; called when it must have arrived."""
+        """Free a tensor that this rank has sent, if any; called when it must have arrived.
+
+        kind: the kind of pass that the tensor is for (`messages`).
+        """
         if (kind, micro_batch) in self.messages:
             self._take(kind, micro_batch)
 
@@ -186,6 +201,7 @@ class VocabularyEnds(Ends):
             x, _ = self.messages["S", micro_batch]  # this rank's own output, which it broadcasts
         else:
             x = self._take("S", micro_batch)
+        # Autograd stops at this x: pass T sends its gradient to the last stage, for that stage's B.
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         part = self.part
         logits = part.logits(x)
@@ -206,13 +222,15 @@ class VocabularyEnds(Ends):
         self.mesh.recorder.at("T", micro_batch)
         x, edge, local_loss, sums_of_ranks, handle = self.logits.pop(micro_batch)
         # After this wait every rank has done its S: it has received the last stage's output, which
-        # depends on the sum of E and on this rank's F. So the tensors of these can be freed.
+        # depends on the sum of E and on this rank's F. So three messages of this rank have arrived,
+        # and can be freed: its part of E's sum, the last stage's output, and what its F has sent.
         handle.wait()
         self._free("E", micro_batch)
         self._free("S", micro_batch)
         send_of_forward = self.execution.sends.pop(Action("F", self.rank, micro_batch), None)
         if send_of_forward is not None:
             send_of_forward.wait()
+        # Every rank has done G of these micro-batches, so rank 0's broadcasts for G have arrived.
         for finished in self.finished_by[micro_batch]:
             self._free("G", finished)
         losses, gradient = local_loss.finish(sums_of_ranks, self.execution.loss_weight)
@@ -222,19 +240,26 @@ class VocabularyEnds(Ends):
         if edge is None:  # an evaluation has no gradients
             del self.batches[micro_batch]
             return
+        # First the input's gradient, for which the last rank waits; it is sent while this rank
+        # computes the gradient of its rows of the output matrix.
         add_weight_gradients = self.part.deferred.backward(edge, gradient)
-        assert x.grad is not None  # x is the logits' input
+        assert x.grad is not None  # pass S made x require its gradient
         self._reduce(action, x.grad, self.last_rank)
         add_weight_gradients()
 
     def _add_embedding_gradient(self, action: Action) -> None:
-        """Do pass G: add the gradient of the embeddings to this rank's rows of the embedding."""
+        """Do pass G: add the gradient of the embeddings to this rank's rows of the embedding.
+
+        It is the gradient of the first stage's input, which rank 0 broadcasts.
+        """
         micro_batch = action.micro_batch
         self.mesh.recorder.at("G", micro_batch)
         if self.rank == 0:
             gradient, _ = self.messages["G", micro_batch]  # this rank broadcasts it
         else:
             gradient = self._take("G", micro_batch)
+        # The gradient of T's sum has come back through all stages, so this rank's part of the sum
+        # must have arrived.
         self._free("T", micro_batch)
         torch.autograd.backward(self.embeddings.pop(micro_batch), gradient)
         del self.batches[micro_batch]

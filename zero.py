@@ -14,7 +14,9 @@ With --zero 1 (arXiv 1910.02054) gradients are reduce-scattered, each rank updat
 weights are all-gathered. With --zero 2 a bucket has no buffer for all of its gradients: in every
 micro-batch they are collected, reduce-scattered, and added to a sum of this rank's section alone.
 The sections of a bucket have the same number of elements and may cut a parameter, unless the
-optimizer needs whole matrices. --zero 3 is in optim/fsdp.py. Read optim/buckets.py with this file.
+optimizer needs whole matrices. With --zero 3 (optim/fsdp.py) a FullyShardedGroup is in the place of
+buckets; both are parameter groups (`groups`). An update set is the groups whose masters one update
+rule updates together. Read optim/buckets.py with this file.
 """
 
 import math
@@ -95,15 +97,14 @@ class Optimizer:
         self._next_bucket = 0  # index of the bucket that is reduced next
         self._reductions: list[Handle] = []  # running reductions of buckets, oldest first
         self._overlap = layout.overlap_param_gather
-        # Called when the gradients of a step, or of discarded passes, are reduced.
+        # Functions that are called when the gradients of a step (or of other passes) are reduced.
         self.after_reduction: list[Callable[[], None]] = []
-        # Called in place of the step's count with each parameter whose gradient is complete; None:
-        # the gradients are those of a step.
+        # An audit, which repeats passes, sets this function. It is called with each parameter whose
+        # gradient is complete, and the gradient is not counted or reduced. None: during steps.
         self.gradient_taker: Callable[[nn.Parameter], None] | None = None
-        # Called before each update, to decide whether to update; every rank must return the same.
-        # Arguments: the loss, the gradient norm, the sums of squares of this rank's summed
-        # gradients, one for each of `counted_shards`, and the factor from the summed gradients to
-        # those of the mean loss.
+        # Called before each update, to decide whether to update (--on-spike sets it); every rank
+        # must return the same. Arguments: the loss, the gradient norm, the sums of squares of this
+        # rank's gradients (`_square_sums`), and the factor from these gradients to the true ones.
         self.accepts: Callable[..., bool] = lambda *_: True
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
@@ -134,7 +135,7 @@ class Optimizer:
     def _make_buckets(
         self, parameters: list[nn.Parameter], factory: ParamFactory, zero: int
     ) -> list[Bucket]:
-        """Move parameters and their gradients into buckets; return the buckets."""
+        """Move parameters and their gradients into buckets, with hooks; return the buckets."""
         self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
@@ -142,10 +143,8 @@ class Optimizer:
         optimizer = weakref.proxy(self)
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: optimizer._add_gradient(p))
-            p.gradient_added = lambda p: optimizer._count_gradient(p)
+            p.gradient_added = lambda p: optimizer._count_gradient(p)  # layers call this
         return self.buckets
-
-    # -- during the passes ------------------------------------------------------------------
 
     def begin_step(self, targets: int, micro_batches: int) -> float:
         """Prepare for the backward passes of a step; return the loss weight, loss scale / targets.
@@ -170,7 +169,7 @@ class Optimizer:
     def _add_gradient(self, p: nn.Parameter) -> None:
         """Hook that autograd calls when it has added a micro-batch's gradient to `p.grad`.
 
-        Add `p.grad` to the bucket's sum if the sum has another type; else it is a view of the sum.
+        If the sum has another type, `p.grad` is added here; else autograd has added it in place.
         """
         bucket = self._bucket_of[p]
         if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:
@@ -181,10 +180,9 @@ class Optimizer:
     def _count_gradient(self, p: nn.Parameter) -> None:
         """Count a gradient, and start to reduce the buckets that are complete.
 
-        Called when a micro-batch's gradient of `p` is in the bucket's buffer, or in `p.grad` at
-        --zero 2.
+        Called when a micro-batch's gradient of `p` is in the bucket's buffer (--zero 2: `p.grad`).
         """
-        if self.gradient_taker is not None:
+        if self.gradient_taker is not None:  # an audit repeats passes
             self.gradient_taker(p)
             return
         self._bucket_of[p].missing -= 1
@@ -194,7 +192,9 @@ class Optimizer:
         """Start to reduce the buckets whose gradients are complete, in the order of the buckets.
 
         A complete bucket waits for the buckets before it, because all replicas must call these
-        collectives in one order.
+        collectives in one order. `missing` is the number of gradients that a bucket still waits
+        for; each micro-batch adds `passes` gradients. At --zero 2 the buckets begin again with each
+        micro-batch.
         """
         while self._next_bucket < len(self.buckets):
             bucket = self.buckets[self._next_bucket]
@@ -202,7 +202,7 @@ class Optimizer:
                 return
             self._reductions.append(bucket.reduce())
             self._next_bucket += 1
-            if bucket.each_micro_batch:
+            if bucket.each_micro_batch:  # begin again, for the gradients of the next micro-batch
                 bucket.missing += bucket.passes
                 self._next_bucket %= len(self.buckets)
                 # A running reduction holds a copy of a whole bucket, so few of them may run.
@@ -214,7 +214,7 @@ class Optimizer:
             self._reductions.pop(0).wait()
 
     def _finish_reducing(self) -> None:
-        """Reduce the remaining buckets, wait for all reductions, and sum over further groups."""
+        """End all reductions: over the replicas, then over the groups of `reduce_further`."""
         for bucket in self.buckets[self._next_bucket :]:
             if not bucket.each_micro_batch:
                 self._reductions.append(bucket.reduce())
@@ -227,7 +227,7 @@ class Optimizer:
     def _wait_in_forward(self, stages: nn.ModuleList) -> None:
         """Have each module of a stage wait for the gathering of its weights just before it runs.
 
-        Called with --overlap-param-gather: a step ends before its weights are gathered.
+        Called with --overlap-param-gather: there a step ends while its weights are being gathered.
         """
 
         def waiting_hook(part: nn.Module) -> Callable:
@@ -255,8 +255,6 @@ class Optimizer:
         for group in reversed(self.groups):
             group.wait_for_weights()
 
-    # -- the step ---------------------------------------------------------------------------
-
     def step(self, lr: float, loss_sum: Tensor, targets: int | None = None) -> StepResult:
         """Reduce and clip the gradients, update the weights and gather them; collective over the
         world. Called after the backward passes of a step.
@@ -273,6 +271,7 @@ class Optimizer:
         recorder.at("reduce")
         self._finish_reducing()
         squares = self._square_sums()
+        # One all-reduce gives every rank the norm, the loss and, if asked for, the targets.
         parts = [squares.sum(), loss_sum.double()]
         if targets is not None:
             parts.append(torch.full_like(parts[1], targets))
@@ -280,14 +279,14 @@ class Optimizer:
         self.mesh.world.at_once.all_reduce(sums).wait()
         square, loss, *target_counts = self.mesh.world.values(sums)
         counted = int(target_counts[0]) if target_counts else self._targets
-        # The backward passes divided by begin_step's number of targets, not by the counted number.
+        # Gradients were divided by the number given to begin_step: correct them to the counted one.
         target_factor = self._targets / counted if counted else 0.0
-        scale = self.scale.value
+        scale = self.scale.value  # gradients are those of the loss times this scale
         norm = math.nan
-        if square >= 0:  # false for NaN
+        if square >= 0:  # false for NaN: then the norm stays NaN
             norm = math.sqrt(square) / scale * target_factor
         overflowed = not math.isfinite(norm)
-        recorder.at("optimizer")
+        recorder.at("optimizer")  # for the report of a hang
         mean_loss = loss / max(1, counted)
         accepted = not counted or self.accepts(mean_loss, norm, squares, target_factor / scale)
         skipped = overflowed or not counted or not accepted
@@ -316,9 +315,9 @@ class Optimizer:
             torch._foreach_zero_(buffers)
 
     def _square_sums(self) -> Tensor:
-        """Return the sum of squares of each gradient that counts on this rank, float64: (shards,).
+        """Return the sum of squares of each gradient in `counted_gradients`, float64: (shards,).
 
-        Each element of a gradient counts on one rank of the world.
+        Each element of the whole gradient counts on one rank, so the norm is a sum over all ranks.
         """
         gradients: list[Tensor] = []
         for group in self.groups:
@@ -329,7 +328,7 @@ class Optimizer:
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square()
 
     def _update(self, lr: float, norm: float, target_factor: float) -> None:
-        """Update all masters by their clipped gradients, and start to gather the weights.
+        """Update all masters by their clipped gradients, and gather the weights or start to.
 
         lr: the learning rate. norm: that of the whole gradient before clipping. target_factor:
         corrects the number of targets by which the gradients are divided.
@@ -359,7 +358,7 @@ class Optimizer:
     def owned(self) -> list[ParamShard]:
         """Return this rank's shards of master weights and optimizer state, to read or to write.
 
-        Called when a checkpoint is saved or loaded.
+        Called to save or load a checkpoint, and to compare replicas.
         """
         return [shard for group in self.groups for shard in group.shards]
 
@@ -371,7 +370,7 @@ class Optimizer:
         """Round the masters to weights and gather the weights; collective over the replicas.
 
         Called when a checkpoint's loader has written masters and state into the shards of `owned`.
-        scalars: the numbers that `scalars` returned for the checkpoint; None: keep this run's.
+        scalars: what `scalars` returned for the checkpoint; None: only weights have been loaded.
         """
         if scalars is not None:
             self.updates = int(scalars["step"])
@@ -394,7 +393,7 @@ class UpdateSet:
         key = groups[0].key
         self.masters: list[Tensor] = []
         for group in groups:
-            group.first = len(self.masters)
+            group.first = len(self.masters)  # the place of its masters in the rule's list
             self.masters += group.masters
         self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
         for group in groups:
@@ -403,10 +402,10 @@ class UpdateSet:
     def update(self, factor: float, lr: float) -> None:
         """Update the masters by the gradients times `factor`, and start to gather the weights.
 
-        lr: the learning rate of this step.
+        factor: turns the sums into clipped gradients of the mean loss. lr: the learning rate.
         """
         gradients = [g for group in self.groups for g in group.own_gradients()]
-        if gradients and gradients[0].dtype != self.masters[0].dtype:
+        if gradients and gradients[0].dtype != self.masters[0].dtype:  # --grad-dtype bf16
             exact_gradients = [torch.empty_like(g, dtype=self.masters[0].dtype) for g in gradients]
             torch._foreach_copy_(exact_gradients, gradients)
             gradients = exact_gradients
@@ -429,21 +428,22 @@ def gather_weights(groups: Sequence[ParamGroup]) -> None:
 def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[UpdateSet]:
     """Return the update sets, the first layers first: the forward pass needs their weights first.
 
-    A key has up to SETS_OF_KEY sets, because the weights of a set are gathered while the next set
-    is updated. With --grad-dtype bf16 a set has about the size of a bucket, because its gradients
-    are copied to fp32.
+    A key (optim/buckets.py) has up to SETS_OF_KEY sets, because the weights of a set are gathered
+    while the next set is updated. With --grad-dtype bf16 a set has about the size of a bucket,
+    because its gradients are copied to fp32.
     """
+    # The groups begin with the last layers, and groups of one key are adjacent.
     sets: list[UpdateSet] = []
     for _, groups_of_key in groupby(reversed(groups), key=lambda group: group.key):
         members = list(groups_of_key)
         sizes = [sum(master.numel() for master in group.masters) for group in members]
-        set_size = -(-sum(sizes) // SETS_OF_KEY)  # elements, rounded up
+        set_size = -(-sum(sizes) // SETS_OF_KEY)  # elements of a set, rounded up
         if training.grad_dtype == "bf16":
             set_size = min(set_size, BUCKET_ELEMENTS)
         groups_of_set: dict[int, list[ParamGroup]] = {}
         elements_before = 0
         for group, size in zip(members, sizes):
-            set_number = elements_before // max(1, set_size)
+            set_number = elements_before // max(1, set_size)  # sets of about the same size
             groups_of_set.setdefault(set_number, []).append(group)
             elements_before += size
         sets += [UpdateSet(groups_here, training) for groups_here in groups_of_set.values()]

@@ -17,8 +17,9 @@ class Adam8bit:
     """AdamW with both moments in 8 bits, one scale per BLOCK (arXiv 2110.02861), by bitsandbytes.
 
     It has the attributes and methods of the rules in update_rules.py. Masters are flat and have a
-    multiple of BLOCK elements. A moment is stored as an 8-bit code, whose level (self.maps) is
-    multiplied by the block's scale. The levels of the signed map are made symmetric: then the
+    multiple of BLOCK elements. A moment is stored as an 8-bit code, the index of one of 256 levels
+    from -1 to 1 (self.maps). The moment is that level times the scale of its block, which is the
+    largest absolute value in the block. The levels of the signed map are made symmetric: then the
     largest moment of a block always has level 1 or -1, and a moment that is written to a checkpoint
     in fp32 and read back gets the same bits.
     """
@@ -30,7 +31,7 @@ class Adam8bit:
         eps: float,
         weight_decay: float,
     ):
-        """Make zero moments. Raise UserError if bitsandbytes is not installed."""
+        """Make zero 8-bit moments of the masters; UserError if bitsandbytes is not installed."""
         if importlib.util.find_spec("bitsandbytes") is None:
             package = "the package bitsandbytes: pip install bitsandbytes"
             raise UserError(f"--optimizer adamw8bit needs {package}")
@@ -40,7 +41,7 @@ class Adam8bit:
         from bitsandbytes import functional
 
         self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
-        self.library: Any = functional  # Any: its annotations list too few arguments
+        self.library: Any = functional  # Any: its annotations lack arguments that it takes
         self.masters = masters
         self.steps = 0
         self.betas = betas
@@ -48,7 +49,7 @@ class Adam8bit:
         self.weight_decay = weight_decay
         device = masters[0].device if masters else torch.device("cpu")
         signed = functional.create_dynamic_map(signed=True)
-        signed[0] = -1.0
+        signed[0] = -1.0  # the library's lowest level is above -1, and its highest is 1
         unsigned = functional.create_dynamic_map(signed=False)
         self.maps = {"exp_avg": signed.to(device), "exp_avg_sq": unsigned.to(device)}
         # By kind of moment, for each master: a code per element, and a scale per block.
@@ -59,7 +60,10 @@ class Adam8bit:
             self.scales[kind] = [master.new_zeros(master.numel() // BLOCK) for master in masters]
 
     def _zero_codes(self, master: Tensor, kind: str) -> Tensor:
-        """Return the codes of zero moments, uint8, one for each element of the master."""
+        """Return the codes of zero moments, uint8, one for each element of the master.
+
+        kind: "exp_avg" or "exp_avg_sq"; the two have different levels, and so another code for 0.
+        """
         zero = int((self.maps[kind] == 0).nonzero()[0])
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
@@ -79,8 +83,8 @@ class Adam8bit:
                 self.codes["exp_avg_sq"][i],
                 beta1,
                 beta2,
-                0.0,  # beta3, of another optimizer
-                0.0,  # alpha, of another optimizer
+                0.0,  # beta3, which Adam does not use
+                0.0,  # alpha, which Adam does not use
                 self.eps,
                 self.steps,
                 lr,
@@ -92,18 +96,22 @@ class Adam8bit:
             )
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of updates so far; called when a checkpoint has been loaded."""
+        """Set the number of updates so far, which Adam's bias correction needs.
+
+        Called when a checkpoint has been loaded.
+        """
         self.steps = steps
 
     def state_bytes(self) -> int:
-        """Return the bytes of all codes and scales."""
+        """Return the bytes of the optimizer's state: the moments' codes, and their scales."""
         tensors = [*self.codes.values(), *self.scales.values()]
         return sum(tensor.nbytes for tensors_of_kind in tensors for tensor in tensors_of_kind)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a moment of master `index`: flat, in fp32.
 
-        kind: "exp_avg" or "exp_avg_sq".
+        kind: "exp_avg" or "exp_avg_sq". Whole blocks are decoded: those that contain these
+        elements. Called when a checkpoint is saved, or when replicas are compared.
         """
         first_block = start // BLOCK
         stop_block = -(-stop // BLOCK)
@@ -119,14 +127,16 @@ class Adam8bit:
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
         """Encode `values`, flat, as elements of a moment of master `index` from `start` on.
 
-        kind: "exp_avg" or "exp_avg_sq". Raise ValueError if no block begins at `start`.
+        kind: "exp_avg" or "exp_avg_sq". Called when a checkpoint is loaded. Raise ValueError if no
+        block begins at `start`.
         """
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
         count = -(-len(values) // BLOCK) * BLOCK
         blocks = F.pad(values, (0, count - len(values))).view(-1, BLOCK)
         scales = blocks.abs().amax(1)
-        # The library's quantisation sometimes misses the nearest code by one: find the nearest.
+        # The library's own quantisation sometimes takes a code beside the nearest. Here the middles
+        # between the levels are the borders, so each value gets the code of the nearest level.
         levels = self.maps[kind]
         middles = (levels[1:] + levels[:-1]) / 2
         codes = torch.bucketize(blocks / scales.clamp(min=1e-38)[:, None], middles)
@@ -137,7 +147,8 @@ class Adam8bit:
 def check_blocks(p: Any) -> None:
     """Raise UserError if tensor parallelism cuts the parameter `p` inside a block of 8-bit state.
 
-    Called for each matrix when the buckets are made.
+    Such a block would have other weights, and so another scale, than with another --tp. Called for
+    each matrix with 8-bit state when the buckets are made.
     """
     spec = p.spec
     if spec.dim is None:

@@ -9,7 +9,10 @@ Without a balance a few experts take most tokens. --balance has three kinds:
 
 Losses from the choices of a micro-batch or of a rank would depend on the layout. The loads of the
 current global batch are known only after its last forward pass, which comes after the first
-backward pass. All sums over ranks here are sums of integers. Read experts.py first.
+backward pass. All sums over ranks here are sums of integers, which no order of the ranks changes.
+
+A row is one token at one of its k experts; the load of an expert is its number of rows over the
+mean of all experts. b samples, T tokens of this rank, E experts of a block. Read experts.py first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +34,9 @@ from parallel import ParamFactory
 class Penalty:
     """The auxiliary losses of a step: the routers of all blocks share it.
 
-    kind: the value of --balance. rate, z_rate: the factors of its loss and of the z-loss.
-    loss_weight: the factor of each sum of losses, which Optimizer.begin_step returns.
+    kind: the value of --balance. rate: the factor of the loss of --balance. z_rate: the factor of
+    the z-loss, which keeps the router's logits small (--router-z-loss). loss_weight: the factor of
+    each sum of losses, which Optimizer.begin_step returns.
     """
 
     kind: str
@@ -43,11 +47,13 @@ class Penalty:
     def add_penalty(self, router: Router, weights: Tensor, choice: Choice) -> Tensor:
         """Return `weights`, whose backward pass adds the gradient of the auxiliary losses.
 
-        weights: the router's, (T, k). Each loss is a sum over tokens, divided by the number of
-        targets as the language loss is.
+        The router calls this in each forward pass of training. weights: the weights that the router
+        gives to the experts' outputs, (T, k). Each loss is a sum over tokens, divided by the number
+        of targets as the language loss is.
         """
         penalty = choice.logits.new_zeros(())
         if self.kind in ("sequence", "global"):
+            # For "global" the loads of the step before, (E,); else those of each token's sample.
             loads: Tensor = router.load
             if self.kind == "sequence":
                 loads = _loads_of_samples(router.mesh, choice)[choice.samples]
@@ -55,18 +61,20 @@ class Penalty:
             penalty = penalty + self.rate * (shares * loads.to(shares.dtype)).sum()
         if self.z_rate:
             penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
-        if not penalty.requires_grad:
+        if not penalty.requires_grad:  # --balance none or bias, and no z-loss
             return weights
         return _AddPenalty.apply(weights, penalty * self.loss_weight)
 
 
 def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
-    """Return the number of each sample's rows that each expert has, over the mean: (b, E).
+    """Return the loads of the experts in each sample of a micro-batch, float64: (b, E).
 
-    The tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
+    A load of 2 says that the expert has twice as many rows of this sample as the mean expert. The
+    tokens of a sample may be on several ranks of cp and of tp, whose counts are summed.
     """
     experts = choice.scores.shape[-1]
-    numbers = choice.samples[:, None] * experts + choice.experts  # of the pair (sample, expert)
+    # One number for each pair (sample, expert), so that pairs can be counted: (T, k).
+    numbers = choice.samples[:, None] * experts + choice.experts
     counts = occurrences(numbers.flatten(), choice.samples_in_batch * experts)
     for group in (mesh.tp, mesh.cp):
         group.at_once.all_reduce(counts).wait()
@@ -75,40 +83,47 @@ def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
 
 
 class _AddPenalty(torch.autograd.Function):
-    """Returns x; the backward pass also gives `penalty`, a scalar, the gradient 1."""
+    """Returns x; the backward pass also gives `penalty`, a scalar, the gradient 1.
+
+    Weights get the same gradients as if `penalty` were added to the loss, which another pipeline
+    stage computes.
+    """
 
     @staticmethod
     def forward(ctx, x, penalty):
-        """Return a view of x."""
+        """Return a view of x, whose backward pass reaches `penalty` too."""
         ctx.penalty = penalty
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradients of x and of the penalty."""
+        """Return the gradient of x, which is `grad` unchanged, and the gradient of the penalty."""
         return grad, torch.ones_like(ctx.penalty)
 
 
 class RouterBalance:
-    """Counts the rows of every expert in a step, and updates the routers' biases and loads."""
+    """Counts the rows of every expert in a step, and updates the routers' biases and loads.
+
+    Optimizer has such an object if the model has experts, and calls its methods in each step.
+    """
 
     def __init__(
         self, stages: Iterable[Any], factory: ParamFactory, training: Training, model: ModelShape
     ):
-        """stages: the stages of this rank, whose routers are balanced."""
+        """Find the routers of this rank's stages, `stages`, and set their balance from here on."""
         self.mesh = factory.mesh
         self.device = factory.device
         self.training = training
         self.shape = (model.layers, model.experts)
         self.blocks_with_experts = [n for n in range(model.layers) if model.has_experts(n)]
-        self.routers: dict[int, Router] = {}  # by the number of the block
+        self.routers: dict[int, Router] = {}  # by the number of the block in the whole model
         for stage in stages:
             for n, block in enumerate(stage.blocks, stage.spec.first):
                 if block.has_experts:
                     self.routers[n] = block.mlp.router
 
     def begin_step(self, loss_weight: float) -> None:
-        """Prepare the routers for the passes of a step.
+        """Give the routers the auxiliary losses for the passes of a step.
 
         loss_weight: the factor of each sum of losses, which Optimizer.begin_step returns.
         """
@@ -119,7 +134,7 @@ class RouterBalance:
             router.balance = penalty
 
     def discard(self) -> None:
-        """Forget the rows that were counted; called after the warm-up passes."""
+        """Set the counts of rows to 0; called after a step, and after passes without an update."""
         for router in self.routers.values():
             router.counts.zero_()
 
@@ -130,6 +145,7 @@ class RouterBalance:
         Called after the optimizer's update; collective over the world. Return for each block with
         experts the rows of its busiest expert, over the mean of its experts.
         """
+        # (blocks of the whole model, experts): the sum over ranks fills the rows of other stages.
         counts = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
         for block, router in self.routers.items():
             counts[block] = router.counts
@@ -142,6 +158,8 @@ class RouterBalance:
             for block, router in self.routers.items():
                 router.load.copy_(loads[block])
                 if self.training.balance == "bias":
+                    # 1 if an expert has fewer rows than the mean, -1 if it has more, else 0; in
+                    # integers, so that no rounding decides.
                     below_mean = (rows[block] - experts * counts[block]).sign()
                     router.bias.add_(below_mean, alpha=self.training.balance_rate)
         return self.mesh.world.values(loads[self.blocks_with_experts].amax(1))
@@ -154,21 +172,26 @@ class _NoState:
         self.tensors = tensors
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        """Return zeros for the elements [start, stop) of a bias: it has no optimizer state.
+        """Return zeros for the elements [start, stop) of tensor `index`, which has no such state.
 
-        A checkpoint reads the state of every tensor by the same method.
+        A checkpoint saves each kind of optimizer state, such as kind "exp_avg", for every tensor,
+        also for these tensors, which no optimizer updates. So zeros stand in their places.
         """
         return self.tensors[index].new_zeros(stop - start)
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """Do nothing: a checkpoint has zeros here."""
+        """Do nothing; called when a checkpoint is loaded, which has zeros for these tensors."""
 
 
 class ConstantGroup(ParamGroup):
-    """Tensors that no gradient updates, equal on all ranks of a stage; a checkpoint has them."""
+    """The routers' biases and loads, which no gradient updates; a checkpoint has them.
+
+    They are equal on all ranks of a stage. Being a ParamGroup lets the checkpointer save and load
+    them as other tensors; the methods that handle gradients have nothing to do here.
+    """
 
     def __init__(self, stages: nn.ModuleList, mesh: Mesh):
-        """stages: the stages of this rank, which may have no such tensor."""
+        """Take all routers' biases and loads of `stages`, the stages of this rank, if any."""
         constants = [p for p in stages.parameters() if not p.requires_grad]
         super().__init__(Key(("replicas",), True, "plain"), mesh, sharded=False)
         self.masters = [p.data for p in constants]
@@ -179,20 +202,20 @@ class ConstantGroup(ParamGroup):
             self.add_shard(p.spec, tuple(p.shape), 0, p.numel(), (i, 0))
 
     def own_gradients(self) -> list[Tensor]:
-        """Return no gradients."""
+        """Return no gradients: no gradient updates the routers' biases and loads."""
         return []
 
     def counted_shards(self) -> list[ParamShard]:
-        """Return no shards: their tensors have no gradients."""
+        """Return no shards for the gradient norm: routers' biases and loads have no gradients."""
         return []
 
     def clear_gradients(self) -> list[Tensor]:
-        """Return no buffers."""
+        """Return no buffers: routers' biases and loads have no gradients to set to zero."""
         return []
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return no pairs: the tensors are their own masters."""
+        """Return no pairs: the routers' biases and loads are their own masters."""
         return []
 
     def all_gather_params(self) -> None:
-        """Do nothing: every rank has all of the tensors."""
+        """Do nothing: every rank of a stage has all of its routers' biases and loads."""

@@ -7,7 +7,9 @@ one section for each replica (at --zero 0 one section for all); a rank updates i
     gradients  summed over micro-batches in place, or at --zero 2 this rank's section of the sum
     masters    this rank's section in fp32 (fp64), one flat tensor or whole matrices
 
-Read zero.py first: its picture shows when the buffers are reduced, updated and gathered.
+A shard is the part of one parameter that is in this rank's section. An update rule
+(update_rules.py) holds the optimizer state of the masters, for example Adam's moments. Read zero.py
+first: its picture shows when the buffers are reduced, updated and gathered.
 """
 
 import math
@@ -42,7 +44,7 @@ class Key(NamedTuple):
 
 
 def key_of(spec: ParamSpec, optimizer: str) -> Key:
-    """Return the key of the parameter that `spec` describes, for a value of --optimizer."""
+    """Return the key of the parameter with this `spec`; optimizer: the value of --optimizer."""
     return Key(spec.reduce_over, not spec.decay, update_rules.family(optimizer, spec))
 
 
@@ -68,21 +70,21 @@ class ParamShard:
     def read(self, kind: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the local parameter, flat; perhaps a view.
 
-        kind: "weights" for the master weights, or the name of a state tensor.
+        kind: "weights" for the master weights, or the name of a state tensor, such as "exp_avg".
         """
-        first = start - self.start + self.offset
+        first = start - self.start + self.offset  # the place of element `start` in the master
         end = stop - self.start + self.offset
         if kind == "weights":
             return self.group.masters[self.master].view(-1)[first:end]
-        index = self.group.first + self.master
+        index = self.group.first + self.master  # of the master in the rule's list of masters
         return self.group.rule.read(kind, index, first, end)
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
         """Set the local parameter's elements from `start` on to `values`, which is flat.
 
-        kind: "weights" or the name of a state tensor. `Optimizer.after_load` must follow.
+        kind: as in `read`. The loader of a checkpoint calls this, and then `Optimizer.after_load`.
         """
-        first = start - self.start + self.offset
+        first = start - self.start + self.offset  # the place of element `start` in the master
         if kind == "weights":
             self.group.masters[self.master].view(-1)[first : first + len(values)] = values
         else:
@@ -101,13 +103,14 @@ class ParamGroup(ABC):
     first: int
 
     def __init__(self, key: Key, mesh: Mesh, sharded: bool):
+        """Begin a group of parameters without masters and shards; the subclasses add them."""
         self.key = key
         self.mesh = mesh
         self.sharded = sharded
         self.replicas = mesh.group(key.reduce_over[0])
         self.masters: list[Tensor] = []
         self.gathering: Handle | None = None  # the all-gather of the weights, if it is running
-        self._shard_fields: list[tuple] = []  # the fields of ParamShard after `group`
+        self._shard_fields: list[tuple] = []  # of each shard, the fields after `group`
 
     def add_shard(
         self, spec: ParamSpec, shape: tuple[int, ...], start: int, stop: int, place: tuple[int, int]
@@ -118,7 +121,7 @@ class ParamGroup(ABC):
         """
         copies = 1
         copy = 0
-        if not self.sharded:
+        if not self.sharded:  # every replica holds these elements
             copies = self.replicas.size
             copy = self.replicas.rank
         if spec.dim is None:  # every tensor rank holds the whole tensor
@@ -144,7 +147,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs (weights, masters) whose weights must be set to the rounded masters."""
+        """Return pairs (weights, masters): the caller rounds the masters into the weights."""
 
     @abstractmethod
     def all_gather_params(self) -> None:
@@ -157,12 +160,13 @@ class ParamGroup(ABC):
             self.gathering = None
 
     def reduce_further(self) -> None:
-        """Sum the owned gradients over the further groups of reduce_over: `tp` and `tied`.
+        """Sum the owned gradients over the groups after the first in reduce_over: `tp`, `tied`.
 
-        Called after the reduction over the replicas: each owner then sends only its own elements.
+        ParamSpec says which parameters need this. Called after the reduction over the replicas, so
+        that each rank sends only the elements that it owns.
         """
         if not self.masters:
-            return  # the other ranks of the further groups own no elements either
+            return  # no collective: the other ranks of these groups own no elements either
         further_groups = self.key.reduce_over[1:]
         for name in further_groups:
             group = self.mesh.group(name).at_once
@@ -170,7 +174,7 @@ class ParamGroup(ABC):
             if len(gradients) == 1:
                 group.all_reduce(gradients[0]).wait()
                 continue
-            joined = torch.cat([gradient.flatten() for gradient in gradients])  # one collective
+            joined = torch.cat([gradient.flatten() for gradient in gradients])  # for one collective
             group.all_reduce(joined).wait()
             sums = joined.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [s.view(g.shape) for s, g in zip(sums, gradients)])
@@ -178,11 +182,11 @@ class ParamGroup(ABC):
     def counted_shards(self) -> list[ParamShard]:
         """Return the shards whose gradients this rank adds to the norm; no other rank adds them."""
         if not self.sharded and self.replicas.rank > 0:
-            return []  # every replica has the same gradients
+            return []  # replica 0 adds these gradients, which all replicas have
         return [shard for shard in self.shards if shard.spec.counts_on(self.mesh)]
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return the gradients of `counted_shards`, flat."""
+        """Return the gradients of `counted_shards`, flat; the gradient norm is their norm."""
         gradients = self.own_gradients()
         counted = []
         for shard in self.counted_shards():
@@ -208,7 +212,7 @@ class Bucket(ParamGroup):
         zero: int,
         dtype: torch.dtype | None = None,
     ):
-        """parameters: in fp32 or fp64. dtype: compute precision, default: the parameters' dtype."""
+        """Make a bucket's buffers. parameters: fp32 or fp64. dtype: to compute in, None: theirs."""
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
@@ -227,8 +231,9 @@ class Bucket(ParamGroup):
             self.gradients = first.new_zeros(self.section, dtype=exact)
         else:
             self.gradients = first.new_zeros(total, dtype=self.sum_dtype)
+        # A matrix that is used twice in a micro-batch gets two gradients: its `passes` is 2.
         self.passes = sum(getattr(p, "passes", 1) for p in parameters)
-        self.missing = 0
+        self.missing = 0  # Optimizer.begin_step sets it
         self.whole_matrices = key.family == "matrices"
 
     def adopt(self) -> None:
@@ -238,10 +243,10 @@ class Bucket(ParamGroup):
         drawn parameters, the masters are views of the weights themselves.
         """
         section = self._section_of(self.weights)
-        cuts = self._cuts()
+        cuts = self._cuts()  # (parameter, its offset, start and stop of its part in this section)
         first_parameter, _ = self.places[0]
-        self.flat = section
-        if first_parameter.dtype != section.dtype:
+        self.flat = section  # the masters' memory: here the weights themselves
+        if first_parameter.dtype != section.dtype:  # the masters have a higher precision
             self.flat = torch.zeros_like(section, dtype=first_parameter.dtype)
             for p, start, a, b in cuts:
                 self.flat[a - self.start : b - self.start] = p.data.view(-1)[a - start : b - start]
@@ -254,8 +259,8 @@ class Bucket(ParamGroup):
             p.main_grad = self.gradients[start : start + p.numel()].view(p.shape)
             if p.dtype == self.gradients.dtype:
                 p.grad = p.main_grad  # autograd adds to it in place
-        self._parts = [slice(0, self.section)]
-        if self.whole_matrices:
+        self._parts = [slice(0, self.section)]  # one master: the whole section
+        if self.whole_matrices:  # one master for each matrix
             self._parts = [slice(a - self.start, b - self.start) for _, _, a, b in cuts]
         for i, (p, start, a, b) in enumerate(cuts):
             place = (i, 0) if self.whole_matrices else (0, a - self.start)
@@ -270,7 +275,8 @@ class Bucket(ParamGroup):
 
     def _cuts(self) -> list[tuple[nn.Parameter, int, int, int]]:
         """Return (parameter, its offset, start and stop of the overlap) for each parameter that
-        overlaps this rank's section; all offsets are in the bucket.
+        overlaps this rank's section. All three numbers count from the bucket's begin: 8 elements
+        at offset 12, and this rank's section [0, 16), give (p, 12, 12, 16).
 
         If the rule needs whole matrices, a parameter with a matrix for each expert has an entry for
         each of them, and padding is left out, because Adafactor's means would include it.
@@ -317,7 +323,7 @@ class Bucket(ParamGroup):
         """
         joined = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
         gradients = []
-        parts = []  # where the gradients go in `joined`
+        parts = []  # for each gradient, its place in `joined`
         for p, offset in self.places:
             if p.grad is not None:
                 gradients.append(p.grad)
@@ -331,7 +337,7 @@ class Bucket(ParamGroup):
         return _AddingHandle(handle, section, self.gradients, joined)
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's section of the weights and its masters; none if they are the same."""
+        """Return this section's weights and masters as one pair; none if they share memory."""
         if self.flat.dtype == self.weights.dtype:
             return []
         return [(self._section_of(self.weights), self.flat)]
@@ -344,12 +350,11 @@ class Bucket(ParamGroup):
 
 
 class _AddingHandle:
-    """A reduce-scatter whose wait adds the result to a sum; it keeps `source` alive until then."""
+    """A reduce-scatter of one micro-batch's gradients; its wait adds the result to a sum."""
 
     def __init__(self, handle: Handle, section: Tensor, total: Tensor, source: Tensor):
         """handle: the running reduce-scatter. section: its result, which `wait` adds to `total`.
-
-        source: its input, which must not be freed before it has ended.
+        source: its input, which is kept here so that its memory is not freed before the end.
         """
         self.handle = handle
         self.section = section
@@ -362,9 +367,6 @@ class _AddingHandle:
         self.total.add_(self.section)
 
 
-# ---- Which parameters go together, and where they are placed -------------------------------------
-
-
 def make_buckets(
     parameters: list[nn.Parameter], mesh: Mesh, training: Training, zero: int, dtype: torch.dtype
 ) -> list[Bucket]:
@@ -372,11 +374,10 @@ def make_buckets(
 
     The buckets are in the order in which the backward pass fills them. Each bucket adopts its
     parameters before the next is made, so that memory never holds all drawn parameters and all
-    buffers at once. dtype: compute precision. All whole matrices of a key are in one bucket,
-    because more matrices balance the sections better. Raise UserError if tensor parallelism cuts a
-    matrix inside a block of 8-bit state.
+    buffers. dtype: compute precision. All whole matrices of a key are in one bucket, because more
+    matrices balance the sections better. UserError if tp cuts a matrix in a block of 8-bit state.
     """
-    parameters_of: dict[Key, list[list[nn.Parameter]]] = {}  # by key, for each bucket
+    parameters_of: dict[Key, list[list[nn.Parameter]]] = {}  # by key, a list for each bucket
     largest = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
@@ -410,6 +411,7 @@ def _lay_out(
     """
     if family == "matrices" and sharded:
         return _lay_out_matrices(parameters, owners)
+    # 8-bit state has a scale for each BLOCK elements, and no block may be in two parameters.
     alignment = update_rules.BLOCK if family == "blocks" else 1
     offsets = []
     total = 0
@@ -426,7 +428,7 @@ def _lay_out_matrices(parameters: list[nn.Parameter], owners: int) -> tuple[list
     """
     loads = [0] * owners  # elements in each section so far
     section_of = {}
-    offset_of = {}  # offset in the section
+    offset_of = {}  # by matrix, its offset in its section
     for p in sorted(parameters, key=lambda p: -p.numel()):
         section = loads.index(min(loads))
         section_of[p] = section
@@ -445,4 +447,4 @@ def _flat_shape(shard: ParamShard) -> tuple[int, ...]:
     """Return a master's shape for a rule of whole matrices: (rows, width), or flat for a vector."""
     size = shard.stop - shard.start
     width = shard.shape[-1]
-    return (size // width, width) if shard.spec.decay else (size,)
+    return (size // width, width) if shard.spec.decay else (size,)  # only matrices have decay

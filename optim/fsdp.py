@@ -6,7 +6,8 @@ tensor rank's part of a weight is sharded over the replicas. torch decides when 
 calls the `Group` of the replicas for it, so that the flight recorder records every all-gather and
 reduce-scatter. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 
-Read zero.py and optim/buckets.py first: Optimizer uses a FullyShardedGroup in place of a Bucket.
+A part below is a module that is sharded by itself: a block, the experts of a block, or a stage.
+Read zero.py and optim/buckets.py first: Optimizer has a FullyShardedGroup in place of a Bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +34,15 @@ class GroupCollective:
     start: Callable[[Tensor, Tensor], Handle]  # all_gather or reduce_scatter of the group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of `size` for an input or output of the collective."""
+        """Return an uninitialised tensor of `size`, which torch uses as input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> None:
-        """Start the collective and wait for it; on a GPU it runs on the current stream.
+        """Start the collective and wait; torch calls this to gather weights or to sum gradients.
 
-        options: torch's process group, operation and async_op, which are ignored: `start` has its
-        own group and sums.
+        On a GPU the collective runs on the current stream, and the host does not wait. options:
+        torch's process group, operation and async_op. They are ignored, because `start` has a group
+        already and always sums.
         """
         self.start(output_tensor, input_tensor).wait()
 
@@ -52,15 +54,18 @@ class FullyShardedGroup(ParamGroup):
     """
 
     def __init__(self, key: Key, parameters: list, mesh: Mesh) -> None:
-        """parameters: DTensors with the attributes `spec` and `drawn_shape`, the shape before
-        sharding of the whole local tensor.
+        """Record which rows of each parameter this rank owns, and take them as masters.
+
+        parameters: DTensors with the attributes `spec` and `drawn_shape`. drawn_shape: the shape
+        of this tensor rank's part of the parameter before it was sharded.
         """
         super().__init__(key, mesh, sharded=True)
         self.parameters = parameters
         for p in parameters:
             master = p.to_local().detach().view(-1)
             replicas = p.device_mesh
-            # torch gives every rank this number of rows; the last ranks have fewer rows, or none.
+            # torch gives every rank this number of rows; the last ranks have fewer rows, or none:
+            # 5 rows on 4 ranks are cut into 2, 2, 1 and 0 rows.
             rows_per_rank = -(-p.shape[0] // replicas.size())
             first_row = min(p.shape[0], replicas.get_local_rank() * rows_per_rank)
             start = first_row * p.shape[1:].numel()
@@ -71,7 +76,10 @@ class FullyShardedGroup(ParamGroup):
             self.masters.append(master)
 
     def own_gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's rows, one flat tensor for each parameter."""
+        """Return the gradients of this rank's rows, one flat tensor for each parameter.
+
+        torch has summed them over the replicas already.
+        """
         return [p.grad.to_local().view(-1) for p in self.parameters]
 
     def clear_gradients(self) -> list[Tensor]:
@@ -81,7 +89,7 @@ class FullyShardedGroup(ParamGroup):
         return []
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return no pairs: torch rounds the weights when it gathers them."""
+        """Return no pairs for the caller to round: torch rounds weights when it gathers them."""
         return []
 
     def all_gather_params(self) -> None:
@@ -91,15 +99,17 @@ class FullyShardedGroup(ParamGroup):
 def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Module], None]:
     """Return the function that shards a module over the replicas: `ParamFactory.shard`.
 
-    It is called with each block when its weights have been drawn, so that no GPU ever holds a whole
-    stage, and at last with the stage, whose other parameters it shards. Experts are sharded over
-    the ranks that hold the same ones, or are left as they are if no other rank holds them.
+    Stage calls this function with each block when the block's weights have been drawn, so that no
+    GPU ever holds a whole stage. At last `shard_fully` calls it with the stage, to shard the
+    parameters outside of blocks. Experts are sharded over the ranks that hold the same experts, or
+    are left as they are if no other rank holds them.
     """
     mesh = factory.mesh
     exact = torch.promote_types(factory.dtype, torch.float32)
     sum_dtype = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sum_dtype, cast_forward_inputs=False)
-    groups = dict.fromkeys((mesh.replicas, mesh.expert_replicas))  # they may be the same group
+    # The two groups may be the same: then the dictionary has one entry.
+    groups = dict.fromkeys((mesh.replicas, mesh.expert_replicas))
     device_meshes = {group: _device_mesh(group, factory) for group in groups if group.size > 1}
 
     def shard_over(replicas: Group, part: nn.Module) -> None:
@@ -107,11 +117,12 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
 
         torch replaces the parameters; the new ones get the attributes `spec` and `drawn_shape`.
         """
-        drawn = {}  # spec and local shape by name
-        ignored = set()
+        drawn = {}  # by name of the parameters to shard: the spec, and the shape as drawn
+        ignored = set()  # parameters that fully_shard must leave as they are
         for name, p in part.named_parameters():
             if isinstance(p, DTensor):  # it belongs to a part that is sharded already
                 continue
+            # Constants of routers have no gradients. Other parameters have other replicas: experts.
             if not p.requires_grad or mesh.group(p.spec.reduce_over[0]) is not replicas:
                 ignored.add(p)
                 continue
@@ -139,15 +150,19 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
 
 
 def _device_mesh(group: Group, factory: ParamFactory) -> DeviceMesh:
-    """Return torch's mesh of the ranks of a group; the group has at least two ranks."""
+    """Return torch's mesh of the ranks of a group, which fully_shard takes in place of a group.
+
+    The group has at least two ranks.
+    """
     handle: Any = group.handle  # None only in a group of one rank
     return DeviceMesh.from_group(handle, factory.device.type)
 
 
 def _communicate_over(replicas: Group, part: Any) -> None:
-    """Have a sharded part call the group's collectives.
+    """Have a sharded part call this project's collectives over `replicas` in place of torch's own.
 
-    Gradients are summed and not averaged, because the loss weight divides by the targets.
+    Gradients are summed and not averaged over the replicas, because the factor by which the loss is
+    multiplied divides them by the number of targets already.
     """
     part.set_gradient_divide_factor(1.0)
     part.set_force_sum_reduction_for_comms(True)
@@ -162,8 +177,8 @@ def shard_fully(
 ) -> list[FullyShardedGroup]:
     """Shard the parameters of a stage outside its blocks; return the stage's groups, one per key.
 
-    The stage has sharded its blocks by `factory.shard` already. Raise ValueError if the factory has
-    no such function.
+    Called when Optimizer is made with --zero 3. The stage has sharded its blocks by `factory.shard`
+    already. Raise ValueError if the factory has no such function.
     """
     if factory.shard is None:
         raise ValueError("the stage's blocks were not sharded when they were drawn")

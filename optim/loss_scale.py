@@ -1,8 +1,9 @@
 """The factor that keeps fp16 gradients above the smallest fp16 number.
 
 The loss is multiplied by this loss scale before the backward pass, and the gradients are divided by
-it before the update. An overflow on any rank skips the update on all ranks: zero.py finds it in the
-gradient norm, which is not finite then, and which every rank computes in any case.
+it before the update. An overflow is a gradient that the scale has made too large for fp16, so that
+it is infinite or NaN. An overflow on any rank skips the update on all ranks: zero.py finds it in
+the gradient norm, which is not finite then, and which every rank computes in any case.
 """
 
 from config.messages import UserError
@@ -20,6 +21,7 @@ class LossScale:
     """
 
     def __init__(self, training: Training):
+        """Begin with the scale of the options: a fixed one, the first of a dynamic one, or 1."""
         self.training = training
         fp16 = training.precision == "fp16"
         self.dynamic = fp16 and not training.loss_scale
@@ -27,15 +29,17 @@ class LossScale:
         if fp16:
             self.value = training.loss_scale or 2.0**training.initial_loss_scale_power
         self.good = 0  # steps in a row without an overflow since the scale changed
-        self.hysteresis = training.loss_scale_hysteresis  # the counter of the class's docstring
+        self.hysteresis = training.loss_scale_hysteresis  # overflows until the scale is halved
         self.stuck = 0  # overflows in a row at a scale that cannot fall
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step; called on all ranks with the same `overflow`.
 
-        Raise UserError, which ends the run, if fp16 keeps overflowing at the smallest scale.
+        The class's docstring has the rule. Raise UserError, which ends the run, if fp16 keeps
+        overflowing at the smallest or a fixed scale.
         """
         training = self.training
+        # A step without an overflow: perhaps the scale doubles.
         if not overflow:
             self.good += 1
             self.stuck = 0
@@ -44,6 +48,7 @@ class LossScale:
                 self.good = 0
                 self.hysteresis = training.loss_scale_hysteresis
             return
+        # An overflow: the scale is halved, or cannot fall.
         self.good = 0
         self.hysteresis -= 1
         if not self.dynamic or self.value <= training.min_loss_scale:
@@ -64,7 +69,10 @@ class LossScale:
         return {"loss_scale": self.value, **counts}
 
     def load(self, state: dict[str, float]) -> None:
-        """Continue from a checkpoint's `state`; a scale that the options fix is not changed."""
+        """Continue from a checkpoint's `state`; a scale that the options fix is not changed.
+
+        A checkpoint may lack an entry: its value is then 0, or stays that of the options.
+        """
         self.good = int(state.get("good_steps", 0))
         self.stuck = int(state.get("stuck", 0))
         if self.dynamic and "hysteresis" in state:

@@ -20,7 +20,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-# Number of weights that share a scale in 8-bit AdamW; bitsandbytes' kernels are built for it.
+# The number of weights that share a scale in 8-bit AdamW; bitsandbytes' kernels have this number.
 BLOCK = 256
 
 
@@ -35,6 +35,8 @@ def decide(config: Config, context: Context | None) -> tuple[Config, str]:
         return config, ""
     if context is None or context.device.type != "cuda":
         return config.with_precision("fp32"), "precision: fp32 (--precision auto on CPUs)"
+    # All ranks must use one format, and nodes may have different GPUs. So each rank tells the
+    # others the name of its GPU if the GPU has no bf16, or an empty text.
     gpu_without_bf16 = "" if _has_bf16() else torch.cuda.get_device_name(context.device)
     exchange = StoreExchange(context.store, context.rank, context.size, "precision")
     names = exchange.gather("GPUs without bf16", gpu_without_bf16)
@@ -52,8 +54,8 @@ def decide(config: Config, context: Context | None) -> tuple[Config, str]:
 def check(config: Config, context: Context) -> None:
     """Raise UserError if the precision is bf16 and this rank's GPU has no bf16 arithmetic.
 
-    CPUs are not checked: torch emulates missing arithmetic there, slowly. run.json and the start-up
-    lines show the precision.
+    Called when a run or sample.py starts. CPUs are not checked: torch emulates missing arithmetic
+    there, slowly. run.json and the start-up lines show the precision.
     """
     if context.device.type != "cuda" or config.training.precision != "bf16":
         return

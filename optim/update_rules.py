@@ -1,14 +1,18 @@
 """Learning rate and update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon.
 
-An update rule holds the optimizer state of some master tensors of this rank and updates the masters
-by their gradients. It has no communication; optim/buckets.py makes the masters and calls the rule.
-Parameters belong to three families, and a rule updates masters of one family:
+A master is the copy of weights in fp32 or fp64 that is updated; the weights are the masters rounded
+to the compute precision. An update rule holds the optimizer state of some masters of this rank and
+updates the masters by their gradients. It has no communication; optim/buckets.py makes the masters
+and zero.py calls the rule. Parameters belong to three families, and a rule updates masters of one
+family:
 
     plain     AdamW, SGD, and parameters that the rules below do not update: flat sections, which
               may begin anywhere in a parameter
     blocks    8-bit AdamW: flat sections that begin at a multiple of BLOCK in every parameter
     matrices  Adafactor and Muon: whole matrices, each of which has one owner; the matrices of two
               experts are separate
+
+A kind is the name of one state tensor in a checkpoint, for example "exp_avg" (`state_kinds`).
 """
 
 import math
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from optim.adam8bit import Adam8bit
 
 BLOCK = precision.BLOCK
-# The value of Muon's author, and torch's default.
+# The factor of the old momentum in Muon; its author's value, and torch's default.
 MUON_MOMENTUM = 0.95
 
 
@@ -40,18 +44,19 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     The rate rises linearly for lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine
     or linear fall to min_lr at lr_decay_samples (default: total), or wsd (arXiv 2404.06395):
     constant, and then a linear fall to min_lr over the last lr_wsd_decay_samples before
-    lr_decay_samples.
+    lr_decay_samples (default: a tenth of these).
     """
     peak = training.lr
     low = training.min_lr
     end = training.lr_decay_samples or total
+    # In the warmup the rate is that of the step's last sample, so that no step has the rate 0.
     if samples < training.lr_warmup_samples:
         return peak * (samples + batch) / (training.lr_warmup_samples + batch)
     if training.lr_schedule == "constant":
         return peak
     if samples >= end:
         return low
-    begin = training.lr_warmup_samples
+    begin = training.lr_warmup_samples  # the number of samples at which the rate begins to fall
     if training.lr_schedule == "wsd":
         begin = max(begin, end - (training.lr_wsd_decay_samples or end // 10))
     share = max(0.0, (samples - begin) / max(1, end - begin))  # the part of the fall that is done
@@ -61,9 +66,11 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
 
 
 def family(optimizer: str, spec: ParamSpec) -> str:
-    """Return the family, plain, blocks or matrices, of the parameter that `spec` describes.
+    """Return the family of the parameter that `spec` describes: plain, blocks or matrices.
 
-    optimizer: the value of --optimizer.
+    optimizer: the value of --optimizer. 8-bit AdamW leaves the embedding's matrices and all vectors
+    to AdamW with 32 bits. Muon leaves to AdamW all parameters but the matrices of blocks. Adafactor
+    updates all parameters, vectors too, by one rule.
     """
     is_matrix = spec.decay  # weight decay applies to matrices only
     if optimizer == "adamw8bit" and is_matrix and not spec.name.startswith("embedding."):
@@ -88,10 +95,10 @@ def state_kinds(optimizer: str) -> tuple[str, ...]:
 
 
 def interchangeable(optimizer: str) -> str:
-    """Return the name of the optimizer's state in a checkpoint.
+    """Return the name of the optimizer's whole state in a checkpoint.
 
-    Optimizers that can resume from each other's state have the same name. optimizer: the value of
-    --optimizer.
+    Optimizers that can resume from each other's state have the same name; a resume with an
+    optimizer of another name is refused. optimizer: the value of --optimizer.
     """
     return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
@@ -99,8 +106,8 @@ def interchangeable(optimizer: str) -> str:
 def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> "UpdateRule":
     """Return the rule of --optimizer for master tensors of the family `group`.
 
-    decay: whether weight decay applies to these tensors. Raise UserError if the optimizer's package
-    is not installed.
+    Called once for each update set (zero.py). decay: whether weight decay applies to these tensors.
+    Raise UserError if the optimizer's package is not installed.
     """
     weight_decay = training.weight_decay if decay else 0.0
     betas = (training.adam_beta1, training.adam_beta2)
@@ -110,6 +117,7 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
 
         return Adam8bit(masters, betas, eps, weight_decay)
     library = _library(training, group)
+    # Only the classes of AdamW, whose state tensors are `_moments`, take these two options.
     adam = {"betas": betas, "eps": eps} if library.kinds is _moments else {}
     return _TorchOptimizerRule(masters, library, weight_decay=weight_decay, **adam)
 
@@ -118,7 +126,7 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
 
 
 class _StateTensor(NamedTuple):
-    """A state tensor of a torch optimizer: its key in the state, and its shape.
+    """A state tensor of a torch optimizer: its key in `optimizer.state[master]`, and its shape.
 
     shape: None for the shape of the master.
     """
@@ -143,11 +151,15 @@ class _Library(NamedTuple):
 class _TorchOptimizerRule:
     """Update rule that runs an optimizer of torch or apex.
 
-    Its state can be read and written before the first step. kernel: the optimizer's name in the
-    log. steps: number of updates so far.
+    Its state can be read and written before the first step, although torch makes a state only in
+    the first step. kernel: the optimizer's name in the log. steps: number of updates so far.
     """
 
     def __init__(self, masters: list[Tensor], library: _Library, **options):
+        """Make the optimizer of `library` for the masters; options: its arguments, such as betas.
+
+        A rank may own no masters; then there is no optimizer, because torch refuses an empty list.
+        """
         self.masters = masters
         self.library = library
         self.kernel = library.kernel
@@ -156,7 +168,10 @@ class _TorchOptimizerRule:
         self.steps = 0
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """Update all master tensors once, by gradients of the same shapes and type."""
+        """Update all master tensors once, by gradients of the same shapes and type.
+
+        The optimizer takes a gradient from `master.grad`, where it is only during the update.
+        """
         self.steps += 1
         if self.optimizer is None:
             return
@@ -177,7 +192,10 @@ class _TorchOptimizerRule:
                 state["step"].fill_(steps)
 
     def state_bytes(self) -> int:
-        """Return the bytes of the state tensors that exist now, without the masters."""
+        """Return the bytes of the state tensors that exist now, without the masters.
+
+        There are none before the first step.
+        """
         total = 0
         for state in self.states.values():
             total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
@@ -186,11 +204,12 @@ class _TorchOptimizerRule:
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a state tensor of master `index`, flat; perhaps a view.
 
-        kind: the tensor's name in a checkpoint. A factor is repeated along its row or column.
+        kind: the tensor's name in a checkpoint. A factor of Adafactor is repeated along its row or
+        column. Called when a checkpoint is saved, or when replicas are compared.
         """
         tensor = self._state(kind, index)
         master = self.masters[index]
-        if tensor is None:
+        if tensor is None:  # this master has no such state: a checkpoint has zeros
             return master.new_zeros(stop - start)
         return tensor.expand(master.shape).reshape(-1)[start:stop]
 
@@ -204,13 +223,17 @@ class _TorchOptimizerRule:
         master = self.masters[index]
         if tensor is None:
             return
-        if tensor.shape == master.shape:
+        if tensor.shape == master.shape:  # not a factor of Adafactor
             tensor.view(-1)[start : start + len(values)] = values
             return
+        # A factor is (rows, 1) or (1, columns): it takes the first column or row of the values.
         tensor.copy_(values.view(master.shape)[: len(tensor), : tensor.shape[1]])
 
     def _state(self, kind: str, index: int) -> Tensor | None:
-        """Return torch's state tensor of a kind; before the first step, make the state as zeros."""
+        """Return torch's state tensor of a kind for master `index`, None if the master has none.
+
+        Before the first step torch has no state: it is made here, as zeros.
+        """
         master = self.masters[index]
         kinds = self.library.kinds(master)
         state = self.states[master]
@@ -244,7 +267,7 @@ class _FusedAdamW:
         self.state: dict[Tensor, dict[str, Tensor]] = {master: {} for master in masters}
 
     def step(self) -> None:
-        """Update every master by its `grad`, once."""
+        """Update every master by its `grad`, once; in the first step, make the state first."""
         (options,) = self.param_groups
         masters = options["params"]
         beta1, beta2 = options["betas"]
@@ -269,12 +292,14 @@ class _FusedAdamW:
 
 
 def _moments(master: Tensor) -> dict[str, _StateTensor | None]:
-    """Return the state tensors of AdamW: two moments in the shape of the master."""
+    """Return the state tensors of AdamW by kind: two moments in the shape of the master."""
     return {kind: _StateTensor(kind) for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def _factors(master: Tensor) -> dict[str, _StateTensor | None]:
-    """Return the state tensors of Adafactor: a matrix has factors, a vector its variance."""
+    """Return the state tensors of Adafactor by kind: for a matrix one factor for each row and for
+    each column; for a vector its variance, which a checkpoint has in place of the row factors.
+    """
     if master.dim() < 2:
         return {"row_var": _StateTensor("variance"), "col_var": None}
     shapes = {"row_var": (master.shape[0], 1), "col_var": (1, master.shape[1])}
@@ -287,6 +312,8 @@ def _library(t: Training, group: str) -> _Library:
     Muon and 8-bit AdamW leave the family plain to AdamW.
     """
     optim = torch.optim
+    # The state tensors of SGD or Muon, by kind. None: the optimizer keeps no tensor of this kind,
+    # and a checkpoint has zeros.
     kinds = dict[str, _StateTensor | None]()
     if t.optimizer == "apex":
         return _Library("NVIDIA apex FusedAdam", partial(_apex(), adam_w_mode=True), _moments)
