@@ -119,8 +119,8 @@ class Machine:
     # A ring with several ranks on a node reaches only this share of the network's rate, because
     # each network adapter then only sends or only receives.
     crossing: float = 1.0
-    # The number of ranks that share a CPU core, for runs on CPUs. The rates above are measured while
-    # all ranks compute.
+    # The number of ranks that share a CPU core, for runs on CPUs. The rates are measured while all
+    # ranks compute.
     ranks_per_core: float = 1.0
     # The standard deviations of the planner's errors, which are logarithms of measured over
     # predicted seconds and bytes, on runs that were not used to fit the constants (risk.py).
