@@ -6,10 +6,10 @@
 
 A row of the table is a layout. Numbers of a row are columns of the shape (rows, 1), which broadcast
 with numbers of some of its pipeline ranks: (rows, ranks). A way is a part of a row's layout: tp,
-pp, cp, schedule and partition (planner/enumeration.py). Several stages of a rank are possible. The
-formulas come from planner/time_terms.py and planner/memory_terms.py. "Likely" seconds are the best
-estimate; "least" seconds are a lower bound. planner/layouts.py simulates the rows that may be the
-fastest.
+pp, cp, schedule and partition (planner/enumeration.py). A pipeline rank may hold several stages.
+The formulas come from planner/time_terms.py and planner/memory_terms.py. "Likely" seconds are the
+best estimate; "least" seconds are a lower bound. planner/layouts.py simulates the rows that may be
+the fastest.
 """
 
 from functools import cached_property

@@ -10,7 +10,7 @@
 these functions: everything that prices, compares or shows a step calls them.
 A `Job` has a model, a layout, the training options and a machine. A `Column` is a number, or an
 array with a number for each layout. A `Pass` has the values of a forward and of a backward pass. A
-decorator `term` lets another training program replace a formula.
+formula with the decorator `term` can be replaced by another training program's.
 Symbols: b micro-batch, s sequence, h hidden, f MLP width, V vocabulary, t = tp.
 """
 
@@ -21,14 +21,14 @@ from planner import op_costs
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
 
-OPERATIONS = 20  # kernels that a block's forward launches with fused norms, biases and positions
+OPERATIONS = 20  # kernels that a dense block's forward launches; norms and biases are fused
 ROTARY = 2.0  # bytes moved for each byte of queries and keys that is rotated: a read and a write
-COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32, at --zero 2 and 3
-UPDATED = 40.0  # bytes moved per parameter of a rank's shard: FP32 gradient, master, two moments
-CAST = 8.0  # bytes moved per parameter of a rank: norm and zero of gradients, cast of weights
-UNEVEN = 1.1  # rows that the busiest rank's experts get, over the mean of all ranks; assumed
-# Kernels that experts.py launches in a forward pass beside each expert's two products: for the
-# router, for sorting rows by expert, and for copies and sums of rows.
+COLLECTED = 10.0  # bytes moved to add one gradient to the FP32 sum, at --zero 2 and 3
+UPDATED = 40.0  # bytes that the optimizer moves for each parameter that a rank updates
+CAST = 8.0  # bytes moved for each parameter on a rank to norm and zero gradients and cast weights
+UNEVEN = 1.1  # assumed: the busiest rank's experts get this many times the mean number of rows
+# The number of kernels that experts.py launches in a forward pass in addition to the two products
+# of each expert: for the router, for sorting rows by expert, and for copies and sums of rows.
 ROUTING_OPERATIONS = 45
 # How often experts.py reads or writes all rows of the chosen experts outside of products and
 # activation, (forward, backward): to copy them into the order of experts and back, and to sum them.
@@ -71,8 +71,8 @@ def block_terms(job: Job) -> dict[str, Pass]:
 def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     """Return the matrix products of a block's forward on one GPU: (rows, outputs, inputs, count).
 
-    Rows are tokens. `count` products have these sizes: the GPU holds as many whole experts, which
-    get the tokens that all ranks of `ep` send.
+    Rows are tokens. `count` products have these sizes: 1, or for experts the number of whole
+    experts on the GPU, which get the tokens that all ranks of `ep` send.
     """
     model = job.model
     t = job.layout.tp
@@ -88,6 +88,7 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
         sizes.append((job.tokens, h, dense_width // t, 1))
     if model.experts > 1:
         experts = model.experts // job.ep
+        # The rows of the busiest rank's expert, rounded up to a multiple of ALIGNMENT.
         rows_of_rank = job.tokens * model.experts_per_token / t
         tiles = np.ceil(rows_of_rank * uneven(job) / experts / op_costs.ALIGNMENT)
         rows = np.int64(tiles) * op_costs.ALIGNMENT
@@ -151,6 +152,7 @@ def gathered(job: Job) -> Column:
     ranks = job.cp // job.over_heads
     numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp
     all_bytes = job.number_bytes * numbers_of_rank * ranks
+    # An all-gather takes half as long as an all-reduce.
     return ring_seconds(job, ranks, tp * job.over_heads, all_bytes) / 2
 
 
@@ -213,7 +215,7 @@ def routing(job: Job) -> Pass:
 
 @term
 def uneven(job: Job) -> Column:
-    """Return the rows that the busiest rank's experts get over the mean of all ranks, a factor.
+    """Return the factor by which the busiest rank's experts get more rows than the mean rank's.
 
     It is 1 without --ep, because then each rank has all experts.
     """
@@ -222,7 +224,7 @@ def uneven(job: Job) -> Column:
 
 @term
 def permuted(job: Job) -> Pass:
-    """Return how often all rows sent to experts are read or written to be permuted and back."""
+    """Return how often the rows sent to experts are read or written to permute them, and back."""
     if job.model.experts == 1:
         return Pass(0.0, 0.0)
     return Pass(*PERMUTED) + Pass(*PERMUTED_ELSEWHERE) * (job.ep > 1)
@@ -433,7 +435,9 @@ def tied_seconds(job: Job) -> Column:
 
 
 def optimizer_seconds(job: Job, held: Column, shard: Column) -> Column:
-    """Return the seconds of the optimizer's update. held, shard: the numbers of parameters on a
-    rank, whose gradients are normed and zeroed and whose weights are cast, and of those it updates.
+    """Return the seconds of the optimizer's update, which is limited by memory traffic.
+
+    held: the number of parameters on a rank; their gradients are normed and zeroed, and their
+    weights cast. shard: the number of these parameters that the rank updates.
     """
     return op_costs.moved(job.machine, UPDATED * shard + CAST * held)
