@@ -7,8 +7,9 @@ Symbols: P parameters on the GPU, b micro-batch size, s sequence length, h hidde
     activations  of every micro-batch in flight: 2 s b h per block under full recomputation
     working      the larger of the block that is being recomputed and the logits
 
-The terms are in planner/memory_terms.py; `stages` adds them for one layout. A `Job` has a model, a
-layout, the training options and a machine.
+A micro-batch is in flight on a rank from its forward until its backward. The terms are in
+planner/memory_terms.py; `stages` adds them for one layout. A `Job` has a model, a layout, the
+training options and a machine.
 """
 
 from dataclasses import dataclass, replace
@@ -25,11 +26,12 @@ from planner.memory_terms import Parts
 from schedules.long_schedule import LongSchedule, long_layout
 from schedules.partition import StageSpec, stage_specs
 
-# The least bytes for each sample in the order of a data split: 8 (or 16) for where the sample
-# starts, and 4 (or 8) for its place in the order.
+# The order in which samples are read takes at least this many bytes of host memory for a sample: 8
+# (or 16) for where the sample starts, and 4 (or 8) for its place in the order.
 ORDER_BYTES = 12
 LARGEST_GPU = 1e12  # bytes; no GPU has as much memory
-# The parts that follow from model and layout alone, without the allocator and the libraries.
+# The parts of a GPU's memory that follow from model, layout and batch alone; the other parts,
+# buffers and context, are constants of the software and the machine.
 OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
 
 
@@ -106,8 +108,10 @@ def most_in_flight(
 ) -> tuple[list[float], list[float]]:
     """Return the most that each pipeline rank keeps at once: (bytes of activations, head outputs).
 
-    kept: for each stage, the bytes of one micro-batch's activations. ends: for each stage, 1 if it
-    has the head, else 0. Both results are lists with a number for each pipeline rank.
+    For simple schedules a formula gives the number of micro-batches in flight; for the others the
+    order of the schedule is followed. kept: for each stage, the bytes of one micro-batch's
+    activations. ends: for each stage, 1 if it has the head, else 0. Both results are lists with a
+    number for each pipeline rank.
     """
     layout = job.layout
     if layout.schedule not in memory_terms.EXACT:
@@ -122,7 +126,10 @@ def most_in_flight(
 
 @lru_cache(maxsize=4096)
 def _most_held(order: LongSchedule, sizes: tuple[float, ...]) -> tuple[float, ...]:
-    """Return `LongSchedule.most_held`, cached: layouts that differ in ZeRO have the same."""
+    """Return the result of `LongSchedule.most_held`, the most that each rank holds at once.
+
+    It is cached, because layouts that differ only in ZeRO have the same order and sizes.
+    """
     return order.most_held(sizes)
 
 
@@ -132,8 +139,9 @@ def _most_held(order: LongSchedule, sizes: tuple[float, ...]) -> tuple[float, ..
 def of_run(config: Config) -> list[dict[str, float]]:
     """Return the bytes of each part in OF_RUN on every pipeline rank of a run.
 
-    The options in `config` must have been checked. With a batch-size ramp-up, the largest batch
-    that this start of the run reaches counts.
+    train.py refuses a run that certainly does not fit, and a rehearsal compares what it measures
+    with this. The options in `config` must have been checked. With a batch-size ramp-up, the
+    largest batch that this start of the run reaches counts.
     """
     # The parts in OF_RUN do not depend on the machine with this software and without overhead, so
     # any machine with the run's device serves.
@@ -153,9 +161,10 @@ def of_run(config: Config) -> list[dict[str, float]]:
 
 
 def least_of_run(config: Config) -> list[dict[str, float]]:
-    """Return the bytes of each part in OF_RUN on every pipeline rank, with --precision auto.
+    """Return the result of `of_run`; with --precision auto, for the precision that needs the least.
 
-    The GPUs decide the precision later: the result is for the precision that needs less memory.
+    train.py calls it before the GPUs decide what --precision auto is, to refuse a run only if it
+    fits in no precision.
     """
     precisions = ["fp32"] if config.run.device == "cpu" else ["fp32", "bf16"]
     tables = [of_run(config.with_precision(precision)) for precision in precisions]

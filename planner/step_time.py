@@ -8,7 +8,8 @@ in planner/time_terms.py; here they are put together.
 
 A `Job` has a model, a layout, the training options and a machine. Functions whose values are
 `Column` take one layout, or many as columns (planner/job.py); functions that build a schedule take
-one layout. A `Pass` is the seconds of a forward and of a backward pass.
+one layout. A `Pass` is the seconds of a forward and of a backward pass; `Passes` has a `Pass` for a
+block, a recomputed block, the embedding and the head.
 """
 
 from dataclasses import dataclass, replace
@@ -29,8 +30,8 @@ from schedules.long_schedule import LongSchedule, long_layout
 from schedules.partition import stage_specs
 from schedules.simulation import Seconds
 
-# Shares of a datasheet's network rate with which a step is predicted if the network was not
-# measured: reductions over many nodes were measured at a half to a quarter of that rate.
+# If the network's rate was not measured, a step is predicted with each of these shares of the
+# datasheet's rate: reductions over many nodes have been measured at a half to a quarter of it.
 NETWORK_SHARES = (1.0, 0.25)
 
 
@@ -107,7 +108,11 @@ def predict(
 
 
 def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
-    """Return the seconds of a step by part, and the idle share of the pipeline (0 to 1)."""
+    """Return the seconds of a step by part, and the idle share of the pipeline (0 to 1).
+
+    The parts are pipeline, reduce, tied, optimizer and fixed. A known defect of the machine makes
+    all of them longer (`slowdown`).
+    """
     pipeline, bubble = pipeline_time(job)
     parts = {"pipeline": pipeline} | step_parts(job)
     slowed = {name: seconds * job.machine.slowdown for name, seconds in parts.items()}
@@ -138,7 +143,7 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
 
 
 def passes_of(job: Job) -> Passes:
-    """Return the seconds of one micro-batch through each part of a model."""
+    """Return the seconds of one micro-batch through a block, the embedding and the head."""
     blocks = block_passes(job)
     embedding = time_terms.embedding(job)
     head = time_terms.head(job)
@@ -152,11 +157,11 @@ def block_pass(job: Job) -> Pass:
 
 @mean_of_kinds
 def block_passes(job: Job) -> Pass:
-    """Return the seconds of one micro-batch through a block, in a `Pass` of two `Pass`.
+    """Return the seconds of one micro-batch through a block: without and with recomputation.
 
-    Its field `forward` is for a block that is not recomputed, `backward` for a block with the
-    layout's --recompute: `mean_of_kinds` can add and multiply a `Pass`, but no tuple. No pass is
-    shorter than the host takes to launch its operations.
+    The result is a `Pass` of two `Pass`, because `mean_of_kinds` can add and multiply a `Pass`, but
+    no tuple: its field `forward` is for a block that is not recomputed, `backward` for a block with
+    the layout's --recompute. No pass is shorter than the host takes to launch its operations.
     """
     computed = time_terms.block_seconds(job)
     is_full = np.equal(job.layout.recompute, "full")
@@ -215,8 +220,9 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         # passes: the F and B of its stage, and the vocabulary passes E, S, T and G.
         seconds = max(seconds, count * 6 * sent)
     if machine.ranks_per_core > 1:
-        # Ranks share a core, and the seconds of an action are those of a rank that shares it. While
-        # a stage is idle, its core runs other stages at full speed.
+        # Several ranks share a core, and an action's seconds hold while all of them compute. If
+        # only one computes, it is faster by ranks_per_core; so the step takes at least the
+        # simulated seconds divided by this number, and at least the mean work of a rank.
         seconds = max(seconds / machine.ranks_per_core, busy)
     idle_share = max(0.0, 1.0 - busy / seconds)  # without the maximum, rounding may give -1e-16
     return seconds, idle_share
@@ -275,7 +281,8 @@ def action_seconds(job: Job) -> Seconds:
 def stage_weights(job: Job) -> list[float]:
     """Return the seconds of one micro-batch's weight gradients in each stage, which W computes.
 
-    If a stage has both embedding and head with one shared matrix, B computes its gradient, not W.
+    W is the second part of a backward pass that the schedule splits. If a stage has both embedding
+    and head with one shared matrix, the first part (B) computes this matrix's gradient, not W.
     """
     block = time_terms.block_weights(job)
     head = time_terms.head_weights(job)
@@ -304,7 +311,11 @@ class Most(NamedTuple):
 
 
 def step_parts(job: Job) -> dict[str, float]:
-    """Return the seconds after the last backward: of reduce, tied, optimizer and fixed."""
+    """Return the seconds of a step after the last backward, for one layout, by part.
+
+    The parts are reduce (gradients between replicas), tied (the matrix that embedding and head
+    share), optimizer, and fixed.
+    """
     specs = stage_specs(job.model, job.layout)
     passes = stage_passes(job)
     stage_parameters = memory_terms.held_parameters(job, Parts.of(specs))
@@ -319,7 +330,8 @@ def step_parts(job: Job) -> dict[str, float]:
 def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     """Return the seconds after the last backward by part, as numbers or as columns.
 
-    The parts are reduce, tied, optimizer and fixed. most: the layout's largest figures.
+    The parts are reduce, tied, optimizer and fixed. most: the parameters of the fullest rank and
+    the seconds of the slowest stage. Called with columns by the closed form of many layouts.
     """
     layout = job.layout
     held = most.parameters
@@ -346,7 +358,8 @@ def _exposed(job: Job, most: Most, experts: Column) -> Column:
     exposed_share = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
     exposed_gather = np.maximum(gather - forward_hides, gather * exposed_share)
     exposed_gather = np.where(layout.zero > 0, exposed_gather, 0.0)
-    # At --zero 3 each micro-batch gathers the weights twice: in its forward and in its backward.
+    # At --zero 3 each micro-batch gathers the weights twice: in its forward and in its backward,
+    # where the reduction of gradients needs the same links.
     gather_in_backward = np.where(layout.zero == 3, gather, 0.0)
     in_backward = gather_in_backward + reduce
     exposed_reduce = np.maximum(in_backward - backward_hides, reduce * exposed_share)
