@@ -346,16 +346,16 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "sp": "sp" if layout.sequence_parallel else "-",
         "zero": str(layout.zero),
         "s/step": f"{p.seconds:.2f}",
-        "90 %": f"+{upper_end / p.seconds - 1:.0%}",  # the interval's end
+        # How much longer a step may take: the upper end of the interval of 90 of 100 runs.
+        "90 %": f"+{upper_end / p.seconds - 1:.0%}",
         "tokens/s": f"{p.tokens_per_second:,.0f}",
         "MFU": f"{p.mfu:.1%}",
         "bubble": f"{p.bubble:.1%}",
         "GB": f"{max(stage.total for stage in p.memory) / BILLION:.1f}",
         "risk": f"{p.risk:.1%}",
         **rates.cells(question.gpus, p.tokens_per_second),
-        "ramp-up": _rampup(line, question).partition(" does")[
-            0
-        ],  # "batch 48 does not divide ...": "batch 48"
+        # Of the text "batch 48 does not divide by 32" the cell has only "batch 48".
+        "ramp-up": _rampup(line, question).partition(" does")[0],
     }
 
 
