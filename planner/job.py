@@ -105,7 +105,7 @@ class Job(NamedTuple):
 
     @property
     def kinds(self) -> "list[tuple[float, Job]]":
-        """The kinds of blocks of the model: pairs of a share and a job whose blocks are of one kind.
+        """The kinds of blocks of the model: pairs of a share and a job with blocks of this kind.
 
         The share is of the model's blocks. A model with experts has at most two kinds: blocks with
         experts, and dense blocks. Every other model has one kind, with the share 1.
