@@ -236,7 +236,8 @@ def write(found: Fit, path: str) -> None:
     if not path.endswith(".toml"):
         raise UserError(f"--write {path}: a machine's file ends in .toml")
     base = found.old.name
-    if base.endswith(".toml"):  # a user's file is named relative to the working directory
+    # The full path of a user's file, so that the new file can be used from every folder.
+    if base.endswith(".toml"):
         base = str(Path(base).resolve())
     lines = [f"# {base}, calibrated with `plan.py calibrate`.", f"like = {json.dumps(base)}"]
     for name in found.spread:

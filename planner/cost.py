@@ -38,15 +38,18 @@ class Rates:
         }
 
     def per_billion(self, gpus: int, tokens_per_second: float) -> dict[str, float | None]:
-        """Return GPU hours, kWh and cost of a billion tokens; all names end in
-        `_per_billion_tokens`.
+        """Return GPU hours, kWh and cost of a billion tokens, for the data of an answer.
+
+        The names are those of `of`, each with `_per_billion_tokens` after it.
         """
         costs = self.of(gpus, BILLION / tokens_per_second)
         return {f"{name}_per_billion_tokens": value for name, value in costs.items()}
 
     def cells(self, gpus: int, tokens_per_second: float) -> dict[str, str]:
-        """Return the printed energy and cost of a billion tokens, by the names of a table's
-        columns; empty if the table has no such columns.
+        """Return the printed energy and cost of a billion tokens, by the heads of table columns.
+
+        It is empty if the user gave neither a price nor a power, so that the table has no such
+        columns.
         """
         if not self.shown:
             return {}

@@ -62,9 +62,7 @@ class Asked(NamedTuple):
         return not has_blocks and "recompute_layers" not in self.fixed
 
     def job(self, layout: Layout) -> Job:
-        """Return the job of one layout with the model, training options and machine of the
-        question.
-        """
+        """Return the job of a layout: with the question's model, training options and machine."""
         return Job(self.model, layout, self.training, self.machine)
 
     def holds(self, name: str) -> bool:

@@ -33,8 +33,8 @@ KEPT = 2  # number of fastest layouts kept for a number of nodes, at the first a
 FRACTIONS = 4  # n nodes are tried if lcm(n, most) is at most FRACTIONS times `most`
 RESTART_MINUTES = 10.0  # minutes that a change of nodes takes, without the time in the queue
 HOUR = 3600.0  # seconds
-LEAST_PRICE = 1e-3  # price of a second, in GPU-seconds
-MOST_PRICE = 1e9  # price of a second at which only time counts
+LEAST_PRICE = 1e-3  # the lowest price of a second that is tried, in GPU-seconds: time is free
+MOST_PRICE = 1e9  # the highest price of a second that is tried: only time counts
 BISECTIONS = 60  # steps of the search for the price, each of which halves the range's logarithm
 # The options of a layout that a stage's command sets, because the planner may choose them.
 SEARCHED = ("tp", "pp", "micro_batch_size", "recompute", "zero", "partition")
@@ -174,8 +174,10 @@ def choices_of(question: Question, levels: Sequence[Level], most: int) -> list[C
 
 
 def _seconds(question: Question, layout: Layout, run: Config) -> float:
-    """Return the seconds of a layout's step in a run with one batch size; infinity if it cannot run
-    the batch size, does not fit, or has a higher risk than --risk.
+    """Return the seconds of a layout's step in a run with one batch size.
+
+    It is infinity if the layout cannot run the batch size, does not fit, or has a higher risk of
+    running out of memory than --risk.
     """
     if run.training.global_batch_size % (layout.micro_batch_size * layout.dp):
         return math.inf
@@ -190,8 +192,10 @@ def _seconds(question: Question, layout: Layout, run: Config) -> float:
 
 
 def rampup(question: Question) -> Answer:
-    """Answer `plan.py rampup`: with --deadline the cheapest plan of stages, else the ramp-up's
-    duration (`duration_questions.rampup`). Raise UserError for options that do not go together.
+    """Return the answer of `plan.py rampup`; raise UserError for options that do not go together.
+
+    With --deadline it is the cheapest plan of stages, which is also written to the file of
+    --stages; without, it says on what each batch size can run (`duration_questions.rampup`).
     """
     options = question.options
     if options.submit and not options.stages:
@@ -226,8 +230,10 @@ def rampup(question: Question) -> Answer:
 def _planned(
     levels: Sequence[Level], choices: Sequence[Choice], restart: float, deadline: float
 ) -> dict[str, Any] | None:
-    """Return the cheapest plan that ends within `deadline` days, as data, beside the cheapest one
-    with a constant number of nodes; None if no plan runs every batch size. UserError if it is late.
+    """Return the cheapest plan that ends within `deadline` days, as data for the answer.
+
+    The data also have the totals of the cheapest plan with a constant number of nodes. None: no
+    plan runs every batch size. Raise UserError if no plan is in time.
     """
     if not choices:
         return None

@@ -143,8 +143,9 @@ class Job(NamedTuple):
 
     @property
     def sequence_parallel(self) -> Column:
-        """Whether norms and residuals are split over tp: the layout's option, or its default for
-        the machine.
+        """Whether norms and residuals are split over the tp ranks (sequence parallelism).
+
+        It is the layout's option, or the option's default for the machine.
         """
         if self.layout.sequence_parallel is not None:
             return self.layout.sequence_parallel
@@ -153,8 +154,9 @@ class Job(NamedTuple):
 
     @property
     def sequence_shards(self) -> Column:
-        """The number of ranks over which norms and residuals are split: tp with sequence
-        parallelism, else 1.
+        """The number of ranks over which norms and residuals are split.
+
+        It is tp with sequence parallelism, else 1.
         """
         return np.where(self.sequence_parallel, self.layout.tp, 1)
 
@@ -190,7 +192,8 @@ class Job(NamedTuple):
         """
         layout = self.layout
         is_spread = False if layout.vocab_pp is None else layout.vocab_pp
-        # np.where cannot be used: the numbers of a single layout may be too large for 64 bits.
+        # 1 + (pp - 1) * is_spread is pp or 1. np.where would overflow: the numbers of a single
+        # layout may be too large for its 64 bits.
         ranks = layout.tp * (1 + (layout.pp - 1) * is_spread)
         multiple = layout.pad_vocab_multiple * ranks
         return -(-self.model.vocab_size // multiple) * layout.pad_vocab_multiple
@@ -226,8 +229,9 @@ class Job(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """One warning for each value outside the range on which the machine's constants were
-        fitted.
+        """Warnings, one for each quantity of the job in which the prediction is less sure.
+
+        Its value is outside the range on which the machine's constants were fitted.
         """
         values = self.fitted_values
         warnings = []
@@ -272,6 +276,7 @@ def mean_of_kinds(
 
     @wraps(formula)
     def mean(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        """Return the formula's values for each kind of block, weighted by the kinds' shares."""
         kinds = job.kinds
         values: list[Any] = [formula(kind, *args, **kwargs) for _, kind in kinds]
         if len(values) == 1:

@@ -182,7 +182,7 @@ class _Search:
         their likely seconds. The other places are kept in `left_out`, for the count of slower ones.
         among: for each row of the table, whether it counts; None: all rows count.
         """
-        lines: dict[int, Ranked] = {}  # by place
+        lines: dict[int, Ranked] = {}  # by place, the fastest row that was tried
         waiting: dict[int, _Row] = {}  # by place, rows that were not tried
         fastest = math.inf  # the seconds of the fastest row so far
         for row in self._likely_first(False, among):
@@ -334,8 +334,9 @@ class _Search:
 
 
 def does_not_fit(job: Job) -> str:
-    """Return an error line with the memory that the fullest stage needs and a GPU has; "" if the
-    layout fits.
+    """Return the reason that a layout does not fit: the memory that it needs, and that a GPU has.
+
+    The needed memory is that of the fullest stage. It is "" if the layout fits.
     """
     fullest = memory.fullest(job)
     machine = job.machine

@@ -29,7 +29,7 @@ from schedules.partition import StageSpec, stage_specs
 # The order in which samples are read takes at least this many bytes of host memory for a sample: 8
 # (or 16) for where the sample starts, and 4 (or 8) for its place in the order.
 ORDER_BYTES = 12
-LARGEST_GPU = 1e12  # bytes; no GPU has as much memory
+LARGEST_GPU = 1e12  # more bytes than any GPU has, as the limit if the GPU's memory is unknown
 # The parts of a GPU's memory that follow from model, layout and batch alone; the other parts,
 # buffers and context, are constants of the software and the machine.
 OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
@@ -68,7 +68,8 @@ def stages(job: Job) -> list[StageMemory]:
     activations, heads = most_in_flight(job, kept, [float(spec.head) for spec in specs])
     stage_working = memory_terms.working_of(job, parts, kept, np.array(heads)[rank_of])
     working = np.zeros(layout.pp)
-    np.maximum.at(working, rank_of, stage_working)  # a rank runs one stage at a time
+    # A rank runs one stage at a time, so the largest temporary memory of its stages counts.
+    np.maximum.at(working, rank_of, stage_working)
     columns = {"activations": activations, "working": working.tolist()}
     by_stage = {"blocks": parts.blocks, "parameters": memory_terms.held_parameters(job, parts)}
     by_stage |= memory_terms.states_of(job, parts)
@@ -148,11 +149,11 @@ def of_run(config: Config) -> list[dict[str, float]]:
     name = "cpu" if config.run.device == "cpu" else "a100-80"
     machine = hardware.load(name)
     machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)
-    # The formulas count fp64 as fp32, which has half the bytes.
+    # The formulas count fp64 as fp32, so all bytes of an fp64 run are doubled.
     scale = 2.0 if config.training.precision == "fp64" else 1.0
     batch = max(level.batch for level in config.levels)
     training = replace(config.training, global_batch_size=batch)
-    # A run without --ep has ep 1; the planner would choose another ep for None.
+    # A run without --ep has ep 1. This is set here, since the planner would choose an ep for None.
     layout = replace(config.layout, ep=config.layout.ep or 1)
     if layout.schedule == "auto":  # no rank of it holds more than the fullest rank of 1F1B
         layout = replace(layout, schedule="1f1b")

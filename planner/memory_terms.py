@@ -88,7 +88,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     has_head_matrix = parts.head & (parts.tied | (not model.tied))
     at_the_ends = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
     matrices = 1 if model.tied else 2
-    on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a shard
+    on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a part of both
     vocabulary = np.where(layout.vocab_pp, on_all_stages, at_the_ends)
     return parts.blocks * block + parts.embedding * positions + vocabulary
 
@@ -234,8 +234,9 @@ def kept_bytes(job: Job) -> Column:
 @mean_of_kinds
 @term
 def kept_selectively(job: Job) -> Column:
-    """Return the bytes that a block keeps for one micro-batch with selective recomputation: all
-    activations except those inside attention.
+    """Return the bytes that a block keeps for one micro-batch with selective recomputation.
+
+    They are all activations except those inside attention.
     """
     return block_activations(job, False)
 
@@ -253,7 +254,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     experts, active = model.mlps
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     keys_and_values = model.qkv_width - model.attention_width
-    # The inputs and outputs of two norms; in a parallel block both norms have the same input.
+    # Inputs and outputs of two norms. In a parallel block both have the same input: 3, not 4.
     outside = 3 if model.block == "parallel" else 4
     numbers = outside * h / job.sequence_shards
     numbers = numbers + model.qkv_width / t  # queries, keys and values
@@ -267,7 +268,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     numbers = numbers + copied_width(job) / t
     if experts > 1:
         numbers = numbers + 2 * active * h / t  # rows sent to experts, and the experts' results
-    # Keys and values of other cp ranks; if attention is recomputed, they are gathered again.
+    # Keys and values of other cp ranks are kept too, unless attention is recomputed (scores 0).
     gathered_from = scores * (job.cp // job.over_heads - 1)
     numbers = numbers + gathered_from * keys_and_values / t
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
@@ -293,15 +294,14 @@ def routing_bytes(job: Job) -> Column:
 
 @term
 def copied_width(job: Job) -> Column:
-    """Return the width (columns) of the copies of queries and keys that a block keeps in addition
-    to the output of the QKV product.
+    """Return the width of the copies of queries and keys that a block keeps beside its QKV output.
 
     Rotary positions copy queries and keys; if these have norms, `normed_width` counts the copies.
     Else the queries are copied if there are fewer key heads than query heads.
     """
     model = job.model
     if model.qk_norm == "none" and model.positions == "rotary":
-        # q + k, since qkv_width is q + 2 k, and attention_width is q.
+        # The widths of queries and keys, q + k: qkv_width is q + 2 k, and attention_width is q.
         return (model.qkv_width + model.attention_width) / 2
     return model.attention_width * (model.kv_heads < model.heads)
 
@@ -376,10 +376,10 @@ def buckets_of(job: Job, parts: Parts) -> Column:
 
 
 def tied_gradient(job: Job, parts: Parts) -> Column:
-    """Return the bytes of the last bucket of a backward pass at --zero 2, which is kept until the
-    next micro-batch fills its first bucket.
+    """Return the bytes of the last gradient bucket of a backward pass at --zero 2.
 
-    Only the gradient of a tied copy of the vocabulary's matrix is large enough to count.
+    The bucket is kept until the next micro-batch fills its first bucket. Only the gradient of a
+    tied copy of the vocabulary's matrix is large enough to count.
     """
     return parts.tied * job.vocab_columns * job.model.hidden * reduced_bytes(job)
 

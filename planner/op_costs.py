@@ -46,19 +46,23 @@ class Pass:
 # Rows and columns of a tile, and its speed relative to the largest tile: a smaller tile reuses less
 # of the data that it loads. The speeds are assumed from cuBLAS on square A100 GEMMs, not fitted.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.6))
-PROLOGUE = 64  # the start of a tile takes as long as this much of the inner dimension
-LAUNCH = 5e-6  # seconds from one kernel to the next
+# The start of a tile takes as long as this many steps along the product's inner dimension k, so a
+# product with a small k is slow.
+PROLOGUE = 64
+LAUNCH = 5e-6  # seconds between the end of one kernel and the start of the next
 GEMM_MEMORY = 0.85  # share of the memory's bandwidth that a GEMM reaches when it loads operands
 COPY_MEMORY = 0.8  # share of the memory's bandwidth that an elementwise kernel reaches
-ALIGNMENT = 8  # numbers of half precision in 16 bytes
+ALIGNMENT = 8  # the number of half-precision numbers in 16 bytes, to which rows should be aligned
 # Products in fp8 are faster than in bf16 by this share of the ratio of the GPU's two peaks. Of the
 # values from 0.8 to 0.95 this one fits 44 measured steps best.
 FP8_SHARE = 0.85
 
 
 def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Column:
-    """Return the seconds of a matrix product (m x k) times (k x n); size: bytes of a number, 4 for
-    FP32.
+    """Return the seconds of a matrix product (m x k) times (k x n).
+
+    It takes as long as the slower of its arithmetic and its memory traffic. FP32 products do not
+    use tensor cores. size: bytes of a number, 4 for FP32.
     """
     traffic = float(size) * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
     if size > 2:
@@ -115,8 +119,9 @@ def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pas
 
 
 def moved(machine: Machine, count: Any) -> Any:
-    """Return the seconds in which elementwise kernels read and write `count` bytes. If `count` is a
-    Pass, the result is a Pass.
+    """Return the seconds in which elementwise kernels read and write `count` bytes.
+
+    If `count` is a Pass, the result is a Pass.
     """
     return count * (1 / (machine.bandwidth * COPY_MEMORY))
 
@@ -175,8 +180,9 @@ def _on_one_node(machine: Machine, ranks: Column, stride: Column) -> Column:
 
 
 def all_reduce(link: Link, ranks: Column, count: Column) -> Column:
-    """Return the seconds to sum `count` bytes over a ring. A reduce-scatter or an all-gather takes
-    half as long.
+    """Return the seconds to sum `count` bytes over all ranks of a ring (an all-reduce).
+
+    A reduce-scatter or an all-gather takes half as long. link: the slowest link of the ring.
     """
     return 2.0 * (ranks - 1) * (count / ranks / link.speed + link.latency)
 

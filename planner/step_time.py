@@ -52,17 +52,17 @@ class Prediction:
     """The prediction for a layout: time in seconds per step, memory in bytes."""
 
     seconds: float
-    interval: tuple[float, float]  # seconds between which 90 of 100 runs are expected
-    risk: float  # probability of running out of memory
-    # Seconds of pipeline, reduce, tied, optimizer and fixed, which are a step together, and of
-    # bubble, which is a part of pipeline.
+    interval: tuple[float, float]  # the step is expected between these seconds in 90 of 100 runs
+    risk: float  # the probability of running out of memory
+    # Seconds by part. The parts pipeline, reduce, tied, optimizer and fixed are a step together;
+    # bubble is the idle time in pipeline.
     parts: dict[str, float]
     bubble: float  # share of the pipeline's time in which a stage is idle, on average
     memory: list[memory.StageMemory]
     fits: bool
     margin: float  # bytes free on the fullest stage's GPU, negative if it does not fit
     tokens_per_second: float
-    model_tflops: float  # per GPU, megatron-2025 formula
+    model_tflops: float  # TFLOPs per GPU by the formula megatron-2025, without recomputation
     mfu: float
     warnings: list[str]
     # Seconds of a step at each of NETWORK_SHARES, or empty. They are filled in by `with_networks`
@@ -354,7 +354,8 @@ def _exposed(job: Job, most: Most, experts: Column) -> Column:
     no_overlap = np.equal(layout.overlap_param_gather, False)
     forward_hides = np.where(no_overlap, 0.0, overlap * most.forward)
     backward_hides = overlap * most.backward
-    # Nothing hides the traffic of one block of a stage, which is the last to be reduced.
+    # The gradients of a stage's last block are reduced when nothing is left to compute, so at least
+    # this share of the traffic is not hidden.
     exposed_share = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
     exposed_gather = np.maximum(gather - forward_hides, gather * exposed_share)
     exposed_gather = np.where(layout.zero > 0, exposed_gather, 0.0)

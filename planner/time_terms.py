@@ -33,7 +33,7 @@ ROUTING_OPERATIONS = 45
 # How often experts.py reads or writes all rows of the chosen experts outside of products and
 # activation, (forward, backward): to copy them into the order of experts and back, and to sum them.
 PERMUTED = (7.0, 9.0)
-PERMUTED_ELSEWHERE = (4.0, 4.0)  # with --ep in addition, to copy the rows into the order of ranks
+PERMUTED_ELSEWHERE = (4.0, 4.0)  # added to PERMUTED with --ep: rows are also ordered by rank
 ROUTER_INPUT = 6.0  # bytes moved for each number of a router's input, which is cast to FP32
 ROUTER_SCORES = 24.0  # bytes moved for each of a router's scores, in FP32
 # Seconds in which a GPU is idle while the host reads the number of rows of each expert: a copy to
@@ -133,8 +133,9 @@ def attention(job: Job) -> Pass:
 
 @term
 def core_seconds(job: Job) -> Pass:
-    """Return the seconds of attention's two products (scores, and scores times values) for all
-    tokens of a micro-batch and the heads of a tensor rank.
+    """Return the seconds of attention's two products: scores, and scores times values.
+
+    They are for all tokens of a micro-batch and the heads of a tensor rank, without cp.
     """
     model = job.model
     heads_of_batch = model.heads // job.layout.tp * job.layout.micro_batch_size
@@ -232,8 +233,9 @@ def permuted(job: Job) -> Pass:
 
 @term
 def router(job: Job) -> Pass:
-    """Return the seconds of a block's router: it casts its input to FP32, computes the experts'
-    scores by a matrix product, and chooses the experts of each token.
+    """Return the seconds of a block's router, which chooses the experts of each token.
+
+    It casts its input to FP32, and computes the experts' scores by a matrix product.
     """
     model = job.model
     tokens = job.tokens // job.layout.tp
@@ -264,8 +266,7 @@ def counts_wait(job: Job) -> Column:
 
 
 def accumulated(job: Job, parameters: Column) -> Column:
-    """Return the seconds to add the gradients of `parameters` parameters to the sum over
-    micro-batches.
+    """Return the seconds to add the gradients of some parameters to the sum over micro-batches.
 
     A gradient in half precision is read, and its sum is read and written. With fused accumulation
     the matrix product adds to the sum.
@@ -279,8 +280,10 @@ def accumulated(job: Job, parameters: Column) -> Column:
 
 @term
 def selective_seconds(job: Job, forward: Column) -> Column:
-    """Return the seconds that selective recomputation adds to a block's backward: 0, because a
-    flash kernel always recomputes attention's scores. forward: seconds of the block's forward.
+    """Return the seconds that selective recomputation adds to a block's backward pass.
+
+    It is 0, because a flash kernel always recomputes attention's scores; other training programs
+    replace this formula. forward: seconds of the block's forward.
     """
     return 0.0
 
@@ -347,9 +350,7 @@ def head_weights(job: Job) -> Column:
 
 @term
 def message_seconds(job: Job) -> Column:
-    """Return the seconds until a micro-batch's activation has reached the next stage; 0 if there is
-    one stage.
-    """
+    """Return the seconds until a micro-batch's activation has reached the next stage; 0 at pp 1."""
     ranks = job.layout.tp * job.shards
     seconds = op_costs.message(job.machine, ranks, job.activation_bytes)
     return np.where(job.layout.pp > 1, seconds, 0.0)
@@ -414,8 +415,9 @@ def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str
 
 
 def collected_seconds(job: Job, held: Column) -> Column:
-    """Return a step's seconds to add each micro-batch's gradients to their FP32 sums, at --zero 2
-    and 3. held: the number of parameters on a rank.
+    """Return a step's seconds to add each micro-batch's gradients to FP32 sums, at --zero 2 and 3.
+
+    held: the number of parameters on a rank.
     """
     if not job.machine.software.fused_accumulation:
         return 0.0  # `accumulated` counts the addition in each backward pass
@@ -424,8 +426,10 @@ def collected_seconds(job: Job, held: Column) -> Column:
 
 
 def tied_seconds(job: Job) -> Column:
-    """Return the seconds to sum the gradient of the matrix that embedding and head share over the
-    first and the last stage. All such pairs of ranks on a node share its network.
+    """Return the seconds to sum the gradient of the matrix that embedding and head share.
+
+    It is summed over the first and the last stage, each of which has a copy of the matrix. All such
+    pairs of ranks on a node share its network.
     """
     machine = job.machine
     pairs = np.minimum(machine.node, job.layout.tp * job.layout.dp)

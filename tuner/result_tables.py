@@ -91,7 +91,7 @@ class SearchResult:
     rejected: list[Rejected]
     machine: Machine
     ending: str  # why the search ended
-    command: Callable[[Candidate], list[str]]  # returns the words that train on a layout
+    command: Callable[[Candidate], list[str]]  # returns the command that trains on a layout
     title: str
 
     @cached_property

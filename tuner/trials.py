@@ -100,7 +100,7 @@ class Runner:
     launch: str  # the launcher's command, in which `{ranks}` stands for the number of ranks
     folder: Path  # the folder in which each trial gets a folder for its output
     timed: int = 3  # the number of measured steps, after the first WARM_UP steps
-    time_limit: float = 600.0  # seconds
+    time_limit: float = 600.0  # a trial that takes more seconds is stopped: its status is hang
 
     def launch_command(self, ranks: int) -> list[str]:
         """Return the words that start train.py on `ranks` ranks, without train.py's options.
@@ -115,7 +115,7 @@ class Runner:
             words = shlex.split(self.launch.replace("{ranks}", str(ranks)))
         except ValueError as error:  # a quotation mark without a second one
             raise UserError(f"--launch {self.launch!r} is not a command: {error}") from None
-        # torchrun and forkrun.py start Python for the program themselves.
+        # Other launchers need the interpreter; torchrun and forkrun.py start Python themselves.
         if not any(Path(word).name == "torchrun" or word.endswith(".py") for word in words):
             words.append(sys.executable)
         return [*words, PROGRAM]
@@ -327,7 +327,8 @@ def classify(
         return "crash", f"ended with status 0 after {len(rows)} of {steps} steps", rows
     if line := _last_line(log, OUT_OF_MEMORY):
         return "oom", line, rows
-    # Popen and shells report SIGKILL as -9 or 137, MPICH's mpirun as 9, with a line about it.
+    # SIGKILL most likely comes from the kernel, when memory runs out. Popen reports it as -9,
+    # shells as 137, and MPICH's mpirun as 9 with a line about the signal.
     kill = signal.SIGKILL
     killed_by_mpich = exit_status == kill and "(signal 9)" in log
     if exit_status in (-kill, 128 + kill) or killed_by_mpich:
