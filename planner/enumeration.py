@@ -149,7 +149,7 @@ class Table:
         return (tp * (pp.max() + 1) + pp) * (micro_batch.max() + 1) + micro_batch
 
     def of_rows(self, rows: np.ndarray) -> "Table":
-        """Return a table with some of the rows; rows: their indices."""
+        """Return a table that has only some of this table's rows; rows: their numbers."""
         varied = {name: getattr(self, name)[rows] for name in ("way", *VARIED)}
         return replace(self, **varied)
 
@@ -186,7 +186,7 @@ class Table:
         return Job(self.asked.model, layouts, self.asked.training, self.asked.machine)
 
     def column(self, name: str) -> np.ndarray:
-        """Return the values of a field of the layout that a way has, for every row: (rows, 1)."""
+        """Return for every row the value of a field that the row's way has: (rows, 1)."""
         return np.array([getattr(way, name) for way in self.ways])[self.way][:, None]
 
 
@@ -239,7 +239,11 @@ def _recomputations(asked: Asked) -> list[str]:
 
 
 def _splits(asked: Asked, way: Layout) -> list[bool]:
-    """Return the values of sequence parallelism to try for a way."""
+    """Return the values of sequence parallelism to try for a way.
+
+    A fixed value is taken as train.py would decide it for the machine. Otherwise both values are
+    tried, or only False if the layout cannot split the tokens.
+    """
     if asked.holds("sequence_parallel"):
         on_gpu = asked.machine.device != "CPU"
         return [bool(way.automatic(asked.model.seq_length, on_gpu).sequence_parallel)]
@@ -374,7 +378,7 @@ def _micro_batches(asked: Asked, placed: Layout) -> tuple[list[int], list[Reject
 
 
 def rejected_layout(layout: Layout, reason: str) -> Rejected:
-    """Return a layout as rejected; the listed reason shows its fields in `names`."""
+    """Return a layout as a rejected one; the list of reasons shows only its most telling fields."""
     names = ("tp", "pp", "dp", "micro_batch_size", "recompute")
     return Rejected({name: getattr(layout, name) for name in names}, reason, layout)
 

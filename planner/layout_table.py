@@ -157,7 +157,10 @@ def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.
 
 
 def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
-    """Return a line with the recommended layout and how much slower it is than the first."""
+    """Return a line on the seconds that a user gives up with the recommended layout.
+
+    It says how much slower this layout is than the first one, and why it is recommended.
+    """
     seconds = recommended.prediction.seconds
     more = seconds / first.prediction.seconds - 1
     return (
@@ -244,7 +247,10 @@ def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
 
 
 def _rampup(line: layouts.Ranked, question: Question) -> str:
-    """Return whether a layout can run every batch of the ramp-up: see `layouts.rampup_verdict`."""
+    """Return as text whether a layout can run every batch size of the run's ramp-up.
+
+    It is "fits", or the first batch size that does not fit, or "-" without a ramp-up.
+    """
     run = question.config
     schedule = schema.batch_schedule(run.training, run.model.seq_length)
     return layouts.rampup_verdict(line.layout, schedule)
@@ -379,7 +385,10 @@ def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
 
 
 def _needed(reason: str) -> list[float]:
-    """Return the gigabytes after "needs" in a reason; an empty list sorts before any number."""
+    """Return the gigabytes after "needs" in a reason, as a key by which reasons are compared.
+
+    It is a list with one number, or empty for a reason about something else.
+    """
     return [float(number) for number in re.findall(r"needs ([\d.]+) GB", reason)]
 
 

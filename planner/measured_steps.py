@@ -200,7 +200,11 @@ class MeasuredSteps:
                 self.seconds[MESSAGE, :, :, rank, number] = late[:, :, rank, number] * message
 
     def timing_of(self, action: Action) -> Timing:
-        """Return the seconds of an action in the simulation, in every step and pipeline."""
+        """Return the measured seconds of an action, for the simulation: (steps, pipelines) arrays.
+
+        They are the rank's time before it needs the action's input, the time of the message with
+        the input, and the time of the action with its waits for collectives.
+        """
         host, data, message, *waits_and_compute = self.seconds[:, :, :, *self.place_of[action]]
         return Timing(host + data, message, sum(waits_and_compute))
 

@@ -67,7 +67,10 @@ def smallest(question: Question) -> Answer:
 
 
 def _leanest(layout: schema.Layout) -> str:
-    """Return the text on a layout that model_sizes.py has found; all of them recompute fully."""
+    """Return a text on a layout that `largest` or `smallest` has found.
+
+    These only try layouts with micro-batch 1 and full recomputation, which need the least memory.
+    """
     cp = f"cp {layout.cp}, " * (layout.cp > 1)
     axes = f"tp {layout.tp}, pp {layout.pp}, {cp}dp {layout.dp}"
     return f"{axes}, micro-batch 1, full recomputation"

@@ -45,7 +45,7 @@ COUNTS_WAIT = 4e-5
 
 
 def block_seconds(job: Job) -> Pass:
-    """Return the seconds of one micro-batch through a block, if all blocks are alike."""
+    """Return the seconds of one micro-batch through a block, the sum of `block_terms`."""
     return sum(block_terms(job).values(), Pass(0.0, 0.0))
 
 
@@ -225,7 +225,7 @@ def uneven(job: Job) -> Column:
 
 @term
 def permuted(job: Job) -> Pass:
-    """Return how often the rows sent to experts are read or written to permute them, and back."""
+    """Return how often all rows for experts are read or written to change their order, and back."""
     if job.model.experts == 1:
         return Pass(0.0, 0.0)
     return Pass(*PERMUTED) + Pass(*PERMUTED_ELSEWHERE) * (job.ep > 1)

@@ -96,7 +96,10 @@ class SearchResult:
 
     @cached_property
     def rows(self) -> list[LayoutResult]:
-        """A row per layout that has trials: the fastest first, the layouts that failed last."""
+        """The results of all layouts that have trials: the fastest first, failed ones last.
+
+        A layout that ran at least once has the figures of the trials that ran.
+        """
         rows = []
         for candidate in self.candidates:
             trials = [trial for trial in self.trials if trial.key == candidate.key]

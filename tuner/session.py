@@ -190,7 +190,7 @@ class Session:
         precision = self.machine.precision
 
         def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-            """Return the values of options that are not given; given: the other values by name."""
+            """Return the defaults of options that the user did not give; given: the other options."""
             on_cpu = given.get("device") == "cpu"
             return {"out": "runs/tune", "precision": "fp32" if on_cpu else precision}
 
@@ -331,7 +331,11 @@ class Session:
         return trial
 
     def _print_outcome(self, trial: Trial) -> None:
-        """Print a line about the trial that has just ended, and add it to `self.finished`."""
+        """Print a line about the trial that has just ended, and add it to `self.finished`.
+
+        If it ran, the line has its seconds and the planner's, says whether it is the fastest trial
+        of this session, and how much of the budget is left.
+        """
         ran_before = [earlier for earlier in self.finished if earlier.status == "ok"]
         self.finished.append(trial)
         text = f"{trial.status}: {trial.reason}"

@@ -358,7 +358,11 @@ class TrialStore:
     """A file with a JSON line per trial; each trial is on the disk before the next trial starts."""
 
     def __init__(self, path: Path):
-        """Read the trials of the file, if it exists; raise UserError if it is no file of trials."""
+        """Read the trials of earlier searches from the file, if it exists.
+
+        Fields of a trial that this version does not know are dropped. Raise UserError if the file
+        has other contents than trials.
+        """
         self.path = path
         self.trials: list[Trial] = []
         text = ""
