@@ -150,9 +150,9 @@ def _slopes(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> np.n
 def _spreads(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> dict[str, float]:
     """Return by name the standard deviation of each constant's logarithm that the runs leave.
 
-    A constant with a value of at most SURE is determined. The constants are taken in turn, the
-    clearest first; each value holds if the constants before it are known. What remains of a
-    constant's derivatives then is the part that no change of the constants before it can produce.
+    The runs determine a constant if this value is at most SURE. The constants are taken in turn,
+    the clearest first, as if the constants before were known exactly. Of the derivatives of each
+    constant only the part counts that no change of the constants before can produce.
     """
     left = _slopes(runs, machine, names)
     spread: dict[str, float] = {}
@@ -161,7 +161,7 @@ def _spreads(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> dic
         # deviation 1, the constant's standard deviation is 1 over the length of its column.
         lengths = np.maximum(1e-6, np.linalg.norm(left, axis=0))
         clearest = int(lengths.argmax())
-        if lengths[clearest] < 1 / SURE:
+        if lengths[clearest] < 1 / SURE:  # this constant and all others are not determined
             others = dict(zip(names, map(float, 1 / lengths), strict=True))
             return others | spread
         spread[names[clearest]] = float(1 / lengths[clearest])

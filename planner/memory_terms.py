@@ -385,7 +385,7 @@ def tied_gradient(job: Job, parts: Parts) -> Column:
 
 
 def reduced_bytes(job: Job) -> Column:
-    """Return the bytes of a gradient being reduced, and of the FP32 sum's part that a rank gets."""
+    """Return the bytes of a gradient being reduced, with the part of its FP32 sum on a rank."""
     return gradient_bytes(job) + 4.0 / job.shards
 
 

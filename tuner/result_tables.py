@@ -290,7 +290,11 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
 
 
 def draw(result: SearchResult, path: str) -> None:
-    """Write a picture of the layouts that ran: tokens per second over the fullest rank's GB."""
+    """Write layouts.svg, a picture of the layouts that ran, to the file `path`.
+
+    It has a point for each layout, tokens per second over the fullest rank's GB. A line joins the
+    fastest layouts for each memory (`picture.front`).
+    """
     points = []
     for row in result.ranked:
         points.append((max(row.memory) / GIGA, row.rate("tokens_per_second")))

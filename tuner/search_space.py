@@ -169,12 +169,12 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     fixed.pop("recompute_layers", None)
     numbers_of_blocks = given.get("recompute_layers")
     schedules = given.get("schedule", [])
-    if "auto" in schedules:
+    if "auto" in schedules:  # a question of its own; the search of schedules chooses the partition
         yield fixed | {"schedule": "auto", "partition": "balanced"}, 1.0
         fixed["schedule"] = [name for name in schedules if name != "auto"]
     if schedules == ["auto"]:
         return
-    if numbers_of_blocks:
+    if numbers_of_blocks:  # the user gave numbers of recomputed blocks: a question for each
         for number in numbers_of_blocks:
             yield fixed | {"recompute_layers": number}, 1.0
         return

@@ -320,6 +320,8 @@ class Session:
         """
         if self.budget.spent(self.store.trials):
             raise BudgetSpent
+        # A trial must not run longer than the budget lasts. If the budget is shorter than the time
+        # limit of a trial and the trial did not end, the budget ended it.
         limit = min(self.runner.time_limit, self.budget.seconds_left())
         runner = dataclasses.replace(self.runner, time_limit=limit)
         trial = trials.run(candidate, runner, len(self.store.trials), tag)
