@@ -220,10 +220,11 @@ def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
 
 
 def _member(name: str, known: list[str]) -> str:
-    """Return the machine in `known` that a name means which is not in `known` itself.
+    """Return the known machine that is meant by a name which is not the name of a machine.
 
     The name may be another spelling, such as NVIDIA-A100-SXM4-80GB, or a family of GPUs, such as
-    A100 (hardware/families.toml). Any other name is returned as it is.
+    A100 (hardware/families.toml). Any other name is returned as it is; `_merged` then reads it as
+    the path of a user's file, or raises an error. known: the names of the machines in `hardware/`.
     """
     # Leave out the maker, the form of the module, and GB after the size: a100-80 for the example.
     plain = re.sub(r"-sxm\d?|(?<=\d)gb", "", name.lower()).removeprefix("nvidia-")

@@ -214,7 +214,7 @@ class MeasuredSteps:
         A step ends when its slowest pipeline has ended and the phases after the passes are done.
         """
         slots = simulate_each(self.order, self.timing_of, np.maximum)
-        # The ends of all ranks' last passes: (rank, step, pipeline). The latest counts in each step.
+        # The ends of the ranks' last passes: (rank, step, pipeline). The latest counts in a step.
         ends = np.max([row[-1].end for row in slots], axis=(0, 2))
         return float((ends + self.after.sum(axis=0)).mean())
 

@@ -166,6 +166,7 @@ def shapes(
         # From a model of one block, compute how many blocks give `size` parameters.
         one = _resized(like, 1, hidden, heads)
         layers = 1 + round((size - parameters(one)) / block_parameters(one))
+        # tp must divide the key heads and the MLP's width; the shape must not be too flat or deep.
         odd = one.kv_heads % layout.tp or one.ffn_hidden % layout.tp
         if odd or layers < 1 or not 80 <= hidden / layers <= 250:
             continue

@@ -120,10 +120,11 @@ def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
 
 
 def with_networks(prediction: Prediction, job: Job) -> Prediction:
-    """Return the prediction with the seconds of a step at NETWORK_SHARES of the network's rate.
+    """Return the prediction, widened for a network whose rate was not measured on the cluster.
 
-    The interval then reaches to the slowest network. The prediction is returned as it is if the
-    network was measured, or if all GPUs are in one node.
+    The seconds of a step at each of NETWORK_SHARES are added (`at_networks`), and the interval's
+    upper end is that of the slowest network. The prediction is returned as it is if the network was
+    measured, or if all GPUs are in one node.
     """
     if job.machine.network_measured or job.gpus <= job.machine.node:
         return prediction
@@ -132,6 +133,7 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
         machine = hardware.at_share_of_network(job.machine, share)
         parts, _ = _parts_of_step(job._replace(machine=machine))
         seconds_at_share.append(sum(parts.values()))
+    # The prediction may have another schedule than the job, so only the ratios are taken over.
     at_datasheet_rate = seconds_at_share[0]
     scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in seconds_at_share)
     low, high = prediction.interval
@@ -318,6 +320,7 @@ def step_parts(job: Job) -> dict[str, float]:
     """
     specs = stage_specs(job.model, job.layout)
     passes = stage_passes(job)
+    # The parameters of a rank are the sum over its stages; the fullest rank counts.
     stage_parameters = memory_terms.held_parameters(job, Parts.of(specs))
     ranks = [spec.rank for spec in specs]
     rank_parameters = np.bincount(ranks, np.broadcast_to(stage_parameters, len(specs)))

@@ -190,7 +190,7 @@ class Session:
         precision = self.machine.precision
 
         def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-            """Return the defaults of options that the user did not give; given: the other options."""
+            """Return defaults for options that the user did not give; given: the other options."""
             on_cpu = given.get("device") == "cpu"
             return {"out": "runs/tune", "precision": "fp32" if on_cpu else precision}
 
