@@ -184,7 +184,7 @@ def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machi
             tried = machine
             for name, way in zip(names, step, strict=True):
                 tried = changed(tried, name, value_of(machine, name) * math.exp(scale * way))
-            # Take the step if it makes the errors smaller, else try half of it.
+            # Take the step if it makes the sum of the squared errors smaller, else try half of it.
             then = _off(runs, tried)
             if then @ then < off @ off:
                 break

@@ -33,7 +33,7 @@ from schedules.partition import StageSpec, stage_specs
 # 0.06 to 0.4, and interleaved 0.1 to 0.6.
 FOLDED = (0.2, 0.05)
 UNEVEN = (0.3, 0.0)
-ROUNDING = 1.0  # bytes by which a row may exceed the memory because of rounding
+ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded
 
 
 class Ranks(NamedTuple):

@@ -19,12 +19,8 @@ from config.messages import Parser, UserError
 from planner import hardware, risk
 
 DEFAULT_TOP = 20  # the number of lines of a table without --top
-EVERYWHERE = (
-    "config",
-    "gpus_per_node",
-    "calibration",
-    "network",
-)  # flags that every question reads
+# The names of the flags that every question reads.
+EVERYWHERE = ("config", "gpus_per_node", "calibration", "network")
 
 
 class Flag(NamedTuple):

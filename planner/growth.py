@@ -30,12 +30,14 @@ from planner.questions import FULL_BATCH, Answer, Question
 from planner.step_time import predict
 
 KEPT = 2  # number of fastest layouts kept for a number of nodes, at the first and the last level
-FRACTIONS = 4  # n nodes are tried if lcm(n, most) is at most FRACTIONS times `most`
+# Of all numbers of nodes up to the most nodes, `most`, a number n is tried only if it is a simple
+# fraction of `most`: if lcm(n, most) is at most FRACTIONS times `most`.
+FRACTIONS = 4
 RESTART_MINUTES = 10.0  # minutes that a change of nodes takes, without the time in the queue
 HOUR = 3600.0  # seconds
 LEAST_PRICE = 1e-3  # the lowest price of a second that is tried, in GPU-seconds: time is free
 MOST_PRICE = 1e9  # the highest price of a second that is tried: only time counts
-BISECTIONS = 60  # steps of the search for the price, each of which halves the range's logarithm
+BISECTIONS = 60  # the lowest sufficient price is found by bisection with this number of steps
 # The options of a layout that a stage's command sets, because the planner may choose them.
 SEARCHED = ("tp", "pp", "micro_batch_size", "recompute", "zero", "partition")
 

@@ -283,7 +283,8 @@ class MeasuredSteps:
         if cause == "slow ranks":
             self.seconds[COMPUTE] *= self.usual_shares(shares)[:, :, None]
         elif cause in UNEVEN:
-            # An action begins with its kind and its stage: the number of these that must be equal.
+            # Passes with the same key get their mean. The key is an action's first field, its kind,
+            # or its first two fields, kind and stage.
             same = 1 if cause == "imbalance" else 2
             keys = [[str(action[:same]) for action in actions] for actions in self.order.ranks]
             for key in np.unique(keys):

@@ -184,7 +184,7 @@ def _efficiency(job: Job) -> float:
 
     With full recomputation the second forward counts as work too.
     """
-    # A backward has twice the FLOPs of a forward.
+    # In units of a forward's FLOPs: a forward 1, a backward 2, and a recomputed forward 1.
     passes = 4 if job.layout.recompute == "full" else 3
     flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
     return flops / sum(block_pass(job)) / job.machine.peak

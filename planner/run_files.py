@@ -92,7 +92,8 @@ def options_of(path: str) -> dict[str, Any]:
         found |= {name: value for name, value in values.items() if name in known}
     if str(found.get("schedule")).startswith("searched"):
         found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
-    # By name, the values that follow from the model's other sizes, for example kv_heads = heads.
+    # By name, the values that follow from the model's other sizes, for example kv_heads = heads. An
+    # option with this value is left out, so that it follows again if a flag changes the sizes.
     shape = ModelShape(**groups["model"])
     follows = shape.derived() | {"max_positions": shape.seq_length}
     options = {}
