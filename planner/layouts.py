@@ -318,8 +318,8 @@ class _Search:
             tp_and_pp = layout.tp, layout.pp
             if not reason or tp_and_pp in too_large:
                 continue
-            # If the next place has the same tp and pp, it differs only in its larger micro-batch. It
-            # needs more memory than this place, so it is left out of the list.
+            # A next place with the same tp and pp differs only in its larger micro-batch. It needs
+            # more memory than this place, so it is left out of the list.
             next_places = table.places[smallest_rows[number + 1 : number + 2], :2].tolist()
             if place not in self.refused and next_places == [[*tp_and_pp]]:
                 too_large.add(tp_and_pp)

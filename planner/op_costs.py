@@ -140,14 +140,15 @@ def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 
     sample. head: the head size. size: bytes of a number, 4 for FP32.
     """
     padded_head = -(-head // ALIGNMENT) * ALIGNMENT
-    product = 1.0 * batch * seq * seq * padded_head  # FLOPs
+    # The FLOPs of one product: 2 for each pair of tokens and head column, halved by the mask.
+    product = 1.0 * batch * seq * seq * padded_head
     if size > 2:
         rate = machine.vector_peak * machine.gemm_fraction
         return Pass(2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH)
     kernel = KERNELS[machine.kernel]
     # The rate rises with the sequence length, and is half of its limit at `kernel.half` tokens.
     rate = machine.peak * machine.flash_fraction * seq / (seq + kernel.half)
-    if kernel.half:
+    if kernel.half:  # "flash" has no `half`: its rate holds for all lengths and head sizes
         rate *= SMALL_HEAD ** max(0.0, math.log2(HEAD / head))
     forward = 2 * product / (rate * kernel.forward)
     return Pass(forward + LAUNCH, 5 * product / (rate * kernel.backward) + LAUNCH)
