@@ -30,8 +30,8 @@ from planner.questions import FULL_BATCH, Answer, Question
 from planner.step_time import predict
 
 KEPT = 2  # number of fastest layouts kept for a number of nodes, at the first and the last level
-# Of all numbers of nodes up to the most nodes, `most`, a number n is tried only if it is a simple
-# fraction of `most`: if lcm(n, most) is at most FRACTIONS times `most`.
+# A number of nodes n is tried only if it is a simple fraction of the largest number, `most`: if
+# lcm(n, most) is at most FRACTIONS times `most`.
 FRACTIONS = 4
 RESTART_MINUTES = 10.0  # minutes that a change of nodes takes, without the time in the queue
 HOUR = 3600.0  # seconds

@@ -360,7 +360,7 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "GB": f"{max(stage.total for stage in p.memory) / BILLION:.1f}",
         "risk": f"{p.risk:.1%}",
         **rates.cells(question.gpus, p.tokens_per_second),
-        # Of the text "batch 48 does not divide by 32" the cell has only "batch 48".
+        # The cell has only "batch 48" of the text "batch 48 does not divide by 32".
         "ramp-up": _rampup(line, question).partition(" does")[0],
     }
 
