@@ -336,6 +336,7 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
             except UserError as error:
                 refusal = refusal or error
                 continue
+            # The blocks of each stage distinguish ways only if several partitions are tried.
             blocks: tuple[int, ...] = ()
             if len(partitions) > 1:
                 blocks = tuple(blocks_per_stage(asked.model, way))

@@ -233,10 +233,11 @@ def _member(name: str, known: list[str]) -> str:
 
 
 def _merged(name: str) -> dict[str, Any]:
-    """Return the entries of a machine's file, added to the entries of the file it is `like`.
+    """Return the entries of a machine's file, with all that it takes over by its entry `like`.
 
-    An entry of the file replaces the entry of the other file; in a table, such as [network], each
-    key is replaced alone. Raise UserError for an unknown machine.
+    An entry of the file itself replaces the entry taken over; in a table, such as [network], each
+    key is replaced alone. Raise UserError for an unknown machine. name: a machine in `hardware/`,
+    or the path of a user's file.
     """
     if name.endswith(".toml"):
         own = _checked(read_toml(name, name), name)

@@ -102,10 +102,10 @@ def _listed(question: Question, answer: layouts.Answer, safe: list[layouts.Ranke
 def _commands(
     question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the commands that train on the first layout, and on a plain layout nearly as fast.
+    """Return the commands that train on the first layout and on the recommended one, if any.
 
-    They are returned as entries of the answer's data, and as printed lines. The plain layout is
-    recommended. plain: the fastest plain layout, or an empty list.
+    They are returned as entries of the answer's data, and as printed lines. A plain layout that is
+    nearly as fast as the first one is recommended. plain: the fastest plain layout, or empty.
     """
     launcher = _launcher(question)
     words = _command(question, first.layout)
@@ -195,8 +195,8 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
     """Return the words of the command, without its launcher, that trains on a layout.
 
     The command can be run as it is: if the user gave no data or no length, it has synthetic data or
-    STEPS steps. If the user gave --model, the command has --model too instead of all the model's
-    sizes, and of the sizes only those that the user gave.
+    STEPS steps. If the user gave --model, the command has --model too, and of the options of the
+    model only those that the user gave in addition; otherwise it has all the model's sizes.
     """
     run = replace(question.config, layout=layout)
     name = question.options.model

@@ -158,22 +158,22 @@ class _Search:
         self.refusal = refusal
         machine = table.asked.machine
         # The bytes that a rank may need, by whether risky rows are accepted: without them (False)
-        # it must keep a margin, with them (True) it may fill the GPU. More fields have these two
-        # keys.
+        # it must keep a margin, with them (True) it may fill the GPU. Further fields have the same
+        # two keys: `recomputed`, the fewest recomputed blocks of each row, and `fits`.
         self.room = {False: risk.safe_bytes(machine, accepted), True: machine.memory}
         closed = ClosedForm(table)
         self.smallest = closed.smallest()
         within = {risky: closed.within(room) for risky, room in self.room.items()}
         self.recomputed = {risky: recomputed for risky, (_, recomputed) in within.items()}
-        # The numbers of the rows that may fit at all; `fits` has an entry for each of them.
+        # The numbers of the rows that may fit at all; `fits` and `closed` have only these rows.
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.of_rows(self.rows)
         # By row and `risky`, the result of `_line`; None: the row cannot be ranked so.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
-        self.refused: dict[int, str] = {}
-        self.taken = set[int]()
-        self.left_out: list[_Row] = []
+        self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
+        self.taken = set[int]()  # places of which a row without risk was ranked
+        self.left_out: list[_Row] = []  # rows that were not tried, as enough others were found
 
     def fastest(self, most: float, among: np.ndarray | None = None) -> list[Ranked]:
         """Return the fastest row without risk, and for other places their likely fastest rows.

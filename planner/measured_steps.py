@@ -180,6 +180,7 @@ class MeasuredSteps:
         self.measured = float(np.mean([row.measured for row in rows]))
         self.after = np.stack([row.after for row in rows], axis=1)
         self.seconds = np.stack([row.seconds[:, self.pipelines] for row in rows], axis=1)
+        # When each pass ended and got its last message: (step, pipeline, pipeline rank, pass).
         ended = np.array([row.ended[self.pipelines] for row in rows])
         ready = np.array([row.ready[self.pipelines] for row in rows])
         if ended.shape[3] != len(order.ranks[0]):

@@ -63,7 +63,7 @@ def stages(job: Job) -> list[StageMemory]:
     layout = job.layout
     specs = stage_specs(job.model, job.layout)
     parts = Parts.of(specs)
-    rank_of = np.array([spec.rank for spec in specs])  # (stages,)
+    rank_of = np.array([spec.rank for spec in specs])  # the pipeline rank of each stage
     kept = kept_of_stages(job, specs)
     activations, heads = most_in_flight(job, kept, [float(spec.head) for spec in specs])
     stage_working = memory_terms.working_of(job, parts, kept, np.array(heads)[rank_of])

@@ -262,11 +262,11 @@ def action_seconds(job: Job) -> Seconds:
     for stage, passes in enumerate(stage_passes(job)):
         seconds["F", stage] = passes.forward
         seconds["B", stage] = passes.backward
-    if layout.splits_backward:
+    if layout.splits_backward:  # the weights' gradients are no longer a part of B
         for stage, weights in enumerate(stage_weights(job)):
             seconds["B", stage] -= weights
             seconds["W", stage] = weights
-    if layout.vocab_pp:
+    if layout.vocab_pp:  # every rank computes its share of embedding and head, for any stage
         embedding = time_terms.embedding(job)
         head = time_terms.head(job)
         by_kind = {

@@ -151,7 +151,11 @@ def summary(result: SearchResult) -> list[str]:
 
 
 def markdown(result: SearchResult) -> list[str]:
-    """Return the lines of table.md: summary, table of layouts, command, rejected layouts."""
+    """Return the lines of table.md, the report for people.
+
+    It has a summary, the table of layouts that were tried, the command that trains on the fastest
+    one, and the rejected layouts with reasons.
+    """
     text = [f"# Tuning: {result.title}", "", *summary(result), "", environment_line(result), ""]
     text += [f"| {' | '.join(HEAD)} |", "| " + " | ".join(["--:"] * 10) + " | :-- |"]
     text += ["| " + " | ".join(_markdown_row(row, result)) + " |" for row in result.rows]
