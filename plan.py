@@ -1,11 +1,12 @@
-"""The planner's command line: one question per command, answered as a table or as JSON.
+"""Runs the planner's command line: one question per command, answered as a table or as JSON.
 
     python plan.py layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048
     python plan.py largest --gpu v100-32 --gpus 4
 
 Options that describe the model, the layout and the training are those of train.py, as flags or in
-a --config FILE; a layout option that is given is held fixed, the others are tried. `--json` prints
-the same as data. To add a question, add a line to QUESTIONS.
+a --config FILE; a layout option that is given is held fixed, the others are tried. The planner has
+further flags of its own (planner/flags.py), such as --nodes. `--json` prints the same as data. To
+add a question, add a line to QUESTIONS.
 """
 
 import gc
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import messages  # first: it ends a Python that is too old
+from config import messages  # imported first, since it ends with an error if Python is too old
 from config.command_line import options_help, parse_request
 from config.messages import Parser, UserError
 from config.schema import Layout, ModelShape
@@ -44,10 +45,11 @@ with messages.installed("planning needs no other, `pip install numpy`"):
 
 
 class Kind(NamedTuple):
-    """A question: its function, what it answers, and the names in planner/flags.py that it reads.
+    """A question: its function, its text in --help, and the planner's flags that it reads.
 
-    layout: the layout's options that it reads; None: all. tries: whether it tries layouts, so that
-    of a run it takes model and training alone. example: its model if none is given.
+    layout: the options of a layout that it reads; None: all. tries: whether it tries layouts; then
+    --config RUN gives it the run's model and training options, but not its layout. example: the
+    model of the question if the user gives none.
     """
 
     answer: Callable[..., Answer]
@@ -120,31 +122,41 @@ WRITTEN = ("trace", "stages", "write", "picture")  # options that name a file to
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Answer one question on the command line; a mistake is one sentence and exit status 2."""
+    """Answer the question on the command line; a mistake prints a line and ends with status 2.
+
+    arguments: the words of the command line; None: of this process.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
-    gc.disable()  # nothing that an answer leaves behind is in cycles; a seventh of a search's time
+    # Garbage collection would take a seventh of a search's time and find nothing: no cycles of
+    # objects are made that become unused.
+    gc.disable()
     with messages.sentences():
         answer = ask(arguments)
         print(json.dumps(answer.data, indent=1) if "--json" in arguments else answer.text)
 
 
 def ask(arguments: list[str]) -> Answer:
-    """The answer to a command line; raises UserError."""
+    """Return the answer to a command line; raise UserError for a mistake.
+
+    Most questions are in QUESTIONS and take the options of train.py too. `compare` has two layouts,
+    so its words are parsed in `_compared`; `constants`, `gap` and `calibrate` have few flags.
+    """
     if arguments[:1] == ["check"]:
         raise UserError("rows are checked by `python benchmarks/check_rows.py FILE [--json]`")
     if arguments[:1] == ["compare"] and not {"-h", "--help"} & set(arguments):
         return _compared(arguments[1:])
+    # The words in `rest` are not the planner's: they belong to train.py, or are unknown.
     options, rest = parser().parse_known_args(arguments)
     name = options.question
     if rest and name not in QUESTIONS:
         raise UserError(f"unknown argument {rest[0]!r}: see plan.py {name} --help")
-    for option in WRITTEN:
+    for option in WRITTEN:  # fail now if a file cannot be written, not after a long search
         messages.check_file(getattr(options, option, None))
     if name == "constants":
         return layout_questions.constants()
     if name == "gap":
         if options.gpu:
-            _machine(options.gpu)
+            _machine(options.gpu)  # prints the note of the machine
         return gap.gap(options.run, options.gpu)
     if name == "calibrate":
         if not options.gpu:
@@ -160,7 +172,10 @@ def ask(arguments: list[str]) -> Answer:
 
 
 def question_of(options: Namespace, rest: list[str]) -> Question:
-    """The question that the options ask; `rest`: the words that are train.py's. UserError."""
+    """Return the question of a command line, with its machine and the configuration of a run.
+
+    options: the planner's flags. rest: the words of train.py. Notes for the user go to stderr.
+    """
     name = options.question
     kind = QUESTIONS[name]
     flags.check(
@@ -176,6 +191,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
         there = f"a node of {options.gpus_per_node} has the links that {machine.name} states for "
         notes.append(there + f"one of {machine.node}: {machine.network.bandwidth / 1e9:g} GB/s out")
         machine = replace(machine, node=options.gpus_per_node)
+    # Options of a run that --config names; flags take precedence over them.
     before: dict[str, Any] = {}
     layout_names = [field.name for field in fields(Layout)]
     if options.config and run_files.is_source(options.config):
@@ -190,6 +206,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     defaults = partial(_defaults, kind, machine, before)
     request = parse_request(rest, defaults=defaults, plans=True)
     config, options.model = request.config, options.model or request.model
+    # Layout options that the question does not read are refused, or noted.
     reads = kind.layout
     if name == "rampup" and options.deadline is None:
         reads = ("tp", "pp", "cp")
@@ -217,7 +234,10 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
 
 
 def _machine(name: str, calibration: str | None = None) -> hardware.Machine:
-    """The machine of --gpu, after its note for the user; raises UserError."""
+    """Return the machine of --gpu, and print its note for the user; raise UserError if unknown.
+
+    calibration: the file of --calibration with measured rates, or None.
+    """
     machine = hardware.load(name, calibration)
     if machine.note:
         print(f"note: {machine.note}", file=sys.stderr)
@@ -227,10 +247,13 @@ def _machine(name: str, calibration: str | None = None) -> hardware.Machine:
 def _defaults(
     kind: Kind, machine: hardware.Machine, before: dict[str, Any], given: Collection[str]
 ) -> dict[str, Any]:
-    """Return the defaults of what neither flags nor a file gave: the options `before` of a run,
-    then the question's.
+    """Return the values of options that the user gave neither as flags nor in a file.
+
+    They are the options of the run that --config names (`before`), then the question's defaults: an
+    example model, a batch size, the machine's precision. given: the names of options that the user
+    gave. Called while the words of train.py are parsed.
     """
-    if "model" in given:
+    if "model" in given:  # the sizes of --model replace the sizes of the run's model
         shape = {field.name for field in fields(ModelShape)}
         before = {name: value for name, value in before.items() if name not in shape}
     known = {*given, *before}
@@ -243,7 +266,10 @@ def _defaults(
 
 
 def _compared(arguments: list[str]) -> Answer:
-    """Two layouts, each a quoted text of flags or a run's folder; what follows is for both."""
+    """Return the answer of `plan.py compare A B ...`; raise UserError for a mistake.
+
+    A and B are each a quoted text of flags, or a run's folder; the words after them are for both.
+    """
     sides, shared = arguments[:2], arguments[2:]
     if len(sides) < 2:
         raise UserError('compare takes two layouts, such as "--tp 4 --pp 12" "--tp 8 --pp 6"')
@@ -266,7 +292,11 @@ def _compared(arguments: list[str]) -> Answer:
 
 
 def _submitted(stages: str) -> str:
-    """Return what scripts/stages.py prints when it submits the first stage, or raise UserError."""
+    """Submit the job of the ramp-up's first stage, and return what scripts/stages.py prints.
+
+    stages: the file of --stages, which `rampup` has just written. Raise UserError if the program
+    fails.
+    """
     program = str(Path(__file__).parent / "scripts" / "stages.py")
     words = [sys.executable, program, "submit", stages]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -276,7 +306,11 @@ def _submitted(stages: str) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The planner's own flags, by question; all others are train.py's."""
+    """Return the parser of the planner's own flags, with a subcommand for each question.
+
+    The questions in QUESTIONS also take train.py's options, which this parser leaves unparsed;
+    --help lists them.
+    """
     found = Parser(
         prog="plan.py",
         description="What fits, how fast, and why not the others.",

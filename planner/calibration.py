@@ -1,12 +1,15 @@
-"""Constants of a machine from runs on it: which the runs determine, their values, how sure.
+"""Fits the constants of a machine to the seconds of runs on it, for `plan.py calibrate`.
 
-    found = fit(runs, machine)          # of run_files.read
+    found = fit(runs, machine)          # runs: from run_files.read
     write(found, "mine.toml")           # a machine for --gpu mine.toml
 
-A constant is determined if a change of it alone changes the runs' seconds by more than their
-spread explains, in a way that no other change explains: the column of derivatives that is left
-after projection on those of the constants chosen before, the clearest first. Steps of Gauss-Newton
-in logarithms then minimise the squares of the errors, of which none is taken that does not.
+A constant is a rate or a time of the machine on which the planner's prediction depends, such as the
+share of the peak that a GEMM reaches. The planner predicts the seconds of a step of each run; the
+error of a run is the logarithm of its measured over its predicted seconds.
+
+Runs determine a constant if a change of this constant changes the predicted seconds clearly more
+than the runs' own spread, and if no change of other constants has the same effect. `_spreads` finds
+these constants; `_minimised` then chooses their values so that the runs' squared errors are least.
 """
 
 import json
@@ -24,22 +27,29 @@ from planner.hardware import Machine
 from planner.questions import Answer
 from planner.run_files import Run
 
-# The constants that seconds of steps can determine; those of a machine that are 0 are left alone.
+# The names of the constants that the seconds of steps can determine. A name with a point is a field
+# of a part of the machine. A constant that is 0 in the machine's file is not fitted.
 CONSTANTS = (
     *("gemm_fraction", "flash_fraction", "bandwidth", "nvlink.fraction", "nvlink.latency"),
     *("network.fraction", "p2p_fraction", "software.per_step", "software.host_per_block"),
 )
-SURE = 0.2  # standard deviation of a constant's logarithm, up to which it is determined
-NUDGE = 0.02  # of a constant's logarithm, for derivatives
-MOST_FACTOR = 20.0  # of a constant, beyond which its spread is not told
+# A constant counts as determined if the standard deviation of its logarithm is at most this.
+SURE = 0.2
+# The logarithm of a constant is changed by this much in both directions to compute a derivative.
+NUDGE = 0.02
+# If the runs know a constant only to within a larger factor than this, the text gives no factor.
+MOST_FACTOR = 20.0
+# Gauss-Newton takes at most ROUNDS steps. No step changes the logarithm of a constant by more than
+# LONGEST_STEP, and a step that makes the errors larger is halved up to HALVINGS times.
 ROUNDS, HALVINGS, LONGEST_STEP = 40, 12, 1.0
 
 
 class Fit(NamedTuple):
-    """A machine with refitted constants.
+    """The result of `fit`: a machine before and after its constants were refitted.
 
-    spread: of each fitted constant's logarithm. origins: of each constant, a sentence about the
-    runs that determine it, or do not. before, after: mean error of the runs' seconds.
+    spread: by the name of a fitted constant, the standard deviation of its logarithm. origins: by
+    the name of every constant, a sentence that says where its value comes from. before, after: the
+    weighted root mean square of the runs' errors with the old and with the new machine.
     """
 
     old: Machine
@@ -52,12 +62,16 @@ class Fit(NamedTuple):
 
 
 def value_of(machine: Machine, name: str) -> float:
-    """A constant by its name in CONSTANTS."""
+    """Return a machine's constant; name: its name in CONSTANTS, such as `nvlink.latency`."""
     return float(attrgetter(name)(machine))
 
 
 def changed(machine: Machine, name: str, value: float) -> Machine:
-    """The machine with another value of that constant; a share of a peak is at most all of it."""
+    """Return the machine with another value of one constant.
+
+    name: a name in CONSTANTS. A constant whose name ends in `fraction` is a share of a peak rate,
+    so its value is limited to 1.
+    """
     part, _, field = name.rpartition(".")
     if field.endswith("fraction"):
         value = min(value, 1.0)
@@ -68,15 +82,20 @@ def changed(machine: Machine, name: str, value: float) -> Machine:
 
 
 def fit(runs: Sequence[Run], machine: Machine) -> Fit:
-    """The machine with the constants refitted that these runs determine; UserError if none is."""
+    """Return the machine with new values of the constants that the runs determine.
+
+    Called by `plan.py calibrate`. Raise UserError if the runs determine no constant.
+    """
     names = [name for name in CONSTANTS if value_of(machine, name)]
     spread = _spreads(runs, machine, names)
     chosen = [name for name in names if spread[name] <= SURE]
     if not chosen:
         raise UserError("these runs determine no constant")
     found = _minimised(runs, machine, chosen)
+    # The root mean square of the weighted errors, with the old and with the new machine.
     before, after = (float(np.linalg.norm(_off(runs, at))) for at in (machine, found))
     weight = float(np.linalg.norm([run.weight for run in runs]))
+    # The derivatives are others at the new values, so the standard deviations are computed again.
     fitted = _spreads(runs, found, chosen)
     origins = {}
     for name in CONSTANTS:
@@ -95,19 +114,30 @@ def fit(runs: Sequence[Run], machine: Machine) -> Fit:
 
 
 def _unsure(spread: float) -> str:
-    """Why a constant is not determined."""
+    """Return the reason why runs do not determine a constant, for the text about its origin.
+
+    spread: the standard deviation of the constant's logarithm, which is above SURE.
+    """
     if spread > math.log(MOST_FACTOR):
         return "their seconds do not depend on it, or only as on those fitted"
     return f"they tell it to within a factor of {math.exp(spread):.2g}"
 
 
 def _off(runs: Sequence[Run], machine: Machine) -> np.ndarray:
-    """Logarithm of measured over predicted seconds of each run, weighted."""
+    """Return each run's error, the logarithm of measured over predicted seconds: (runs,).
+
+    It is multiplied by the run's weight, which is larger if the steps of the run repeat better.
+    """
     return np.array([run.weight * math.log(run.seconds / run.predicted(machine)) for run in runs])
 
 
 def _slopes(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> np.ndarray:
-    """Derivatives of `-_off` by the logarithm of each constant: (runs, names)."""
+    """Return the weighted derivatives of the runs' predicted log seconds: (runs, names).
+
+    Each column is for the logarithm of one constant, and is computed from two predictions, with the
+    constant a little smaller and a little larger. The errors fall when the predictions rise, so the
+    column is the error with the smaller constant minus the error with the larger one.
+    """
     columns = []
     for name in names:
         value = value_of(machine, name)
@@ -118,25 +148,34 @@ def _slopes(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> np.n
 
 
 def _spreads(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> dict[str, float]:
-    """How sure each constant is: a standard deviation of its logarithm, if those that are clearer
-    were known; above SURE it is not determined.
+    """Return by name the standard deviation of each constant's logarithm that the runs leave.
+
+    The runs determine a constant if this value is at most SURE. The constants are taken in turn,
+    the clearest first, as if the constants before were known exactly. Of the derivatives of each
+    constant only the part counts that no change of the constants before can produce.
     """
     left = _slopes(runs, machine, names)
     spread: dict[str, float] = {}
     while True:
+        # The longer a column of derivatives, the more the runs tell: with errors of standard
+        # deviation 1, the constant's standard deviation is 1 over the length of its column.
         lengths = np.maximum(1e-6, np.linalg.norm(left, axis=0))
         clearest = int(lengths.argmax())
-        if lengths[clearest] < 1 / SURE:
+        if lengths[clearest] < 1 / SURE:  # this constant and all others are not determined
             others = dict(zip(names, map(float, 1 / lengths), strict=True))
             return others | spread
         spread[names[clearest]] = float(1 / lengths[clearest])
+        # Project all columns on the space orthogonal to the chosen one, whose own column becomes 0.
         way = left[:, clearest] / lengths[clearest]
         left = left - np.outer(way, way @ left)
         left[:, clearest] = 0.0
 
 
 def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machine:
-    """The machine at which the weighted squares of the errors are least, by Gauss-Newton."""
+    """Return the machine whose named constants make the sum of the runs' squared errors least.
+
+    The Gauss-Newton method is used, on the logarithms of the constants, so that they stay above 0.
+    """
     off = _off(runs, machine)
     for _ in range(ROUNDS):
         step = np.linalg.lstsq(_slopes(runs, machine, names), off, rcond=None)[0]
@@ -145,11 +184,12 @@ def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machi
             tried = machine
             for name, way in zip(names, step, strict=True):
                 tried = changed(tried, name, value_of(machine, name) * math.exp(scale * way))
+            # Take the step if it makes the sum of the squared errors smaller, else try half of it.
             then = _off(runs, tried)
             if then @ then < off @ off:
                 break
             scale /= 2
-        else:
+        else:  # no part of the step makes the errors smaller
             return machine
         gained = off @ off - then @ then
         machine, off = tried, then
@@ -162,7 +202,10 @@ def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machi
 
 
 def answer(found: Fit, path: str | None) -> Answer:
-    """Return what was fitted, as text and as data; written if there is a path."""
+    """Return the answer of `plan.py calibrate`: the fitted constants, as text and as data.
+
+    path: the file of --write, to which the machine is written; None without --write.
+    """
     old, new = found.old, found.machine
     lines = [
         f"{len(found.runs)} runs on {old.name}: {found.before:.1%} off on average before, "
@@ -185,10 +228,15 @@ def answer(found: Fit, path: str | None) -> Answer:
 
 
 def write(found: Fit, path: str) -> None:
-    """Write a machine's file with the fitted constants and the origin of each; UserError if not."""
+    """Write a machine's file that `--gpu FILE` can read; raise UserError for another file name.
+
+    The file says `like = ` the old machine, so it has only the fitted constants, the range of the
+    jobs on which they were fitted, and a sentence on the origin of every constant.
+    """
     if not path.endswith(".toml"):
         raise UserError(f"--write {path}: a machine's file ends in .toml")
     base = found.old.name
+    # The full path of a user's file, so that the new file can be used from every folder.
     if base.endswith(".toml"):
         base = str(Path(base).resolve())
     lines = [f"# {base}, calibrated with `plan.py calibrate`.", f"like = {json.dumps(base)}"]

@@ -4,9 +4,12 @@
     fits, recomputed = closed.within(80e9)       # the blocks each row recomputes to fit in 80 GB
     likely, least = closed.seconds(recomputed)
 
-A row is a layout; columns have the shape (rows, 1), to broadcast with (rows, ranks). The terms are
-those of planner/time_terms.py and planner/memory_terms.py. planner/layouts.py simulates the rows
-that may be the fastest.
+A row of the table is a layout. Numbers of a row are columns of the shape (rows, 1), which broadcast
+with numbers of some of its pipeline ranks: (rows, ranks). A way is a part of a row's layout: tp,
+pp, cp, schedule and partition (planner/enumeration.py). A pipeline rank may hold several stages.
+The formulas come from planner/time_terms.py and planner/memory_terms.py. "Likely" seconds are the
+best estimate; "least" seconds are a lower bound. planner/layouts.py simulates the rows that may be
+the fastest.
 """
 
 from functools import cached_property
@@ -23,13 +26,14 @@ from planner.op_costs import Pass
 from planner.step_time import Most, Passes
 from schedules.partition import StageSpec, stage_specs
 
-# The time in which ranks wait for one another because of the order of their passes, as a share of
-# the pipeline's time: (likely, least). For zb-v, whose order assumes that all passes take the same
-# time; and for interleaved, if the largest stage of a rank has twice the mean number of blocks.
-# With presets on A100 and H100, zb-v waited 0.06 to 0.4, interleaved 0.1 to 0.6.
+# Ranks also wait for one another because of the order of their passes. These are the seconds of
+# this waiting as a share of the pipeline's time: (likely, least). FOLDED is for zb-v, whose order
+# assumes that all passes take the same time. UNEVEN is for interleaved, if the largest stage of a
+# rank has twice the mean number of blocks. In simulations of presets on A100 and H100, zb-v waited
+# 0.06 to 0.4, and interleaved 0.1 to 0.6.
 FOLDED = (0.2, 0.05)
 UNEVEN = (0.3, 0.0)
-ROUNDING = 1.0  # bytes by which a row may exceed the memory because of rounding
+ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded
 
 
 class Ranks(NamedTuple):
@@ -52,10 +56,13 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, table: Table) -> "Ranks":
-        """Return the ranks of a table's rows; for ways with the same stages they are chosen once.
+        """Return the fields of this class for a table's rows: arrays of the shape (rows, ranks).
 
-        A row with fewer ranks than others repeats its last rank.
+        A few ranks of each row are chosen, among them the slowest and the fullest. Ways with the
+        same stages have the same ranks, which are chosen once. A row with fewer ranks than others
+        repeats its last rank, which changes no maximum over the ranks.
         """
+        # A kind is everything on which the stages depend; ways of one kind have the same ranks.
         ranks_of_kind: dict[tuple, list[tuple[int, ...]]] = {}
         kinds = []
         for way in table.ways:
@@ -69,7 +76,8 @@ class Ranks(NamedTuple):
         kind_of_way = np.array([number_of[kind] for kind in kinds])
         columns = np.array(padded)[kind_of_way[table.way]]  # (rows, ranks, fields)
         numbers = [columns[:, :, field] for field in range(len(cls._fields))]
-        return cls(*numbers[:5], *(flag > 0 for flag in numbers[5:]))  # the others are flags
+        # The first five fields are numbers; the last three are flags, and become booleans.
+        return cls(*numbers[:5], *(flag > 0 for flag in numbers[5:]))
 
     @property
     def parts(self) -> Parts:
@@ -78,12 +86,16 @@ class Ranks(NamedTuple):
 
 
 def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
-    """Return the fields of `Ranks` for the chosen ranks of a way, a tuple for each rank."""
+    """Return the fields of `Ranks` for some pipeline ranks of a way, a tuple for each rank.
+
+    Among ranks whose stages have the same blocks, embedding and head, the first and the last are
+    chosen: the first keeps the most activations, the last waits longest for its first input.
+    """
     stages_of_rank: list[list[StageSpec]] = [[] for _ in range(way.pp)]
     for spec in stage_specs(model, way):
         stages_of_rank[spec.rank].append(spec)
     chosen: dict[tuple, list[tuple[int, ...]]] = {}  # by the contents of a rank's stages
-    before = 0
+    before = 0  # the blocks of the first stages of all earlier ranks
     for rank, stages in enumerate(stages_of_rank):
         blocks = [spec.blocks for spec in stages]
         flags = [stages[0].embedding, stages[-1].head, any(spec.tied for spec in stages)]
@@ -98,30 +110,36 @@ class ClosedForm:
     """The seconds and bytes of every row of a table, for any number of recomputed blocks."""
 
     def __init__(self, table: Table, ranks: Ranks | None = None):
-        """ranks: the ranks of the table's rows, if they are known."""
+        """Keep a table and the chosen ranks of its rows; ranks: None to choose them now."""
         self.table = table
         self.job = table.job
         self.ranks = ranks or Ranks.of(table)
 
     def of_rows(self, rows: np.ndarray) -> "ClosedForm":
-        """Return the closed form of some rows; rows: their indices."""
+        """Return an object like this for some of the table's rows; rows: their indices."""
         return ClosedForm(self.table.of_rows(rows), Ranks(*(column[rows] for column in self.ranks)))
 
     # ---- Bytes --------------------------------------------------------------------------------
 
     @cached_property
     def unsaved(self) -> np.ndarray:
-        """The bytes of each rank without recomputation, or little less: (rows, ranks)."""
+        """The bytes that each rank needs if no block is recomputed: (rows, ranks).
+
+        It may be a little too low, never too high, so that no row is rejected wrongly.
+        """
         job = self.job
         ranks = self.ranks
         vocab_pp = np.bool_(job.layout.vocab_pp)
         _, block_activations = memory_terms.kept_of_block(job)
         flying = memory_terms.in_flight(job, ranks.rank)
+        # The head's outputs are kept for every micro-batch in flight if the rank has a single
+        # stage.
         keeps_heads = ranks.head & (job.layout.stages_per_rank == 1) & ~vocab_pp
         heads = np.where(keeps_heads, flying, 1)
         kept = ranks.blocks * block_activations
-        working = memory_terms.working_of(job, ranks.parts, kept, heads)
+        working = memory_terms.working_of(job, ranks.parts, kept, heads)  # temporary memory
         sent = np.where(vocab_pp, memory_terms.sent_to_ranks(job), 0.0)
+        # All stages of a rank count as the smallest one, which makes this a lower bound.
         activations = flying * job.layout.stages_per_rank * ranks.least * block_activations
         states = sum(memory_terms.states_of(job, ranks.parts).values())
         fixed = memory_terms.buffers_of(job) + job.machine.context
@@ -129,8 +147,9 @@ class ClosedForm:
 
     @cached_property
     def saved(self) -> np.ndarray:
-        """The bytes that each rank saves if one further block of each of its stages is recomputed:
-        (rows, ranks).
+        """The bytes that a rank saves by recomputing one more block of each stage: (rows, ranks).
+
+        It is 0 in rows without recomputation.
         """
         if_recomputed, if_not = memory_terms.kept_of_block(self.job)
         flying = memory_terms.in_flight(self.job, self.ranks.rank)
@@ -143,12 +162,17 @@ class ClosedForm:
         return np.not_equal(self.job.layout.recompute, "none")
 
     def smallest(self) -> np.ndarray:
-        """Return the bytes of each row's fullest rank if all blocks are recomputed: (rows,)."""
+        """Return the bytes of each row's fullest rank if all blocks are recomputed: (rows,).
+
+        `layouts` names the row with the least bytes when no row of a place fits.
+        """
         return (self.unsaved - self.saved * self.ranks.least).max(axis=1)
 
     def within(self, room: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows may need at most `room` bytes on a GPU: (rows,); and the fewest blocks
-        of each stage that they recompute for that: (rows, 1).
+        """Return which rows may fit into `room` bytes, and the blocks that they recompute for that.
+
+        The results are booleans (rows,), and for each row the fewest recomputed blocks of a stage
+        with which all its ranks fit (rows, 1), or the number that the user has fixed.
         """
         fixed = self.table.asked.fixed
         most = self.ranks.most.max(axis=1, keepdims=True)
@@ -158,6 +182,8 @@ class ClosedForm:
             layers = fixed["recompute_layers"]
             fewest = np.full_like(most, self.job.model.layers if layers is None else layers)
         else:
+            # The blocks whose saved bytes are at least the bytes by which a rank exceeds the room;
+            # for a row without savings, 0. A row with recomputation recomputes one block at least.
             over = np.maximum(0.0, self.unsaved - room)
             saved_by_block = np.where(self.saved > 0, self.saved, np.inf)
             fewest = np.ceil(over / saved_by_block).max(axis=1, keepdims=True)
@@ -170,12 +196,14 @@ class ClosedForm:
 
     @cached_property
     def passes(self) -> Passes:
-        """The seconds of one micro-batch through the parts of the model."""
+        """The seconds of one micro-batch through a block, the embedding and the head, per row."""
         return step_time.passes_of(self.job)
 
     def seconds(self, recomputed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a step that each row likely takes, and that it takes at least, both
-        (rows,). recomputed: the number of recomputed blocks of each stage: (rows, 1).
+        """Return the seconds of a step of each row: likely, and at least; both (rows,).
+
+        They are the pipeline's seconds with the waiting of its schedule, then what follows the last
+        backward pass. recomputed: the number of recomputed blocks of each stage: (rows, 1).
         """
         pipeline = self._pipeline(recomputed)
         after = sum(step_time.after_pipeline(self.job, self._most(recomputed)).values())
@@ -187,10 +215,11 @@ class ClosedForm:
         return likely, least
 
     def _pipeline(self, recomputed: np.ndarray) -> np.ndarray:
-        """Return the seconds of the pipeline in which no rank waits longer than it must: (rows, 1).
+        """Return the pipeline's seconds if no rank waits longer than it must: (rows, 1).
 
-        They are the time until the first micro-batch has come to a rank, the rank's passes, and the
-        time until the last micro-batch's gradients have gone back; for the slowest rank.
+        For each rank three times are added: until the first micro-batch has come from the first
+        rank, the rank's own passes, and until the last micro-batch's gradients have gone back to
+        the first rank. The slowest rank determines the result. recomputed: as in `seconds`.
         """
         job = self.job
         layout = job.layout
@@ -199,24 +228,32 @@ class ClosedForm:
         count = job.micro_batches
         sent = time_terms.message_seconds(job)
         if job.machine.ranks_per_core > 1:
-            # A rank that waits leaves its core to other ranks, so it is the mean of all ranks.
+            # Ranks share cores. A rank that waits leaves its core to others, so the pipeline takes
+            # the work of all ranks together, divided by the number of ranks.
             ends = np.where(layout.vocab_pp, 0.0, sum(passes.embedding + passes.head))
             return count * (job.model.layers * sum(passes.block) + ends) / layout.pp
+        # A pass through all earlier ranks: their first stages, and a message from each to the next.
         earlier_ranks = passes.block * ranks.before + Pass(sent, sent) * ranks.rank
         earlier_ranks += passes.embedding * ((ranks.rank > 0) & ~np.bool_(layout.vocab_pp))
-        # With split backward passes, a rank may compute its weights' gradients during this time.
+        # With split backward passes, a rank may compute its weights' gradients while the last
+        # gradients go back, so that this time is not added.
         back = np.where(layout.splits_backward, 0.0, earlier_ranks.backward)
         on_rank = np.maximum(count * self._busy(recomputed), self._round_trips(sent))
         pipeline = (earlier_ranks.forward + on_rank + back).max(axis=1, keepdims=True)
-        # With --vocab-pp a rank's link carries six messages for each micro-batch.
+        # With --vocab-pp a rank's link carries six messages for each micro-batch, one after the
+        # other, which may take longer than the passes.
         return np.maximum(pipeline, np.where(layout.vocab_pp, count * 6 * sent, 0.0))
 
     def _busy(self, recomputed: np.ndarray) -> np.ndarray:
-        """Return the seconds of each rank's passes of one micro-batch, or little less: (rows,
-        ranks). The number of a rank's recomputed blocks is exact if its stages are equal.
+        """Return the seconds of each rank's passes of one micro-batch: (rows, ranks).
+
+        They are exact if a rank's stages have equal numbers of blocks, else a little too low,
+        because the number of a rank's recomputed blocks is then a lower bound.
         """
         layout = self.job.layout
         ranks = self.ranks
+        # "redone": recomputed. Two lower bounds: all stages are as large as the largest one, and so
+        # keep as many blocks, or as small as the smallest one.
         not_redone = layout.stages_per_rank * np.maximum(0, ranks.most - recomputed)
         in_smallest = layout.stages_per_rank * np.minimum(recomputed, ranks.least)
         redone = np.maximum(ranks.blocks - not_redone, in_smallest)
@@ -224,11 +261,12 @@ class ClosedForm:
         return sum(on_rank) + np.where(layout.vocab_pp, sum(self.passes.head), 0.0)
 
     def _round_trips(self, sent: Column) -> np.ndarray:
-        """Return the seconds from a 1F1B rank's first forward to its last backward that its round
-        trips take, 0 for other schedules: (rows, ranks).
+        """Return the least seconds from a 1F1B rank's first forward to its last backward.
 
-        With n later ranks, the rank starts a micro-batch only when the micro-batch n + 1 before has
-        been to the last rank and back. sent: seconds of a message.
+        The shape is (rows, ranks). With n later ranks, the rank starts a micro-batch only when the
+        micro-batch n + 1 before it has been to the last rank and back, which is a round trip. So
+        its m micro-batches take at least ceil(m / (n + 1)) round trips. sent: seconds of a message.
+        Other schedules have 0.
         """
         layout = self.job.layout
         later_ranks = layout.pp - 1 - self.ranks.rank
@@ -239,10 +277,12 @@ class ClosedForm:
         return np.where(is_1f1b, trips * round_trip, 0.0)
 
     def _waiting(self, folded: float, uneven: float) -> np.ndarray:
-        """Return the time in which ranks wait because of the order of their passes, as a share of
-        the pipeline's: (rows, 1). folded, uneven: see FOLDED and UNEVEN.
+        """Return the waiting due to the order of passes, as a share of the pipeline's time.
 
-        A rank of an interleaved schedule waits while another rank runs a stage with more blocks.
+        The shape is (rows, 1). In zb-v the share is always `folded`. A rank of an interleaved
+        schedule waits while another rank runs a stage with more blocks, so the share is `uneven`
+        times the excess of the largest stage over the mean. Other schedules have 0. folded, uneven:
+        a number of FOLDED and of UNEVEN.
         """
         name = self.job.layout.schedule
         ranks = self.ranks
@@ -253,7 +293,11 @@ class ClosedForm:
         return np.where(np.equal(name, "zb-v"), folded, interleaved)
 
     def _most(self, recomputed: np.ndarray) -> Most:
-        """Return the figures of each row on which the time after the pipeline depends."""
+        """Return the largest parameters and stage seconds of each row's ranks, as columns.
+
+        The seconds after the pipeline depend on them (step_time.after_pipeline). recomputed: the
+        number of recomputed blocks of each stage.
+        """
         ranks = self.ranks
         largest = ranks.parts._replace(blocks=ranks.most)
         redone = np.minimum(recomputed, ranks.most)

@@ -1,10 +1,12 @@
-"""Two layouts side by side: seconds of a step by cause, and memory of the fullest GPU.
+"""Answers `plan.py compare`: two layouts side by side, their seconds by cause and their memory.
 
     answer = compare(first, second, ["tp 4", "tp 8"])
 
-A cause's seconds are what the step loses when it takes no time, the causes before it being gone
-already, in this order: messages between stages, collectives in the passes, the host, recomputation.
-What is then left of the pipeline is compute and bubble, so that all add up to the step.
+The seconds of a step are divided by cause as follows. The pipeline is predicted again and again,
+each time with one more cause that takes no time: first the messages between stages (p2p), then also
+the collectives in the passes (tp), then the host, then recomputation. A cause gets the seconds by
+which the prediction falls. The pipeline's other seconds are compute and bubble (idle time), so all
+causes add up to the step.
 """
 
 import math
@@ -19,19 +21,26 @@ from planner.questions import BILLION, Answer, Question, flags
 from planner.step_time import pipeline_time, predict, step_parts
 from schedules.choice import decide_layout
 
-PARTS = (*memory.OF_RUN, "buffers", "context")  # of a GPU's memory
-FREE = Link(0.0, math.inf, 1.0)
+PARTS = (*memory.OF_RUN, "buffers", "context")  # the parts of a GPU's memory that are compared
+FREE = Link(0.0, math.inf, 1.0)  # a link over which every message takes no time
+# The fields of a layout in which no block is recomputed.
 NO_RECOMPUTE: dict[str, Any] = {"recompute": "none", "recompute_layers": None}
+# The causes in the order in which they are printed.
 CAUSES = ("compute", "recompute", "tp", "p2p", "host", "bubble", "dp", "tied", "optimizer", "fixed")
 
 
 def by_cause(job: Job) -> dict[str, float]:
-    """Seconds of a step by CAUSES; with experts or cp, `tp` has their collectives too."""
+    """Return the predicted seconds of a step by the names in CAUSES.
+
+    With experts or cp, the cause `tp` includes their collectives. Called by `plan.py compare`, and
+    by `plan.py gap` for the column `planned`.
+    """
     software = replace(job.machine.software, host_per_block=0, host_per_operation=0)
     no_links = replace(job.machine, nvlink=FREE, network=FREE)
     no_host = replace(no_links, software=software)
     no_recompute = replace(job.layout, **NO_RECOMPUTE)
-    # In this order each cause takes no time, with those before it.
+    # By cause, the job in which this cause and all causes before it take no time. Messages between
+    # stages are an argument of `pipeline_time`, so for p2p the job is the same.
     without = {
         "p2p": job,
         "tp": job._replace(machine=no_links),
@@ -52,7 +61,10 @@ def by_cause(job: Job) -> dict[str, float]:
 
 
 def _facts(question: Question) -> dict[str, Any]:
-    """One side: its seconds by cause, its memory by part, and what to type."""
+    """Return the prediction of one of the two layouts, as an entry of the answer's data.
+
+    It has the seconds by cause, the memory of the fullest GPU by part, and train.py's flags.
+    """
     job = question.job()
     layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
     job = job._replace(layout=layout)
@@ -72,7 +84,10 @@ def _facts(question: Question) -> dict[str, Any]:
 
 
 def compare(first: Question, second: Question, names: Sequence[str]) -> Answer:
-    """Where the second of two layouts gains and loses; `names`: what the user calls them."""
+    """Return the answer of `plan.py compare`: tables of seconds and memory of two layouts, A and B.
+
+    names: the text of both layouts as the user typed it, flags or a run's folder.
+    """
     sides = {"A": _facts(first), "B": _facts(second)}
     one, two = sides.values()
     lines = []
@@ -99,7 +114,11 @@ def compare(first: Question, second: Question, names: Sequence[str]) -> Answer:
 
 
 def _rows(before: dict[str, float], after: dict[str, float], unit: float) -> list[str]:
-    """A line for each name that takes anything on a side."""
+    """Return a table's lines: a name, the values of A and of B, and the difference B - A.
+
+    before, after: values of A and B by name. unit: the number by which values are divided for
+    printing, 1 for seconds or 1e9 for bytes. A name whose value is 0 in both layouts has no line.
+    """
     found = []
     for name in before:
         first = before[name] / unit

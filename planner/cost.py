@@ -3,7 +3,8 @@
     rates = rates_of(options, machine)
     rates.of(gpus=64, seconds=86400.0)     # {"gpu_hours": ..., "kwh": ..., "cost": ...}
 
-The energy is that of the GPUs at a stated power; hosts, network and cooling are not counted.
+The rates are the price of a GPU for an hour and its power. The energy is that of the GPUs at this
+power; hosts, network and cooling are not counted.
 """
 
 from argparse import Namespace
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 from planner.hardware import Machine
 
-BILLION = 1e9  # tokens
-HEADS = {"kwh": "kWh/Gtok", "cost": "cost/Gtok"}  # the names of a table's columns
+BILLION = 1e9  # a table shows the costs of a billion tokens
+HEADS = {"kwh": "kWh/Gtok", "cost": "cost/Gtok"}  # the heads of a table's columns, by kind of cost
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,14 @@ class Rates:
 
     price: float | None
     watts: float | None
-    origin: str  # where the power is stated
-    shown: bool  # whether a table has columns for energy and cost
+    origin: str  # a text that says where `watts` comes from
+    shown: bool  # whether a table has columns for energy and cost: if the user gave price or watts
 
     def of(self, gpus: int, seconds: float) -> dict[str, float | None]:
-        """Return the GPU hours, the energy in kWh and the cost of `gpus` GPUs for some seconds."""
+        """Return the GPU hours, the energy in kWh and the cost of `gpus` GPUs for some seconds.
+
+        Energy is None without a known power, cost is None without a price.
+        """
         hours = gpus * seconds / 3600
         return {
             "gpu_hours": hours,
@@ -34,15 +38,18 @@ class Rates:
         }
 
     def per_billion(self, gpus: int, tokens_per_second: float) -> dict[str, float | None]:
-        """Return GPU hours, kWh and cost of a billion tokens; all names end in
-        `_per_billion_tokens`.
+        """Return GPU hours, kWh and cost of a billion tokens, for the data of an answer.
+
+        The names are those of `of`, each with `_per_billion_tokens` after it.
         """
         costs = self.of(gpus, BILLION / tokens_per_second)
         return {f"{name}_per_billion_tokens": value for name, value in costs.items()}
 
     def cells(self, gpus: int, tokens_per_second: float) -> dict[str, str]:
-        """Return the printed energy and cost of a billion tokens, by the names of a table's
-        columns; empty if the table has no such columns.
+        """Return the printed energy and cost of a billion tokens, by the heads of table columns.
+
+        It is empty if the user gave neither a price nor a power, so that the table has no such
+        columns.
         """
         if not self.shown:
             return {}
@@ -62,8 +69,9 @@ class Rates:
 
 
 def rates_of(options: Namespace, machine: Machine) -> Rates:
-    """Return the rates by --price-per-gpu-hour, and --watts-per-gpu or the power in the machine's
-    file.
+    """Return the rates of a question: --price-per-gpu-hour, and the power of a GPU.
+
+    The power is --watts-per-gpu, or else the power in the machine's file.
     """
     price = options.price_per_gpu_hour
     watts = options.watts_per_gpu

@@ -1,6 +1,9 @@
-"""The questions how long training takes, and what a batch-size ramp-up runs on.
+"""Answers two questions of plan.py: `days`, how long training takes, and `rampup`, on what it runs.
 
 print(days(question).text)      # a Question as in planner/questions.py
+
+A question has the planner's flags (`options`), the configuration of a run and a machine. A ramp-up
+increases the batch size during a run; a level is a batch size with the steps that have it.
 """
 
 import math
@@ -16,7 +19,11 @@ DAY = 86400.0
 
 
 def days(question: Question) -> Answer:
-    """How long so many tokens take, on the fastest layout or the given one."""
+    """Return the answer of `plan.py days`: how long the training on --tokens tokens takes.
+
+    The run has the fastest layout whose risk of running out of memory is at most --risk; options of
+    the layout that the user gave are fixed. Raise UserError if no layout fits.
+    """
     tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
     if not tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
@@ -25,10 +32,12 @@ def days(question: Question) -> Answer:
         reasons = [entry.reason for entry in rejected] if len(rejected) == 1 else []
         why = "; ".join([*reasons, *where_it_fits(question, rejected)])
         raise UserError(f"no layout fits on {where}: {why}".removesuffix(": "))
+    # If every layout is riskier than --risk, the fastest of them is taken nevertheless.
     safe = [line for line in ranked if line.prediction.risk <= question.options.risk]
     best = (safe or ranked)[0]
     step = best.prediction.seconds
     seconds = tokens / best.prediction.tokens_per_second
+    # The duration is as uncertain as the seconds of a step.
     low, high = (seconds * end / step / DAY for end in best.prediction.interval)
     rates = cost.rates_of(question.options, question.machine)
     data = {
@@ -51,7 +60,11 @@ def days(question: Question) -> Answer:
 
 
 def rampup(question: Question) -> Answer:
-    """Every batch of a ramp-up: when, how long, on how many nodes, with which micro-batches."""
+    """Return the answer of `plan.py rampup` without --deadline: a line for each batch size.
+
+    A line says when the batch size begins, for how many steps, and on how many nodes the layout can
+    run it with which micro-batch sizes. Raise UserError without a ramp-up.
+    """
     run, node = question.config, question.machine.node
     levels = schema.batch_schedule(run.training, run.model.seq_length).levels()
     if len(levels) == 1:
@@ -60,8 +73,10 @@ def rampup(question: Question) -> Answer:
             "192 16 9765625, or --batch-schedule TOKENS:SIZE ..., such as 0:192 5B:1024"
         )
     replica = run.layout.tp * run.layout.pp * run.layout.cp
+    # The most nodes that are listed: --gpus in nodes, rounded up, or --nodes. Without both it is as
+    # many nodes as the first batch can use with one sample for each replica.
     most = -(-(question.options.gpus or 0) // node) or question.options.nodes
-    most = most or -(-levels[0].batch * replica // node)  # one sample for each replica at first
+    most = most or -(-levels[0].batch * replica // node)
     data = []
     lines = []
     for level in levels:
@@ -69,7 +84,8 @@ def rampup(question: Question) -> Answer:
         data.append(asdict(level) | {"allowed": able})
         start = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{level.steps or '':>8}"
         lines.append(f"{start}   {_allowed_text(able)}")
-    divisor = math.gcd(*(level.batch for level in levels))  # what divides it divides every batch
+    # A number of replicas that divides this greatest common divisor can run every batch.
+    divisor = math.gcd(*(level.batch for level in levels))
     every = layouts.allowed(run.layout, divisor, node, most)
     head = [
         f"on 1 to {most} nodes of {node} {question.machine.name}, {replica} GPUs a replica; "
@@ -81,5 +97,9 @@ def rampup(question: Question) -> Answer:
 
 
 def _allowed_text(rows: list[dict]) -> str:
+    """Return a batch's numbers of nodes with their micro-batch sizes: "1: 1 2 4; 2: 1 2".
+
+    rows: the result of `layouts.allowed`.
+    """
     texts = [f"{row['nodes']}: {' '.join(map(str, row['micro_batches']))}" for row in rows]
     return "; ".join(texts) or "no number of nodes"

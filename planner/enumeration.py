@@ -6,9 +6,9 @@
     table.job                # all rows as one Job, whose layout is Columns
 
 Fields in `fixed` are kept, all other fields are varied. A layout that train.py refuses is rejected
-with train.py's error line. A way is a layout without micro-batch size, ZeRO stage, recomputation
-and sequence parallelism; a row adds these. The number of recomputed blocks is computed later, from
-the memory that a row needs (planner/closed_form.py).
+with train.py's error line. A row of the table is a layout. A way is a layout without micro-batch
+size, ZeRO stage, recomputation and sequence parallelism (VARIED); a row adds these to a way. The
+number of recomputed blocks is computed later, from the memory that a row needs (closed_form.py).
 """
 
 import math
@@ -27,14 +27,15 @@ from planner.hardware import Machine
 from planner.job import Columns, Job
 from schedules.partition import blocks_per_stage
 
-# Schedules that are varied; `auto` is planned only if the user asks for it.
+# The schedules that are tried; `auto` is planned only if the user asks for it.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 ZERO_STAGES = (1, 0, 2, 3)  # of equally fast layouts, the first ZeRO stage in this order is ranked
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 # `selective` is not varied, because it saves no memory: a flash kernel always recomputes scores.
 RECOMPUTATIONS = ("none", "full")
 VARIED = ("micro_batch_size", "zero", "recompute", "sequence_parallel")  # columns of a Table
-PLAIN = {"schedule": "1f1b", "vocab_pp": None, "cp": 1}  # fields that all measured runs have
+# The values of these fields in all measured runs: a layout with them is called plain.
+PLAIN = {"schedule": "1f1b", "vocab_pp": None, "cp": 1}
 LONG = 4096  # cp is varied if a sample has at least this number of tokens
 
 
@@ -53,22 +54,26 @@ class Asked(NamedTuple):
 
     @property
     def counts_blocks(self) -> bool:
-        """Whether the planner chooses the number of recomputed blocks, by the memory of a GPU."""
+        """Whether the planner chooses the number of recomputed blocks, by the memory of a GPU.
+
+        It does unless the user has fixed the number, for all stages or for each stage.
+        """
         has_blocks = self.fixed.get("recompute_blocks") is not None
         return not has_blocks and "recompute_layers" not in self.fixed
 
     def job(self, layout: Layout) -> Job:
-        """Return the job of one layout with the model, training options and machine of the
-        question.
-        """
+        """Return the job of a layout: with the question's model, training options and machine."""
         return Job(self.model, layout, self.training, self.machine)
 
     def holds(self, name: str) -> bool:
-        """Return whether a field is fixed to a single value."""
+        """Return whether a field of the layout is fixed to a single value, not to a list."""
         return name in self.fixed and not isinstance(self.fixed[name], list)
 
     def values(self, name: str, default: Iterable[Any]) -> list[Any]:
-        """Return the values to try for a field; default: the values if the field is not fixed."""
+        """Return the values to try for a field of the layout: the fixed value or values.
+
+        default: the values to try if the field is not fixed.
+        """
         values = self.fixed.get(name, list(default))
         return values if isinstance(values, list) else [values]
 
@@ -77,8 +82,8 @@ class Asked(NamedTuple):
 class Rejected:
     """A layout that cannot run, and the reason.
 
-    layout: fields by name; if only tp and pp are there, no layout with these can run. whole: such a
-    layout with all its fields, if there is one.
+    layout: some fields by name, to print; with only tp and pp, no layout with these two can run.
+    whole: a layout with all its fields, if the reason is about a certain layout.
     """
 
     layout: dict[str, int | str]
@@ -107,7 +112,7 @@ class Table:
         return len(self.way)
 
     def layout(self, row: int, recomputed: int | None = None) -> Layout:
-        """Return the layout of one row.
+        """Return the layout of one row; row: its number.
 
         recomputed: the number of recomputed blocks of each stage, if the planner chooses it; None:
         all blocks, if the row has recomputation.
@@ -126,27 +131,32 @@ class Table:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """The tp, pp and micro-batch size of every row: (rows, 3). The ranking has one row for each
-        such place.
+        """The tp, pp and micro-batch size of every row: (rows, 3).
+
+        These three are called a place. `plan.py layouts` shows one layout for each place.
         """
         layouts = self.job.layout
         return np.hstack([layouts.tp, layouts.pp, layouts.micro_batch_size])
 
     @cached_property
     def place(self) -> np.ndarray:
-        """The number of every row's place, in the order of tp, pp and micro-batch size: (rows,)."""
+        """A number for the tp, pp and micro-batch size of every row, which are its place: (rows,).
+
+        Rows with the same place have the same number; a larger tp has a larger number, then a
+        larger pp, then a larger micro-batch size.
+        """
         tp, pp, micro_batch = self.places.T
         return (tp * (pp.max() + 1) + pp) * (micro_batch.max() + 1) + micro_batch
 
     def of_rows(self, rows: np.ndarray) -> "Table":
-        """Return a table with some of the rows; rows: their indices."""
+        """Return a table that has only some of this table's rows; rows: their numbers."""
         varied = {name: getattr(self, name)[rows] for name in ("way", *VARIED)}
         return replace(self, **varied)
 
     def is_plain(self) -> np.ndarray:
-        """Return for each row whether its fields are those of measured runs (PLAIN).
+        """Return for each row whether its layout is of the kind that real runs have measured.
 
-        A field that the user has fixed may have another value.
+        Its fields then have the values in PLAIN; a field that the user has fixed may have another.
         """
         is_plain = np.full(len(self), True)
         for name, value in PLAIN.items():
@@ -156,9 +166,14 @@ class Table:
 
     @cached_property
     def job(self) -> Job:
-        """All rows as one job, whose layout has columns: (rows, 1), to broadcast with stages."""
+        """All rows as one job, with which formulas compute a number for every row at once.
+
+        Each field of its layout is a column, an array of the shape (rows, 1), so that it broadcasts
+        with an axis of stages or ranks.
+        """
         columns = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
         columns["vocab_pp"] = self.column("vocab_pp").astype(bool)
+        # Only interleaved schedules use this number; other ways have a value that is not None.
         virtual_stages = np.array([way.virtual_stages or 2 for way in self.ways])
         columns["virtual_stages"] = virtual_stages[self.way][:, None]
         for name in VARIED:
@@ -171,7 +186,7 @@ class Table:
         return Job(self.asked.model, layouts, self.asked.training, self.asked.machine)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a field of every row's way: (rows, 1)."""
+        """Return for every row the value of a field that the row's way has: (rows, 1)."""
         return np.array([getattr(way, name) for way in self.ways])[self.way][:, None]
 
 
@@ -183,7 +198,8 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
     ways: list[Layout] = []
     parts: list[np.ndarray] = []  # for each way, the columns that a row adds to it
     rejected = []
-    parts_of: dict[tuple, np.ndarray] = {}  # by what decides what a row may add to a way
+    # The same columns for all ways that agree in everything that decides which rows are possible.
+    parts_of: dict[tuple, np.ndarray] = {}
     for placed in _placed(asked):
         if isinstance(placed, Rejected):
             rejected.append(placed)
@@ -192,6 +208,7 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
         rejected += refused
         for way in placed:
             splits = _splits(asked, way)
+            # Rows are all combinations of the values in VARIED; recomputation is an index here.
             key = way.tp > 1, way.pp > 1, way.dp * way.cp > 1, way.vocab_pp, str(splits), str(sizes)
             try:
                 if key not in parts_of:
@@ -213,7 +230,7 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
 
 
 def _recomputations(asked: Asked) -> list[str]:
-    """Return the values of --recompute to try."""
+    """Return the values of --recompute to try: not `none` if the user gave recomputed blocks."""
     recomputations = asked.values("recompute", RECOMPUTATIONS)
     blocks = [asked.fixed.get(name) for name in ("recompute_layers", "recompute_blocks")]
     if "recompute" not in asked.fixed and blocks != [None, None]:
@@ -222,7 +239,11 @@ def _recomputations(asked: Asked) -> list[str]:
 
 
 def _splits(asked: Asked, way: Layout) -> list[bool]:
-    """Return the values of sequence parallelism to try for a way."""
+    """Return the values of sequence parallelism to try for a way.
+
+    A fixed value is taken as train.py would decide it for the machine. Otherwise both values are
+    tried, or only False if the layout cannot split the tokens.
+    """
     if asked.holds("sequence_parallel"):
         on_gpu = asked.machine.device != "CPU"
         return [bool(way.automatic(asked.model.seq_length, on_gpu).sequence_parallel)]
@@ -232,13 +253,15 @@ def _splits(asked: Asked, way: Layout) -> list[bool]:
 
 
 def _can_split(model: ModelShape, way: Layout) -> bool:
-    """Return whether sequence parallelism is possible."""
+    """Return whether sequence parallelism is possible: tp must divide the tokens of a cp rank."""
     return way.tp > 1 and model.seq_length % (way.tp * way.cp) == 0
 
 
 def _zero_stages(asked: Asked, way: Layout) -> list[int]:
-    """Return the ZeRO stages that train.py accepts for a way. Raise its first UserError if it
-    accepts none. On a single rank nothing can be sharded, so only the first stage is tried.
+    """Return the ZeRO stages that train.py accepts for a way.
+
+    If a single rank holds each weight, nothing can be sharded, so only the first ZeRO stage is
+    tried. Raise train.py's first UserError if it accepts no stage.
     """
     stages = asked.values("zero", ZERO_STAGES)
     accepted = []
@@ -255,9 +278,9 @@ def _zero_stages(asked: Asked, way: Layout) -> list[int]:
 
 
 def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
-    """Yield for every tp, pp and cp the list of ways, or the reason why train.py refuses it.
+    """Yield for every tp, pp and cp the list of ways, or the reason why train.py refuses them.
 
-    Reasons are given for the first cp only.
+    To keep the list of reasons short, they are given for the first cp only.
     """
     gpus = asked.gpus
     node = asked.machine.node
@@ -270,6 +293,7 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
                 reason = f"tp({tp}) would leave the node of {node} GPUs; --tp {tp} tries it"
                 yield Rejected({"tp": tp}, reason)
             continue
+        # If tp does not divide the GPUs, a single pp suffices to get train.py's error.
         pipeline_sizes = divisors(gpus // tp) if gpus % tp == 0 else [1]
         for pp in asked.values("pp", pipeline_sizes):
             fields = {"partition": "balanced", **held, "tp": tp, "pp": pp, "cp": cp}
@@ -289,10 +313,13 @@ def _context_sizes(asked: Asked) -> list[int]:
 
 
 def _ways(asked: Asked, placed: Layout) -> list[Layout]:
-    """Return a layout with every partition, schedule, number of virtual stages and --vocab-pp that
-    train.py accepts, plain layouts first. Raise its first UserError if it accepts none.
+    """Return all ways of a layout whose tp, pp, cp and dp are set, plain ways first.
+
+    They have every partition, schedule, number of virtual stages and --vocab-pp that train.py
+    accepts. Raise train.py's first UserError if it accepts none.
     """
-    # By the fields that decide what runs: two partitions may give the same blocks to each stage.
+    # The keys are the fields that decide what runs, since two partitions may give the same blocks
+    # to each stage; of such ways only the first is kept.
     ways: dict[tuple, Layout] = {}
     refusal = None
     partitions = asked.values("partition", [placed.partition])
@@ -309,6 +336,7 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
             except UserError as error:
                 refusal = refusal or error
                 continue
+            # The blocks of each stage distinguish ways only if several partitions are tried.
             blocks: tuple[int, ...] = ()
             if len(partitions) > 1:
                 blocks = tuple(blocks_per_stage(asked.model, way))
@@ -319,16 +347,19 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
 
 
 def _virtual_stages(asked: Asked, way: Layout) -> list[Any]:
-    """Return the numbers of stages of a rank to try with a way's schedule."""
+    """Return the values of --virtual-stages, the stages of a rank, to try with a way's schedule."""
     if way.schedule != "interleaved":
         return [way.virtual_stages]
+    # Embedding and head may be stages without blocks, so there may be two stages more than blocks.
     most = max(2, (asked.model.layers + 2) // way.pp)
     return asked.values("virtual_stages", range(2, most + 1))
 
 
 def _micro_batches(asked: Asked, placed: Layout) -> tuple[list[int], list[Rejected]]:
-    """Return the micro-batch sizes that divide the batch, the smallest first, and the layouts with
-    other sizes as rejected.
+    """Return the micro-batch sizes to try with a layout, the smallest first, and rejected layouts.
+
+    All divisors of a replica's share of the batch are tried. The sizes in MICRO_BATCHES, or those
+    that the user fixed, are rejected with train.py's reason if they do not divide it.
     """
     batch = asked.training.global_batch_size
     dp = placed.dp
@@ -348,7 +379,7 @@ def _micro_batches(asked: Asked, placed: Layout) -> tuple[list[int], list[Reject
 
 
 def rejected_layout(layout: Layout, reason: str) -> Rejected:
-    """Return a layout as rejected, with the fields by which a reader finds it."""
+    """Return a layout as a rejected one; the list of reasons shows only its most telling fields."""
     names = ("tp", "pp", "dp", "micro_batch_size", "recompute")
     return Rejected({name: getattr(layout, name) for name in names}, reason, layout)
 

@@ -1,7 +1,10 @@
-"""The planner's own flags: what each means, and its limits.
+"""Defines the planner's own flags: the meaning of each, and its limits.
 
-    add(parser, {"top", "risk"})    all flags; --help shows these, and those of every question
+    add(parser, {"top", "risk"})    all flags; --help shows these two, and those in EVERYWHERE
     check(options, read, readers)   UserError for a value out of range, or a flag that is not read
+
+A question of plan.py, such as `layouts`, reads some of the flags. Every flag is accepted by the
+parser of every question, so that a flag which the question does not read gets a helpful error.
 
 All other flags are train.py's. To add a flag, add a line to FLAGS, and its name to the questions of
 plan.py that read it.
@@ -15,18 +18,16 @@ from typing import Any, NamedTuple
 from config.messages import Parser, UserError
 from planner import hardware, risk
 
-DEFAULT_TOP = 20  # lines
-EVERYWHERE = (
-    "config",
-    "gpus_per_node",
-    "calibration",
-    "network",
-)  # flags that every question reads
+DEFAULT_TOP = 20  # the number of lines of a table without --top
+# The names of the flags that every question reads.
+EVERYWHERE = ("config", "gpus_per_node", "calibration", "network")
 
 
 class Flag(NamedTuple):
-    """A flag. type: of its value; bool for a switch. below: what its value must be below, where it
-    must be above 0 too.
+    """A flag of the command line.
+
+    type: the type of its value; bool: a switch without a value. below: the value must be above 0
+    and below this number; None: any value.
     """
 
     help: str
@@ -60,11 +61,14 @@ FLAGS = {
 
 
 def add(parser: Parser, read: Collection[str]) -> None:
-    """Add the planner's own flags; --help shows those in `read` and EVERYWHERE."""
+    """Add all flags of the planner to a question's parser.
+
+    read: the names of the flags that the question reads. --help shows these and EVERYWHERE.
+    """
     names = ", ".join(hardware.names())
     machines = f"machine: {names}; a family such as a100; or a FILE.toml like one"
     parser.add_argument("--gpu", help=machines, metavar="NAME")
-    parser.add_argument("--model", help=SUPPRESS)  # one of train.py's, listed with them
+    parser.add_argument("--model", help=SUPPRESS)  # listed among train.py's flags, not here
     for name, flag in FLAGS.items():
         text = flag.help if name in read or name in EVERYWHERE else SUPPRESS
         kind: dict[str, Any] = {"type": flag.type, "metavar": flag.metavar}
@@ -77,15 +81,18 @@ def add(parser: Parser, read: Collection[str]) -> None:
 
 
 def words_of(name: str) -> str:
-    """Return an option as it is typed."""
+    """Return an option's name as the user types it: "gpus_per_node" becomes "--gpus-per-node"."""
     return f"--{name.replace('_', '-')}"
 
 
 def check(
     options: Namespace, read: Collection[str], readers: Callable[[str], Collection[str]]
 ) -> None:
-    """Raise UserError for a value out of range, a flag that is not in `read`, or flags that do not
-    go together; give --top and --risk their defaults. readers: the questions that read a flag.
+    """Check the values of the planner's flags, and give --top and --risk their defaults.
+
+    Raise UserError for a value out of range, for flags that do not go together, and for a flag that
+    the question does not read. read: the names of the flags that it reads. readers: returns the
+    questions that read a flag, for the error's text.
     """
     if options.calibration and not options.gpu:
         raise UserError("--calibration needs --gpu: which machine was it measured on?")

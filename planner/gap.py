@@ -1,10 +1,11 @@
-"""Where a run's time went: `python plan.py gap RUN`, from what passes compute to the whole step.
+"""Answers `plan.py gap RUN`: where the time of a run's steps went, and which flags win it back.
 
     answer = gap("runs/a")          a table; its data is for --json
 
-Measured are the steps in RUN/times.jsonl, which measured_steps.py divides by cause. The column
-`planned` has the planner's seconds for the same layout on the run's machine; `would win` has flags
-against a cause: what they win is of the whole step, and can be more than their cause alone takes.
+The table has a line for each cause: its measured seconds (RUN/times.jsonl, which measured_steps.py
+divides by cause), the planner's seconds for the same layout on the run's machine, and a remedy: a
+change of flags with the seconds that it would win. A remedy shortens the whole step, so it may win
+more than its cause takes alone. A pass is the forward or backward of a micro-batch in a stage.
 """
 
 import statistics
@@ -27,25 +28,28 @@ from schedules.simulation import makespan
 
 COMPUTE = ("compute", "recompute")
 WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow ranks", "variation")
+# The causes in the order of the table's lines: all seconds of a step, and of saves and evaluations.
 LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
-EVALUATION = ("evaluate", "sample", "check replicas")  # phases between steps beside `save`
-MOST_PASSES = 200_000  # of all steps that are simulated: the newest steps count
-NAMED_SHARE = 0.1  # a rank is named if it loses this share of what the slowest rank loses
-LEAST_SHARE = 0.005  # a flag is proposed if it wins this share of a step, and its cause takes it
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # that are proposed
-Seconds = Mapping[tuple[str, int], float]  # of a pass, by kind and stage
+EVALUATION = ("evaluate", "sample", "check replicas")  # phases that count as evaluation
+MOST_PASSES = 200_000  # only the newest steps are simulated, with at most this many passes in all
+NAMED_SHARE = 0.1  # a slow rank is named if it loses at least this share of what the slowest loses
+# A remedy is shown if it wins, and its cause takes, at least this share of a step.
+LEAST_SHARE = 0.005
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # schedules that are tried against the bubble
+Seconds = Mapping[tuple[str, int], float]  # the seconds of a pass, by its kind and stage
 
 
 class Remedy(NamedTuple):
-    """The seconds of a step that a change would win, and its flags."""
+    """A change of a run: the seconds of a step that it would win, and its flags as text."""
 
     seconds: float
     flags: str
 
 
 def gap(run: str, name: str | None = None) -> Answer:
-    """The table of a run, and its lines as data; name: a machine of hardware/, default: by its
-    device. UserError if times.jsonl has no steps, or not those of run.json.
+    """Return the answer of `plan.py gap`, or raise UserError if times.jsonl cannot be used.
+
+    name: the machine to plan on, which is by default the one with the run's device.
     """
     config = run_files.config_of(run)
     device, kind = run_files.cluster_of(run)
@@ -54,13 +58,14 @@ def gap(run: str, name: str | None = None) -> Answer:
     shares = [spec.share for spec in stage_specs(config.model, config.layout, costs)]
     passes, messages = steps.by_stage()
     late = [seconds for seconds in messages.values() if seconds]
+    # By cause, a text that says where in the run it occurs.
     where = {"slow ranks": _slow_ranks(steps, shares, config.layout.axes, rows[-1].nodes)}
     where["imbalance"] = f"stage {max(passes, key=passes.__getitem__)[1]} has the longest pass"
     if late:
         pass_kind, stage = max(messages, key=messages.__getitem__)
         where["p2p"] = f"{pass_kind} of stage {stage}: {1e3 * max(late):.1f} ms a message"
     causes = steps.causes(shares)
-    # Saves and evaluations are between steps: of all steps until the last row.
+    # Saves and evaluations run between steps; their seconds are divided by all steps of the run.
     step_count = sum(row.steps for row in rows)
     spent = {"saving": ("save",), "evaluation": EVALUATION}
     for cause, phases in spent.items():
@@ -70,7 +75,7 @@ def gap(run: str, name: str | None = None) -> Answer:
     machine = hardware.load(name) if name else hardware.of_device(device)
     plan = _planned(config, steps.order, machine) if machine else {}
     if plan:
-        # Both are computed in the same passes: the planner says in which proportion.
+        # A backward pass contains both, so only the planner can tell their proportion.
         again = plan["recompute"] / (plan["compute"] + plan["recompute"])
         causes["recompute"] = causes["compute"] * again
         causes["compute"] -= causes["recompute"]
@@ -103,10 +108,11 @@ def gap(run: str, name: str | None = None) -> Answer:
 
 
 def _measured(run: str, config: Config, device: str) -> tuple[list[Row], MeasuredSteps]:
-    """All rows of a run, and the steps that count: the newest with the last row's batch size.
+    """Return all rows of a run's times.jsonl, and the steps to analyse, as `MeasuredSteps`.
 
-    Ranks begin at other times after a save or an evaluation, so steps that follow one count only if
-    there are no others.
+    The newest steps with as many passes as the last step are analysed, so in a ramp-up only steps
+    with the newest batch size. After a save or an evaluation the ranks begin a step at different
+    times; such a step is analysed only if there are no other steps. Raise UserError without rows.
     """
     layout = config.layout
     check_split(config.model, layout)
@@ -118,6 +124,7 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
     alike = [row for row in rows if row.ended.shape == newest.shape]
     plain = [row for row in alike if not row.follows_others]
     chosen = (plain or alike)[-max(1, MOST_PASSES // newest.size) :]
+    # The number of a rank's passes for one micro-batch. It gives the number of micro-batches.
     passes = (3 if layout.splits_backward else 2) * layout.stages_per_rank
     if layout.vocab_pp:
         passes += len(VOCABULARY)
@@ -131,7 +138,12 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
 def _slow_ranks(
     steps: MeasuredSteps, shares: list[float], axes: dict[str, int], nodes: list[str]
 ) -> str:
-    """The ranks that lose the most, with their places in the mesh and their nodes."""
+    """Return the names of the slow ranks, with their places in the mesh and their nodes, as text.
+
+    A rank loses the seconds that it computes longer than a usual rank with the same work; the ranks
+    that lose the most are named (NAMED_SHARE). shares: the share of each stage in the model's time.
+    axes: the sizes of the mesh's axes. nodes: by rank, the name of its node.
+    """
     lost = steps.computed() * (1 - steps.usual_shares(shares))
     most_lost = (lost > 0) & (lost >= NAMED_SHARE * lost.max())
     named = []
@@ -143,7 +155,10 @@ def _slow_ranks(
 
 
 def _planned(config: Config, order: Schedule, machine: hardware.Machine) -> dict[str, float]:
-    """Seconds of a step with this order's micro-batches by LINES, as the planner has them."""
+    """Return the planner's seconds of the run's step by cause, for the column `planned`.
+
+    order: the schedule of the measured steps, which has their number of micro-batches.
+    """
     layout = config.layout
     micro_batches = order.numbered.micro_batches
     batch = {"global_batch_size": micro_batches * layout.micro_batch_size * (layout.dp or 1)}
@@ -155,7 +170,10 @@ def _planned(config: Config, order: Schedule, machine: hardware.Machine) -> dict
 
 
 def _table(data: dict[str, Any]) -> str:
-    """A line for each cause that takes a ten-thousandth of the step."""
+    """Return the text of the answer: a line for each cause, and a line for the whole step.
+
+    A cause is left out if it takes less than a ten-thousandth of the step, measured and planned.
+    """
     total, machine = data["seconds"], data["machine"]
     text = [f"{data['run']}: {total:.4f} s a step, the mean of {data['steps']} measured steps"]
     text.append(f"{'':12}{'s/step':>9}{'share':>8}{'planned':>9}   would win")
@@ -180,10 +198,12 @@ def _table(data: dict[str, Any]) -> str:
 def remedies_of_passes(
     config: Config, order: Schedule, passes: Seconds, sent: float, device: str
 ) -> dict[str, Remedy]:
-    """Against the bubble: another schedule or half the micro-batch; against imbalance: another
-    partition. Both run the measured passes.
+    """Return the remedies against the causes `bubble` and `imbalance`, found by simulation.
 
-    passes: seconds with their collectives; sent: seconds of a message between stages.
+    Against the bubble other schedules and half the micro-batch size are tried, against imbalance
+    another partition. Each is simulated with the seconds of the measured passes; the time that it
+    saves of the simulated step is what it wins. passes: seconds by kind and stage, collectives
+    included. sent: seconds of a message between stages. device: such as "cuda", for the costs.
     """
     layout, model = config.layout, config.model
     if layout.pp == 1 or order.vocabulary:
@@ -191,7 +211,7 @@ def remedies_of_passes(
     now = makespan(order, passes, sent)
     found = {"bubble": Remedy(0.0, "")}
     for schedule in SCHEDULES:
-        for parts in (1, 2):
+        for parts in (1, 2):  # each micro-batch as it is, and divided into two
             size, odd = divmod(layout.micro_batch_size, parts)
             new = replace(layout, micro_batch_size=size)
             if schedule != layout.schedule:
@@ -205,6 +225,7 @@ def remedies_of_passes(
     if layout.stages_per_rank == 1:
         costs = part_costs(model, device)
         blocks = ",".join(map(str, balanced(model.layers, placement(layout), costs)))
+        # By (kind, stage): the measured seconds of all stages, divided as the new partition does.
         even: dict[tuple[str, int], float] = {}
         for spec in stage_specs(model, replace(layout, partition=blocks), costs):
             for kind in order.kinds:
@@ -215,8 +236,11 @@ def remedies_of_passes(
 
 
 def _divided(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Seconds:
-    """Seconds of a new schedule's passes: a rank's work in equal parts over its stages, and half of
-    a whole backward for weights.
+    """Return the seconds of a new schedule's passes, by kind and stage, from the measured passes.
+
+    A rank keeps its work, which its new stages share equally. order, new: the measured and the new
+    schedule. parts: the number of micro-batches into which each micro-batch is divided. If only the
+    new schedule splits the backward pass, half of the measured backward is for weights (W).
     """
     found: dict[tuple[str, int], float] = {}
     for stage, rank in enumerate(new.rank_of):
@@ -231,8 +255,8 @@ def _divided(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Sec
 
 
 def _changes(before: Layout, after: Layout) -> str:
-    """Return the words that change a layout, but for dp, which follows."""
+    """Return the flags that turn the layout `before` into `after`; dp follows from the ranks."""
     names = [field.name for field in fields(Layout)]
     kept = [name for name in names if getattr(before, name) == getattr(after, name)]
-    nothing: dict[str, Any] = dict.fromkeys(kept)
+    nothing: dict[str, Any] = dict.fromkeys(kept)  # an option that is None has no flag
     return " ".join(to_words(replace(after, **nothing), "dp", always=names))

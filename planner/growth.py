@@ -3,10 +3,13 @@
     python plan.py rampup ... --nodes 48 --train-samples 220000000 --deadline 95
 
 A small batch keeps few GPUs busy: on fewer nodes its steps take longer, but cost fewer GPU-hours.
-A level is a batch size of the ramp-up with its steps. A stage is consecutive levels with the same
-nodes and layout; nodes never become fewer. A price of a second, in GPU-seconds, makes fast plans
-cheaper than slow ones: the lowest price at which the cheapest plan keeps the deadline is found by
-bisection. No other plan that is as fast costs fewer GPU-seconds.
+A level is a batch size of the ramp-up with its steps. A choice is a number of nodes and a layout.
+A plan has a choice for each level. A stage is consecutive levels with the same choice; the number
+of nodes never becomes smaller.
+
+The deadline is kept by a price: a plan costs its GPU-seconds + price x seconds, so a higher price
+prefers faster plans. Bisection finds the lowest price at which the cheapest plan is in time. No
+other plan that is as fast costs fewer GPU-seconds.
 """
 
 import json
@@ -28,12 +31,15 @@ from planner.questions import FULL_BATCH, Answer, Question
 from planner.step_time import predict
 
 KEPT = 2  # number of fastest layouts kept for a number of nodes, at the first and the last level
-FRACTIONS = 4  # n nodes are tried if lcm(n, most) is at most FRACTIONS times `most`
+# A number of nodes n is tried only if it is a simple fraction of the largest number, `most`: if
+# lcm(n, most) is at most FRACTIONS times `most`.
+FRACTIONS = 4
 RESTART_MINUTES = 10.0  # minutes that a change of nodes takes, without the time in the queue
-HOUR = 3600.0
-LEAST_PRICE = 1e-3  # price of a second, in GPU-seconds
-MOST_PRICE = 1e9  # price of a second at which only time counts
-BISECTIONS = 60
+HOUR = 3600.0  # seconds
+LEAST_PRICE = 1e-3  # the lowest price of a second that is tried, in GPU-seconds: time is free
+MOST_PRICE = 1e9  # the highest price of a second that is tried: only time counts
+BISECTIONS = 60  # the lowest sufficient price is found by bisection with this number of steps
+# The options of a layout that a stage's command sets, because the planner may choose them.
 SEARCHED = ("tp", "pp", "micro_batch_size", "recompute", "zero", "partition")
 
 
@@ -64,8 +70,9 @@ class Plan(NamedTuple):
 def at_price(
     levels: Sequence[Level], choices: Sequence[Choice], restart: float, price: float
 ) -> Plan:
-    """Return the plan with the least GPU-seconds + price x seconds, found level by level.
+    """Return the plan with the least GPU-seconds + price x seconds, by dynamic programming.
 
+    Level by level it computes, for each choice, the least cost of a plan that ends with it.
     choices: in the order of their nodes. restart: seconds that a change of the choice takes, in
     which the nodes of the new choice wait.
     """
@@ -73,16 +80,17 @@ def at_price(
     steps = [level.steps or 0 for level in levels]
     seconds = (np.array([choice.seconds for choice in choices]) * steps).T  # (levels, choices)
     numbers = np.arange(len(choices))
-    rates = gpus + price
-    totals = rates * seconds[0]
-    origins = []
+    rates = gpus + price  # the cost of a second with each choice
+    totals = rates * seconds[0]  # the cost so far of the cheapest plan that ends with each choice
+    origins = []  # for each later level, the choice at the level before, for each choice
     for of_level in seconds[1:]:
-        # For each choice, the cheapest earlier choice with as many nodes or fewer: the run may
-        # change from it.
+        # For each choice, the choice with as many nodes or fewer that is cheapest so far. The run
+        # may change from it, which takes `restart` seconds, or keep its choice.
         before = np.array([totals[: number + 1].argmin() for number in numbers])
         changed = totals[before] + restart * rates
         origins.append(np.where(totals <= changed, numbers, before))
         totals = np.minimum(totals, changed) + rates * of_level
+    # Go back from the cheapest end: the number of the choice at each level.
     path = [int(totals.argmin())]
     for origin in reversed(origins):
         path.insert(0, int(origin[path[0]]))
@@ -117,9 +125,10 @@ def cheapest(
 
 
 def levels_of_run(config: Config) -> list[Level]:
-    """Return the levels that the run reaches, all with their steps.
+    """Return the levels that the run reaches, each with its number of steps.
 
-    Raise UserError if the length of the run is not given.
+    The last level gets the steps that remain of the run. Raise UserError if the user did not give
+    the length of the run.
     """
     training = config.training
     if training.steps is None and training.train_samples is None:
@@ -133,18 +142,21 @@ def levels_of_run(config: Config) -> list[Level]:
 
 
 def node_counts(most: int) -> list[int]:
-    """Return the numbers of nodes up to `most` that are simple fractions of it."""
+    """Return the numbers of nodes to try, up to `most`: simple fractions of it (FRACTIONS).
+
+    For 48 nodes they are 1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32, 36 and 48.
+    """
     return [n for n in range(1, most + 1) if math.lcm(n, most) <= FRACTIONS * most]
 
 
 def choices_of(question: Question, levels: Sequence[Level], most: int) -> list[Choice]:
-    """Return the choices in the order of their nodes; with equal nodes, the layout that is fastest
-    at the last level comes last.
+    """Return the choices from which a plan is made, in the order of their nodes.
 
-    For each number of nodes up to `most`, they are the KEPT fastest safe layouts at the first level
-    and at the last level.
+    For each number of nodes up to `most`, they are the KEPT fastest layouts at the first level and
+    at the last level whose risk is at most --risk. With equal nodes, the layout that is fastest at
+    the last level comes last, so that a plan may change to it.
     """
-    runs = []
+    runs = []  # for each level, the run with its batch size throughout
     for level in levels:
         sized = FULL_BATCH | {"global_batch_size": level.batch}
         training = replace(question.config.training, **sized)
@@ -165,8 +177,10 @@ def choices_of(question: Question, levels: Sequence[Level], most: int) -> list[C
 
 
 def _seconds(question: Question, layout: Layout, run: Config) -> float:
-    """Return the seconds of a layout's step in a run with one batch size; infinity if it cannot run
-    the batch size, does not fit, or has a higher risk than --risk.
+    """Return the seconds of a layout's step in a run with one batch size.
+
+    It is infinity if the layout cannot run the batch size, does not fit, or has a higher risk of
+    running out of memory than --risk.
     """
     if run.training.global_batch_size % (layout.micro_batch_size * layout.dp):
         return math.inf
@@ -181,8 +195,10 @@ def _seconds(question: Question, layout: Layout, run: Config) -> float:
 
 
 def rampup(question: Question) -> Answer:
-    """Answer `plan.py rampup`: with --deadline the cheapest plan of stages, else the ramp-up's
-    duration (`duration_questions.rampup`). Raise UserError for options that do not go together.
+    """Return the answer of `plan.py rampup`; raise UserError for options that do not go together.
+
+    With --deadline it is the cheapest plan of stages, which is also written to the file of
+    --stages; without, it says on what each batch size can run (`duration_questions.rampup`).
     """
     options = question.options
     if options.submit and not options.stages:
@@ -217,12 +233,15 @@ def rampup(question: Question) -> Answer:
 def _planned(
     levels: Sequence[Level], choices: Sequence[Choice], restart: float, deadline: float
 ) -> dict[str, Any] | None:
-    """Return the cheapest plan that ends within `deadline` days, as data, beside the cheapest one
-    with a constant number of nodes; None if no plan runs every batch size. UserError if it is late.
+    """Return the cheapest plan that ends within `deadline` days, as data for the answer.
+
+    The data also have the totals of the cheapest plan with a constant number of nodes. None: no
+    plan runs every batch size. Raise UserError if no plan is in time.
     """
     if not choices:
         return None
     plan = cheapest(levels, choices, restart, deadline * DAY)
+    # Infinity: some level cannot run with any of the choices.
     if plan.seconds == math.inf:
         return None
     if plan.seconds > deadline * DAY:
@@ -233,6 +252,7 @@ def _planned(
         same = [choice for choice in choices if choice.nodes == nodes]
         constant.append(cheapest(levels, same, restart, deadline * DAY))
     in_time = [other.totals() for other in constant if other.seconds <= deadline * DAY]
+    # The levels at which a stage begins: the first, and each with another choice than before.
     starts = [n for n, one in enumerate(plan.chosen) if n == 0 or one is not plan.chosen[n - 1]]
     ends = [*starts[1:], len(levels)]
     stages = [_stage(levels, plan.chosen[first], first, end) for first, end in zip(starts, ends)]
@@ -241,7 +261,11 @@ def _planned(
 
 
 def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> dict[str, Any]:
-    """Return the stage of the levels [first, last): its nodes, times, and options of train.py."""
+    """Return the data of a stage with the levels [first, last): nodes, times, train.py's options.
+
+    consumed: the samples before a level. A stage begins and stops at samples; the first stage needs
+    no beginning, and the last one no stop.
+    """
     begin = levels[first].consumed
     stop = levels[last].consumed if last < len(levels) else 0
     seconds = sum((levels[n].steps or 0) * choice.seconds[n] for n in range(first, last))
@@ -265,7 +289,11 @@ def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> di
 
 
 def _text(data: dict[str, Any]) -> str:
-    """Return a line for each stage, and the GPU-hours that the plan saves, from the data."""
+    """Return the text of the answer: a line for each stage, and the GPU-hours that the plan saves.
+
+    data: the result of `_planned`. The plan is compared with the cheapest plan in time whose number
+    of nodes is constant.
+    """
     lines = [" nodes      batches     days   GPU-hours  train.py"]
     for stage in data["stages"]:
         sizes = " to ".join(map(str, stage["batches"]))

@@ -2,12 +2,13 @@
 
     machine = load("a100-80")                          # hardware/a100-80.toml
     machine = load("a100-80", "measured.toml")         # with rates that were measured there
-    machine = load("mine.toml")                        # a file of one's own
+    machine = load("mine.toml")                        # a file of the user
     machine = load("A100")                             # a family: machine.note says which member
 
-One TOML file per machine in `hardware/`; `like = "NAME"` starts from another file. Published
-numbers have their source there. A name in place of a number is a constant fitted on measured rows:
-`hardware/fitted.toml` has its value, unit, meaning and those rows.
+The folder `hardware/` has a TOML file for each machine. An entry `like = "NAME"` takes over the
+entries of another machine. An entry may have a name in place of a number: then the number is a
+constant that was fitted on measured runs, and `hardware/fitted.toml` has its value, unit, meaning
+and those runs. A calibration is a file with rates that the user has measured on the machine.
 """
 
 import math
@@ -20,7 +21,7 @@ from config.command_line import read_toml
 from config.messages import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
-FITTED, FAMILIES = "fitted", "families"  # the files of the folder that are not a machine
+FITTED, FAMILIES = "fitted", "families"  # the two files in FOLDER that describe no machine
 
 
 class Kernel(NamedTuple):
@@ -35,8 +36,9 @@ class Kernel(NamedTuple):
     half: float
 
 
-# Assumed after the figures of arXiv 2205.14135, 2307.08691, 2407.08608 and cuDNN's notes: causal
-# masks, head size 128; not fitted. flash3 and cudnn are relative to flash2 on an H100.
+# The kernels by name. The rates are read off the figures of arXiv 2205.14135, 2307.08691 and
+# 2407.08608 and cuDNN's notes, for causal masks and head size 128; they are not fitted. The rates
+# of flash3 and cudnn are relative to flash2 on an H100.
 KERNELS = {
     "flash": Kernel(1.0, 1.0, 0.0),
     "flash1": Kernel(0.65, 0.55, 300.0),
@@ -64,41 +66,46 @@ class Link:
 
 @dataclass(frozen=True)
 class Software:
-    """Coefficients of the training program; the values are Trine's on GPUs, as its code has it.
+    """Coefficients of the training program; the defaults follow from Trine's code on GPUs.
 
-    A program that has other terms than Trine is a subclass with a method for each of them: see
-    `planner.job.term`, and benchmarks/engines.py for the programs of published rows.
+    Another program, whose formulas differ from Trine's, is a subclass with a method for each such
+    formula: see `planner.job.term`, and benchmarks/engines.py for the programs of published runs.
     """
 
     fp8: bool = False  # whether linear layers of blocks compute in fp8
-    # Bytes that the loss moves for each logit: cast, maximum, exponential and sums in FP32. A fused
-    # kernel would move 8.
+    # Bytes of memory traffic of the loss for each logit: several kernels cast it, and compute the
+    # maximum, the exponential and sums in FP32. A single fused kernel would move 8.
     logit_bytes: float = 26.0
-    # The share of the last backward and of the first forward behind which gradient and parameter
-    # traffic can hide; at --zero 3 the share of every pass.
+    # The share of a pass's seconds during which traffic between replicas costs nothing: gradients
+    # during the last backward, parameters during the first forward; at --zero 3 in every pass.
     overlap_passes: float = 0.9
-    overlap_tensor: float = 0.4  # the share of tensor collectives that is hidden: 4 of a block's 10
+    # The share of the seconds of tensor-parallel collectives that other work hides: 4 of the 10
+    # collectives of a block, those of its backward that run beside matrix products.
+    overlap_tensor: float = 0.4
     wire_bytes: int = 4  # bytes of one gradient in a reduction between ranks
-    fused_accumulation: bool = True  # the weight-gradient GEMM adds to the gradient, below --zero 2
-    gradient_bytes: float = 4.0  # bytes of one gradient that is kept, on every replica
-    sharded_bytes: float = 12.0  # bytes of a parameter's master weight and Adam's moments
-    buffers: float = 2e9  # bytes of communication buffers and buckets of fixed size
-    host_per_block: float = 0.0  # seconds the GPU waits for the host, per block and micro-batch
-    # Seconds to launch one operation; a pass takes no less than the launches of its operations.
+    # Whether the GEMM of a weight's gradient adds its result to the sum over micro-batches itself,
+    # so that no further kernel has to (only below --zero 2).
+    fused_accumulation: bool = True
+    gradient_bytes: float = 4.0  # bytes of one gradient in the sum that every replica keeps
+    sharded_bytes: float = 12.0  # bytes of a parameter's master weight and Adam's two moments
+    buffers: float = 2e9  # bytes of communication buffers, whose size no option changes
+    host_per_block: float = 0.0  # seconds a GPU waits for the host, for each block and micro-batch
+    # Seconds in which the host launches one operation. A pass is never faster than the launches of
+    # all its operations.
     host_per_operation: float = 8e-6
-    per_step: float = 0.05  # seconds of a step that no micro-batch causes
+    per_step: float = 0.05  # seconds of a step that do not depend on the model or the batch
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster as it was used. Rates in FLOP/s and bytes/s, sizes in bytes, times in seconds."""
+    """A cluster of equal GPUs. Rates in FLOP/s and bytes/s, sizes in bytes, times in seconds."""
 
     name: str
-    device: str  # a part of the driver's name of the GPU; a calibration must be for the same GPU
+    device: str  # words of the driver's name of the GPU, by which a run's GPU is recognised
     peak: float  # dense half-precision FLOP/s of one GPU's tensor cores
     vector_peak: float  # FP32 FLOP/s outside the tensor cores
-    processors: int  # streaming multiprocessors
-    memory: float
+    processors: int  # the number of streaming multiprocessors of one GPU
+    memory: float  # the bytes of one GPU's memory
     bandwidth: float  # the rate of the GPU's memory
     context: float  # the memory that a CUDA context takes before the first tensor
     node: int  # the number of GPUs of a node
@@ -109,35 +116,43 @@ class Machine:
     flash_fraction: float  # the share of the peak that FlashAttention-2 reaches in long sequences
     activation_overhead: float  # allocated bytes divided by tensors' bytes, for activations
     kernel: str = "flash2"  # the attention kernel, a name in KERNELS
-    # A ring with several ranks on a node reaches this share of the network's rate: each adapter
-    # then only sends or only receives.
+    # A ring with several ranks on a node reaches only this share of the network's rate, because
+    # each network adapter then only sends or only receives.
     crossing: float = 1.0
-    ranks_per_core: float = 1.0  # above 1 ranks share CPU cores; all rates are those of all ranks
-    # Standard deviations of the logarithm of a measured over a predicted value, for time and for
-    # memory, on runs that were not used to fit the constants.
+    # The number of ranks that share a CPU core, for runs on CPUs. The rates are measured while all
+    # ranks compute.
+    ranks_per_core: float = 1.0
+    # The standard deviations of the planner's errors, which are logarithms of measured over
+    # predicted seconds and bytes, on runs that were not used to fit the constants (risk.py).
     time_spread: float = 0.12
     memory_spread: float = 0.12
     network_measured: bool = False  # whether the network's rate was measured on this cluster
-    slowdown: float = 1.0  # the factor by which a known defect of this machine lengthens each step
-    bf16: bool = True  # whether it has bf16 arithmetic
-    fp8: float = 0.0  # dense fp8 FLOP/s divided by half-precision FLOP/s; 0: it has no fp8
+    slowdown: float = 1.0  # the factor by which a known defect of the machine lengthens a step
+    bf16: bool = True  # whether the GPU has bf16 arithmetic
+    fp8: float = 0.0  # the GPU's peak rate in fp8 divided by that in half precision; 0 without fp8
     watts: float = 0.0  # power of one GPU at its limit, by the datasheet; 0: it is not stated
     note: str = field(default="", compare=False)  # a line to print for a user of this machine
     software: Software = field(default_factory=Software)
+    # By quantity (Job.fitted_values), the least and the largest value on the runs on which the
+    # constants were fitted; outside of this range predictions are less sure.
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
-    sources: dict[str, str] = field(default_factory=dict, compare=False)
+    sources: dict[str, str] = field(default_factory=dict, compare=False)  # by entry, its origin
 
     def has_device(self, device: str) -> bool:
-        """Whether the driver's name `device` is that of this machine's GPU, as a whole word.
+        """Return whether a GPU with the driver's name `device` is the GPU of this machine.
 
-        "A10" is not a part of "NVIDIA A100-SXM4-80GB", nor "H200" of "NVIDIA GH200 480GB".
+        It is if this machine's own name of the GPU is a whole word in it: "A10" is not a part of
+        "NVIDIA A100-SXM4-80GB", nor "H200" of "NVIDIA GH200 480GB".
         """
         word = rf"(?<![a-z0-9]){re.escape(self.device.lower())}(?![a-z0-9])"
         return re.search(word, device.lower()) is not None
 
     @property
     def precision(self) -> str:
-        """Return what --precision auto is here; optim/precision.py decides so for a run."""
+        """The precision that --precision auto stands for in a plan on this machine.
+
+        A run decides in the same way (optim/precision.py).
+        """
         if self.device == "CPU":
             return "fp32"
         return "bf16" if self.bf16 else "fp16"
@@ -145,7 +160,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted number, its meaning and the rows it was fitted on."""
+    """A number that was fitted on measured runs, its meaning and these runs (`fitted_on`)."""
 
     name: str
     value: float
@@ -155,26 +170,30 @@ class Constant:
 
 
 def names() -> list[str]:
-    """The machines in `hardware/`."""
+    """Return the names of the machines in `hardware/`, sorted."""
     return sorted({path.stem for path in FOLDER.glob("*.toml")} - {FITTED, FAMILIES})
 
 
 def constants() -> list[Constant]:
-    """Every fitted constant, as listed by `plan.py constants`."""
+    """Return every fitted constant of `hardware/fitted.toml`, which `plan.py constants` prints."""
     entries = read_toml(FOLDER / f"{FITTED}.toml", FITTED)
     return [Constant(name, **entry) for name, entry in entries.items()]
 
 
 def of_device(device: str) -> Machine | None:
-    """The first machine of `hardware/` with that GPU, by the driver's name for it."""
+    """Return the first machine of `hardware/` that has a given GPU, or None.
+
+    device: the driver's name of the GPU, such as "NVIDIA H100 80GB HBM3".
+    """
     machines = map(load, names())
     return next((machine for machine in machines if machine.has_device(device)), None)
 
 
 def peak_of(device: str, precision: str) -> float | None:
-    """Dense FLOP/s of a GPU by the driver's name for it, in fp16 or bf16; None if not known here.
+    """Return the peak FLOP/s of a GPU in fp16 or bf16, by the driver's name of the GPU.
 
-    A PCIe or NVL card has other rates than the SXM module that the files are about.
+    The log of a run computes its MFU from this. It is None for another precision or an unknown GPU,
+    and for PCIe and NVL cards, which are slower than the SXM modules that `hardware/` describes.
     """
     if precision not in ("fp16", "bf16") or "PCIe" in device or "NVL" in device:
         return None
@@ -183,16 +202,17 @@ def peak_of(device: str, precision: str) -> float | None:
 
 
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
-    """The machine of that name, or of a user's file; with the rates in the file `calibration`.
+    """Return the machine with a name, or of a user's TOML file.
 
-    Keyword arguments override fitted constants by name, as fitting them needs. Raises UserError
-    for an unknown machine or a calibration of another device.
+    calibration: the path of a file with measured rates, which replace the machine's. fitted: values
+    that override fitted constants, by name; a program that fits them tries values so. Raise
+    UserError for an unknown machine, or a calibration that was measured on another device.
     """
     values = {c.name: c.value for c in constants()} | fitted
     known = names()
     taken = name if name in known else _member(name, known)
     machine = _build(taken, _merged(taken), values)
-    if taken != name:
+    if taken != name:  # the user is told which machine was taken, and the family's other members
         others = [other for other in known if other.startswith(name.lower()) and other != taken]
         note = f"{name}: taken as {taken}" + (f"; others: {', '.join(others)}" if others else "")
         machine = replace(machine, note=note)
@@ -200,16 +220,25 @@ def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
 
 
 def _member(name: str, known: list[str]) -> str:
-    """The known machine that another spelling means, such as NVIDIA-A100-SXM4-80GB, or a family of
-    GPUs; any other name as it is.
+    """Return the known machine that is meant by a name which is not the name of a machine.
+
+    The name may be another spelling, such as NVIDIA-A100-SXM4-80GB, or a family of GPUs, such as
+    A100 (hardware/families.toml). Any other name is returned as it is; `_merged` then reads it as
+    the path of a user's file, or raises an error. known: the names of the machines in `hardware/`.
     """
+    # Leave out the maker, the form of the module, and GB after the size: a100-80 for the example.
     plain = re.sub(r"-sxm\d?|(?<=\d)gb", "", name.lower()).removeprefix("nvidia-")
     taken = read_toml(FOLDER / f"{FAMILIES}.toml", FAMILIES).get(plain, plain)
     return taken if taken in known else name
 
 
 def _merged(name: str) -> dict[str, Any]:
-    """The entries of a machine's file, over those of the file it is `like`."""
+    """Return the entries of a machine's file, with all that it takes over by its entry `like`.
+
+    An entry of the file itself replaces the entry taken over; in a table, such as [network], each
+    key is replaced alone. Raise UserError for an unknown machine. name: a machine in `hardware/`,
+    or the path of a user's file.
+    """
     if name.endswith(".toml"):
         own = _checked(read_toml(name, name), name)
     elif name in names():
@@ -223,13 +252,19 @@ def _merged(name: str) -> dict[str, Any]:
 
 
 def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
-    """The entries of a user's file; UserError for one that no machine has, or of another type."""
+    """Return the entries of a user's machine file as they are, if they are valid.
+
+    Raise UserError for an entry that no machine has, a value of a wrong type, or no entry `like`.
+    name: the path of the file.
+    """
     if "like" not in entries:
         raise UserError(f"{name} needs like = NAME: a machine of hardware/, or another file")
     kinds: dict[str, Any] = {"": Machine, "nvlink": Link, "network": Link, "software": Software}
     for part, kind in kinds.items():
         known = {f.name: f.type for f in fields(kind)} | {"like": str}
         for key, value in (entries.get(part, {}) if part else entries).items():
+            # `right` says whether the value has the type of the field: a number, which may be 0 for
+            # some fields, a text, a boolean, or a table or list for the other fields.
             wanted = known.get(key)
             if wanted in (int, float):
                 right = _is_rate(value, zero=key not in ("node", "memory", "peak", "bandwidth"))
@@ -245,6 +280,11 @@ def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Machine:
+    """Return a machine of a file's entries; values: the fitted constants, by name.
+
+    A text that is the name of a fitted constant is replaced by the constant's value.
+    """
+
     def filled(entry: Any) -> Any:
         if isinstance(entry, dict):
             return {key: filled(value) for key, value in entry.items()}
@@ -259,21 +299,23 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
 
 # ---- Calibration ---------------------------------------------------------------------------------
 
+# The names that a calibration may have, beside `device` and the links. The values of RATES must be
+# above 0; the other two may be 0.
 RATES = ("gemm_fraction", "flash_fraction", "bandwidth", "memory", "node", "ranks_per_core")
 CALIBRATED = (*RATES, "context", "host_per_block")
 
 
 def calibrate(machine: Machine, path: str) -> Machine:
-    """The machine with measured rates.
+    """Return the machine with the rates of a calibration, the file `path`.
 
-    Raises UserError if the file is of another device, cannot be read or has other entries than
-    `device` (as torch.cuda.get_device_name() has it) and, each optional:
+    Raise UserError if the file was measured on another device, cannot be read, or has other entries
+    than `device` (the result of torch.cuda.get_device_name()) and the following, all optional:
 
-        the names in CALIBRATED    as in Machine; `memory` and `node` are those of the ranks, where
-                                   several share a host; host_per_block is that of Software
+        the names in CALIBRATED    as in Machine, and host_per_block as in Software; if several
+                                   ranks share a host, `memory` and `node` count for the ranks
         [nvlink] alpha, beta       seconds and one GPU's bytes/s: an all-reduce of n ranks takes
                                    2 (n-1) alpha + 2 (n-1)/n bytes / beta
-        [network] alpha, beta      the same between nodes, bytes/s of one node
+        [network] alpha, beta      the same between nodes, with the bytes/s of one node
     """
     entries, file = read_toml(path, path), f"the calibration {path}"
     device = str(entries.pop("device", ""))
@@ -296,8 +338,11 @@ def calibrate(machine: Machine, path: str) -> Machine:
 
 
 def with_network(machine: Machine, rate: float) -> Machine:
-    """The machine with a measured network: bytes/s of one node, one way, in rings of long messages
-    over all ranks. No message between two nodes is faster, and rings of fewer ranks are as fast.
+    """Return the machine with the measured rate of --network, in bytes/s of one node, one way.
+
+    The user has measured it in rings of long messages over all ranks. Rings of fewer ranks are
+    assumed to be as fast, so the shares `fraction` and `crossing` are 1. Messages between stages
+    keep their rate, but are no faster than this.
     """
     latency, messages = machine.network.latency, machine.network.bandwidth * machine.p2p_fraction
     return replace(
@@ -310,25 +355,37 @@ def with_network(machine: Machine, rate: float) -> Machine:
 
 
 def with_fp8(machine: Machine) -> Machine:
-    """The machine with blocks' linear layers in fp8, which the engine lacks; UserError without."""
+    """Return the machine with the linear layers of blocks in fp8, for --fp8.
+
+    This is for plans alone, since train.py cannot train in fp8. Raise UserError if the GPU has no
+    fp8 arithmetic.
+    """
     if not machine.fp8:
         raise UserError(f"--fp8: {machine.name} has no fp8 arithmetic; h100, h200 and b200 do")
     return replace(machine, software=replace(machine.software, fp8=True))
 
 
 def at_share_of_network(machine: Machine, share: float) -> Machine:
-    """The machine with a network of a share of its rate."""
+    """Return the machine with a network that has only a share of its rate.
+
+    Used to predict the slowest case if nobody has measured the network's rate (step_time.py).
+    """
     link = replace(machine.network, bandwidth=machine.network.bandwidth * share)
     return replace(machine, network=link)
 
 
 def _is_rate(entry: Any, zero: bool = False) -> bool:
-    """Whether it is a finite number above 0, or 0 itself if that is allowed."""
+    """Return whether an entry is a finite number above 0; zero: whether 0 is allowed too."""
     number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
     return number and (0 < entry < math.inf or (zero and entry == 0))
 
 
 def _calibrated_link(file: str, key: str, entry: Any, machine: Machine) -> Link:
+    """Return the link of a calibration's table [nvlink] or [network], which is `key`.
+
+    entry: the table, with alpha (latency in seconds) and beta (bytes/s that a ring reaches). A link
+    has its rate as a share of the datasheet's bandwidth. Raise UserError for any other table.
+    """
     if not isinstance(entry, dict) or set(entry) != {"alpha", "beta"}:
         raise UserError(f"{file} needs alpha and beta in [{key}], not {entry!r}")
     alpha, beta = entry["alpha"], entry["beta"]

@@ -4,7 +4,8 @@
     memory.stages(job)
 
 The layout may be one layout, or `Columns` for many layouts: then each quantity is an array with a
-number for each layout. The formulas are the same for both.
+number for each layout, called a column. The formulas are the same for both. Axes of a layout are
+tp, pp, cp (context parallelism), dp and ep (expert parallelism).
 """
 
 import math
@@ -83,7 +84,8 @@ class Job(NamedTuple):
     def ep(self) -> Column:
         """The number of ranks over which a block's experts are divided; it divides dp x cp x tp.
 
-        If --ep is not given, as many GPUs of a node are used as divide the experts.
+        Without --ep it is the greatest common divisor of the experts and the GPUs of a node, so
+        that tokens are sent to experts within a node.
         """
         experts = self.model.experts
         if experts == 1:
@@ -100,17 +102,18 @@ class Job(NamedTuple):
 
     @property
     def block_parameters(self) -> Column:
-        """The number of parameters of a block that the ranks of a tensor group hold together.
+        """The number of parameters of a block that the tp ranks of a tensor group hold together.
 
-        With `ep` a tensor group holds only a part of the experts.
+        These are all parameters of the block but the experts on ranks outside the group.
         """
         return block_parameters(self.model) - self.experts_elsewhere
 
     @property
     def kinds(self) -> "list[tuple[float, Job]]":
-        """Pairs of a share of the model's blocks and a job whose blocks are all of that kind.
+        """The kinds of blocks of the model: pairs of a share and a job with blocks of this kind.
 
-        A model with experts has at most two kinds of blocks: with experts, and dense.
+        The share is of the model's blocks. A model with experts has at most two kinds: blocks with
+        experts, and dense blocks. Every other model has one kind, with the share 1.
         """
         if self.model.experts == 1:
             return [(1.0, self)]
@@ -129,9 +132,9 @@ class Job(NamedTuple):
 
     @property
     def expert_parameters(self) -> Column:
-        """The number of a block's expert parameters that the ranks of a tensor group hold together.
+        """The number of a block's expert parameters that the tp ranks of a group hold together.
 
-        Each of these ranks holds whole experts; tp does not divide them.
+        Each of these ranks holds 1 / ep of the experts, as whole experts; tp does not divide them.
         """
         return self.layout.tp / self.ep * self.parameters_of_all_experts
 
@@ -145,8 +148,9 @@ class Job(NamedTuple):
 
     @property
     def sequence_parallel(self) -> Column:
-        """Whether norms and residuals are split over tp: the layout's option, or its default for
-        the machine.
+        """Whether norms and residuals are split over the tp ranks (sequence parallelism).
+
+        It is the layout's option, or the option's default for the machine.
         """
         if self.layout.sequence_parallel is not None:
             return self.layout.sequence_parallel
@@ -155,16 +159,18 @@ class Job(NamedTuple):
 
     @property
     def sequence_shards(self) -> Column:
-        """The number of ranks over which norms and residuals are split: tp with sequence
-        parallelism, else 1.
+        """The number of ranks over which norms and residuals are split.
+
+        It is tp with sequence parallelism, else 1.
         """
         return np.where(self.sequence_parallel, self.layout.tp, 1)
 
     @property
     def over_heads(self) -> Column:
-        """The number of cp ranks that divide attention's heads among them.
+        """The number of cp ranks among which attention's heads are divided.
 
-        If it is less than cp, the ranks with the same heads gather keys and values.
+        It is the greatest common divisor of cp and the key heads of a tensor rank. If it is less
+        than cp, the cp ranks with the same heads gather keys and values from one another.
         """
         return np.gcd(self.cp, self.model.kv_heads // self.layout.tp)
 
@@ -185,10 +191,14 @@ class Job(NamedTuple):
 
     @property
     def vocab_columns(self) -> Column:
-        """The number of the vocabulary's rows on one rank, with padding: the logits' columns."""
+        """The number of the vocabulary's rows on one rank, with padding: the logits' columns.
+
+        tp divides the vocabulary, and with --vocab-pp the pipeline ranks divide it too.
+        """
         layout = self.layout
         is_spread = False if layout.vocab_pp is None else layout.vocab_pp
-        # np.where cannot be used: the numbers of a single layout may be too large for 64 bits.
+        # 1 + (pp - 1) * is_spread is pp or 1. np.where would overflow: the numbers of a single
+        # layout may be too large for its 64 bits.
         ranks = layout.tp * (1 + (layout.pp - 1) * is_spread)
         multiple = layout.pad_vocab_multiple * ranks
         return -(-self.model.vocab_size // multiple) * layout.pad_vocab_multiple
@@ -209,9 +219,11 @@ class Job(NamedTuple):
 
     @property
     def fitted_values(self) -> dict[str, Any]:
-        """The job's values, by name, of the quantities for which a machine has a `fitted_range`.
+        """The job's hidden size, sequence length, GPUs and micro-batch size, by name.
 
-        Outside of that range, in which its constants were fitted, a prediction is less sure.
+        A machine has a range of each of them (`fitted_range`): that of the measured runs on which
+        its constants were fitted. Outside of the range a prediction is less sure, so `warnings` and
+        risk.interval compare these values with it.
         """
         return {
             "hidden": self.model.hidden,
@@ -222,8 +234,9 @@ class Job(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """One warning for each value outside the range on which the machine's constants were
-        fitted.
+        """Warnings, one for each quantity of the job in which the prediction is less sure.
+
+        Its value is outside the range on which the machine's constants were fitted.
         """
         values = self.fitted_values
         warnings = []
@@ -268,6 +281,7 @@ def mean_of_kinds(
 
     @wraps(formula)
     def mean(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        """Return the formula's values for each kind of block, weighted by the kinds' shares."""
         kinds = job.kinds
         values: list[Any] = [formula(kind, *args, **kwargs) for _, kind in kinds]
         if len(values) == 1:

@@ -1,6 +1,9 @@
-"""The planner's questions about one layout: its stages, its schedule; and the fitted constants.
+"""Answers the questions of plan.py about one layout: `stages`, `timeline`; and `constants`.
 
 print(stages(question).text)      # a Question as in planner/questions.py
+
+A question has the planner's flags, the configuration of a run and a machine. Its job is the layout
+that the user gave, with model, training options and machine.
 """
 
 import json
@@ -16,8 +19,12 @@ from schedules.orders import of_layout
 
 
 def stages(question: Question) -> Answer:
-    """Blocks, parameters, time and memory per stage, and the times as bars."""
+    """Return the answer of `plan.py stages`: blocks, parameters, memory and time of each stage.
+
+    Memory is of each pipeline rank, which may hold several stages. Times are drawn as bars.
+    """
     job = question.job()
+    # With --schedule auto, take the layout with the schedule that the search finds.
     job = job._replace(layout=decide_layout(job.model, job.layout, job.micro_batches)[0])
     rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
     fullest = max(table, key=lambda stage: stage.total).stage
@@ -64,7 +71,11 @@ def expert_lines(question: Question, job: Job) -> list[str]:
 
 
 def timeline(question: Question) -> Answer:
-    """The schedule as a picture, and as a Chrome trace of predicted seconds."""
+    """Return the answer of `plan.py timeline`: the schedule drawn as text, and a Chrome trace.
+
+    The drawing has equal times for all stages, the trace and the printed bubble have predicted
+    seconds. At most 4 pp micro-batches are shown. The trace is written to the file of --trace.
+    """
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
     layout, choice = decide_layout(job.model, job.layout, job.micro_batches)
@@ -86,7 +97,7 @@ def timeline(question: Question) -> Answer:
 
 
 def constants() -> Answer:
-    """Every fitted constant with its value, meaning and rows."""
+    """Return the answer of `plan.py constants`: the fitted constants, with value and meaning."""
     found, lines = hardware.constants(), []
     for c in found:
         lines += [f"{c.name} = {c.value:g} {c.unit}", f"    {c.meaning}; fitted on {c.fitted_on}"]

@@ -3,7 +3,10 @@
 print(ranked_layouts(question).text)      # a Question as in planner/questions.py
 
 A question has the options, the run's config, the machine and the number of GPUs. A layout is safe
-if its risk, the probability of running out of memory, is at most --risk; else it is risky.
+if its risk, the probability of running out of memory, is at most --risk; else it is risky. A layout
+is plain if it is of the kind that real runs have measured (1F1B, without cp and --vocab-pp). In
+code, a `line` is a layout with its prediction (layouts.Ranked), and a place is its tp, pp and
+micro-batch size.
 """
 
 import math
@@ -22,14 +25,15 @@ from planner.job import Job
 from planner.questions import BILLION, Answer, Question, flags
 from planner.step_time import Prediction, predict
 
-STEPS = 1000  # --steps in the printed command, if the user gives no length of the run
+STEPS = 1000  # the value of --steps in the printed command, if the user gives no length of the run
 SHOWN_RISKY = 5  # number of risky layouts that are printed
 # If the predicted times of two layouts differ by less than this factor, either may be the faster:
 # predictions are 4 % off in the mean on machines on which they were fitted (docs/planning.md).
 TOLD_APART = 1.06
 WIDTH = 120  # width of a table that fits in a terminal, in characters
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that are aligned to the left
-LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}  # a column with only this value is left out
+# A table lacks such a column if all its cells have this value, which tells the reader nothing.
+LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 NETWORK = (
     "note: ranked at the rate of the network's datasheet, and 90 % reaches to a quarter of it: "
@@ -74,7 +78,10 @@ def ranked_layouts(question: Question) -> Answer:
 
 
 def _listed(question: Question, answer: layouts.Answer, safe: list[layouts.Ranked]) -> list[str]:
-    """Return the lines of the table, with a title and the number of layouts that are not shown."""
+    """Return the lines of the table of safe layouts, with a title and the number of slower ones.
+
+    answer: the planner's answer; its layouts that fit and were not ranked count as slower.
+    """
     training = question.config.training
     top = question.options.top
     fitting = len(answer.ranked) + answer.slower
@@ -95,8 +102,10 @@ def _listed(question: Question, answer: layouts.Answer, safe: list[layouts.Ranke
 def _commands(
     question: Question, first: layouts.Ranked, plain: list[layouts.Ranked]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the data and the lines with the commands that train on the first layout, and on a
-    plain layout if it is nearly as fast. plain: plain layouts, the fastest first.
+    """Return the commands that train on the first layout and on the recommended one, if any.
+
+    They are returned as entries of the answer's data, and as printed lines. A plain layout that is
+    nearly as fast as the first one is recommended. plain: the fastest plain layout, or empty.
     """
     launcher = _launcher(question)
     words = _command(question, first.layout)
@@ -114,7 +123,7 @@ def _draw(question: Question, answer: layouts.Answer) -> None:
     """Write a picture of layouts, tokens per second over memory, to the file of --picture.
 
     It shows the layouts that fit, the fastest of them for each memory (the front), and the layouts
-    that do not fit.
+    that were rejected because they do not fit, which are predicted here.
     """
     run = question.config
     fits = [_point(line.prediction) for line in answer.ranked]
@@ -135,9 +144,11 @@ def _point(prediction: Prediction) -> picture.Point:
 
 
 def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.Ranked | None:
-    """Return the layout in `plain`, whose kind was measured in real runs, or None.
+    """Return the plain layout to recommend instead of the first layout, or None.
 
-    It is None if the first layout is itself that layout, or is faster by more than TOLD_APART.
+    The prediction of a plain layout is more certain, because real runs have measured its kind. It
+    is recommended unless the first layout is the same, or is faster by more than TOLD_APART. plain:
+    the fastest plain layout, or an empty list.
     """
     if not plain or plain[0].layout == first.layout:
         return None
@@ -146,7 +157,10 @@ def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.
 
 
 def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
-    """Return a line with the recommended layout and how much slower it is than the first."""
+    """Return a line on the seconds that a user gives up with the recommended layout.
+
+    It says how much slower this layout is than the first one, and why it is recommended.
+    """
     seconds = recommended.prediction.seconds
     more = seconds / first.prediction.seconds - 1
     return (
@@ -156,9 +170,10 @@ def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
 
 
 def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[str]:
-    """Return a line with a layout or a number of nodes that would hold the model.
+    """Return a line that names a layout or a number of nodes with which the model would fit.
 
-    It is empty if no layout was rejected for its memory. Called if no layout is ranked.
+    Called if no layout is ranked. It returns no line if no layout was rejected for its memory. A
+    layout must fit with the risk that the user accepts, so a GPU counts as having less memory.
     """
     model = question.config.model
     training = question.config.training
@@ -179,8 +194,9 @@ def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[
 def _command(question: Question, layout: schema.Layout) -> list[str]:
     """Return the words of the command, without its launcher, that trains on a layout.
 
-    The command can be run as it is: data and length that the user did not give are synthetic data
-    and STEPS. If the user gave --model, the command has it too, instead of the model's sizes.
+    The command can be run as it is: if the user gave no data or no length, it has synthetic data or
+    STEPS steps. If the user gave --model, the command has --model too, and of the options of the
+    model only those that the user gave in addition; otherwise it has all the model's sizes.
     """
     run = replace(question.config, layout=layout)
     name = question.options.model
@@ -231,7 +247,10 @@ def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
 
 
 def _rampup(line: layouts.Ranked, question: Question) -> str:
-    """Return whether a layout can run every batch of the ramp-up: see `layouts.rampup_verdict`."""
+    """Return as text whether a layout can run every batch size of the run's ramp-up.
+
+    It is "fits", or the first batch size that does not fit, or "-" without a ramp-up.
+    """
     run = question.config
     schedule = schema.batch_schedule(run.training, run.model.seq_length)
     return layouts.rampup_verdict(line.layout, schedule)
@@ -242,8 +261,8 @@ def _risky_lines(
 ) -> list[str]:
     """Return lines on the risky layouts that are faster than every safe layout.
 
-    A line has the memory that the layout needs too much to be safe, and a safe layout with the same
-    tp, pp and micro-batch if there is one.
+    A line says by how many GB the layout exceeds the memory at which it would be safe, and names a
+    safe layout with the same tp, pp and micro-batch size if there is one.
     """
     fastest_safe = safe[0].prediction.seconds if safe else math.inf
     faster = [line for line in risky if line.prediction.seconds < fastest_safe]
@@ -282,9 +301,9 @@ def _words(layout: schema.Layout) -> str:
 
 
 def ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
-    """Return the lines of a table of layouts.
+    """Return the lines of a table of layouts, with a head line.
 
-    A column is left out if it has the value that LEFT_OUT names in every row.
+    A column is left out if it tells nothing: for example cp if all layouts have cp 1 (LEFT_OUT).
     """
     rows = [_cells(line, question) for line in ranked]
     heads = []
@@ -300,6 +319,7 @@ def columns(rows: list[list[str]], texts: Collection[str] = TEXTS) -> list[str]:
     Columns with a name in `texts` are aligned to the left, the others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # A wide table has only one space between its columns.
     gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH else " "
     lines = []
     for row in rows:
@@ -332,16 +352,16 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "sp": "sp" if layout.sequence_parallel else "-",
         "zero": str(layout.zero),
         "s/step": f"{p.seconds:.2f}",
-        "90 %": f"+{upper_end / p.seconds - 1:.0%}",  # the interval's end
+        # How much longer a step may take: the upper end of the interval of 90 of 100 runs.
+        "90 %": f"+{upper_end / p.seconds - 1:.0%}",
         "tokens/s": f"{p.tokens_per_second:,.0f}",
         "MFU": f"{p.mfu:.1%}",
         "bubble": f"{p.bubble:.1%}",
         "GB": f"{max(stage.total for stage in p.memory) / BILLION:.1f}",
         "risk": f"{p.risk:.1%}",
         **rates.cells(question.gpus, p.tokens_per_second),
-        "ramp-up": _rampup(line, question).partition(" does")[
-            0
-        ],  # "batch 48 does not divide ...": "batch 48"
+        # The cell has only "batch 48" of the text "batch 48 does not divide by 32".
+        "ramp-up": _rampup(line, question).partition(" does")[0],
     }
 
 
@@ -365,12 +385,18 @@ def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
 
 
 def _needed(reason: str) -> list[float]:
-    """Return the gigabytes after "needs" in a reason; an empty list sorts before any number."""
+    """Return the gigabytes after "needs" in a reason, as a key by which reasons are compared.
+
+    It is a list with one number, or empty for a reason about something else.
+    """
     return [float(number) for number in re.findall(r"needs ([\d.]+) GB", reason)]
 
 
 def notes(ranked: list[layouts.Ranked]) -> list[str]:
-    """Return lines with the warnings of predictions, and a note if the network was not measured."""
+    """Return notes on ranked layouts: the predictions' warnings, and one on an unmeasured network.
+
+    `at_networks` has seconds at several network rates if the network's rate was not measured.
+    """
     lines = [f"note: {text}" for line in ranked for text in line.prediction.warnings]
     if any(line.prediction.at_networks for line in ranked):
         lines.append(NETWORK)

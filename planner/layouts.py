@@ -6,10 +6,13 @@
 Every layout is either ranked, or rejected with a reason. `Asked` is the question: the model, the
 training options, the machine, the number of GPUs, and the options of the layout that are fixed.
 
-A row of the table of all layouts is a layout. A place is a tp, pp and micro-batch; several rows
-have the same place. Closed forms give the likely seconds of every row. The schedule is simulated
-only for the rows that may be the fastest, and for the row of each place that is likely the fastest
-there.
+A row of the table of all layouts is a layout. A place is a tp, pp and micro-batch size; several
+rows have the same place, and the fastest of them is ranked. A layout is without risk if its
+probability of running out of memory is at most a limit; else it is risky.
+
+Closed forms give two times for every row: its likely seconds, and a lower bound. A row is tried, by
+simulating its schedule, only if it may be the fastest row, or if it is likely the fastest row of
+its place.
 """
 
 import math
@@ -30,7 +33,8 @@ from planner.step_time import Prediction, predict
 from schedules.choice import decide_layout
 from schedules.partition import blocks_per_stage
 
-# The schedule of --schedule auto is searched for this number of layouts, the fastest with 1F1B.
+# With --schedule auto, a schedule is searched only for this number of layouts: those that are the
+# fastest with 1F1B.
 SEARCHED = 8
 FAR = 1.3  # a row is far behind if it likely takes more than FAR times as long as the fastest row
 
@@ -122,7 +126,7 @@ def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
 
 
 def _in_order(lines: list[Ranked]) -> list[Ranked]:
-    """Return layouts, the fastest first."""
+    """Return ranked layouts in the order of their predicted seconds, the fastest first."""
     return sorted(lines, key=lambda line: line.prediction.seconds)
 
 
@@ -144,34 +148,43 @@ class _Search:
     """
 
     def __init__(self, table: Table, accepted: float, refusal: Callable[[Layout], str]):
-        """Compute for all rows whether they fit, and their seconds by closed form."""
+        """Find the rows that may fit, and the number of blocks that each must recompute for that.
+
+        accepted: the highest probability of running out of memory of a row without risk. refusal:
+        returns the reason why a layout cannot run, or "".
+        """
         self.table = table
         self.accepted = accepted
         self.refusal = refusal
         machine = table.asked.machine
-        # The bytes that a rank may need: without risk (False), and if risky rows count too (True).
+        # The bytes that a rank may need, by whether risky rows are accepted: without them (False)
+        # it must keep a margin, with them (True) it may fill the GPU. Further fields have the same
+        # two keys: `recomputed`, the fewest recomputed blocks of each row, and `fits`.
         self.room = {False: risk.safe_bytes(machine, accepted), True: machine.memory}
         closed = ClosedForm(table)
         self.smallest = closed.smallest()
         within = {risky: closed.within(room) for risky, room in self.room.items()}
         self.recomputed = {risky: recomputed for risky, (_, recomputed) in within.items()}
+        # The numbers of the rows that may fit at all; `fits` and `closed` have only these rows.
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.of_rows(self.rows)
+        # By row and `risky`, the result of `_line`; None: the row cannot be ranked so.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
-        self.refused: dict[int, str] = {}
-        self.taken = set[int]()
-        self.left_out: list[_Row] = []
+        self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
+        self.taken = set[int]()  # places of which a row without risk was ranked
+        self.left_out: list[_Row] = []  # rows that were not tried, as enough others were found
 
     def fastest(self, most: float, among: np.ndarray | None = None) -> list[Ranked]:
-        """Return the fastest row without risk, and the row that is likely the fastest of each other
-        place; the fastest first.
+        """Return the fastest row without risk, and for other places their likely fastest rows.
 
-        most: the number of places. among: for each row of the table, whether it counts.
+        They are at most about `most` places, in the order of speed. Rows are tried in the order of
+        their likely seconds. The other places are kept in `left_out`, for the count of slower ones.
+        among: for each row of the table, whether it counts; None: all rows count.
         """
-        lines: dict[int, Ranked] = {}  # by place
+        lines: dict[int, Ranked] = {}  # by place, the fastest row that was tried
         waiting: dict[int, _Row] = {}  # by place, rows that were not tried
-        fastest = math.inf
+        fastest = math.inf  # the seconds of the fastest row so far
         for row in self._likely_first(False, among):
             may_be_first = row.least < fastest
             if not may_be_first and (row.place in lines or len(lines) >= most):
@@ -189,8 +202,10 @@ class _Search:
         return _in_order(list(lines.values()))
 
     def risky(self, safe: list[Ranked]) -> list[Ranked]:
-        """Return the fastest risky row of each place with rows that are faster than all of `safe`,
-        the rows without risk.
+        """Return the fastest risky row of each place, if it is faster than all rows without risk.
+
+        safe: the rows without risk, the fastest first. A row is tried only if its lower bound is
+        below the seconds that it must beat.
         """
         lines: dict[int, Ranked] = {}
         if self.room[True] <= self.room[False]:
@@ -209,7 +224,8 @@ class _Search:
     def every_row(self, most: float) -> list[Ranked]:
         """Return the `most` rows without risk that are likely the fastest, the fastest first.
 
-        A further row is ranked if it is the first of its place and is not FAR behind the fastest.
+        A further row is ranked if it is the first of its place and is not FAR behind the fastest
+        row. All others are kept in `left_out`. The tuner takes its candidates from here.
         """
         lines = []
         rows = list(self._likely_first(False))
@@ -223,7 +239,11 @@ class _Search:
         return _in_order(lines)
 
     def _likely_first(self, risky: bool, among: np.ndarray | None = None) -> Iterator[_Row]:
-        """Yield the rows that may fit, the likely fastest first. among: as in `fastest`."""
+        """Yield the rows that may fit, the likely fastest first.
+
+        risky: whether rows that fit only with a risk are included. among: for each row of the
+        table, whether it counts; None: all rows count.
+        """
         counts = self.fits[risky]
         if among is not None:
             counts = counts & among[self.rows]
@@ -234,19 +254,20 @@ class _Search:
         return map(_Row._make, zip(*(column[order].tolist() for column in columns), strict=True))
 
     def _line(self, row: _Row, risky: bool) -> Ranked | None:
-        """Return a row's layout with its prediction, or None.
+        """Return a row's layout with its prediction, or None if it cannot be ranked.
 
         It is None if the row does not fit, if it is refused, or if a risky row is asked for and
-        this row has no risk.
+        this row has no risk. The result is kept, since a row may be asked for several times.
         """
         if (row.number, risky) not in self.lines:
             self.lines[row.number, risky] = self._priced(row, risky)
         return self.lines[row.number, risky]
 
     def _priced(self, row: _Row, risky: bool) -> Ranked | None:
-        """Return the result of `_line`, which keeps it.
+        """Return a row's layout with its exact memory and its prediction, or None: see `_line`.
 
-        Blocks are recomputed only if the row does not fit without, and no more than it needs.
+        If the planner chooses the number of recomputed blocks, numbers are tried from the fewest
+        with which the row may fit to all blocks, until the row fits.
         """
         asked = self.table.asked
         layout = self.table.layout(row.number)
@@ -261,7 +282,7 @@ class _Search:
             needed = max(stage.total for stage in stages)
             if needed > self.room[risky]:
                 continue
-            if risky and needed <= self.room[False]:
+            if risky and needed <= self.room[False]:  # it has no risk, and is ranked elsewhere
                 return None
             if reason := self.refusal(layout):
                 self.refused.setdefault(row.place, reason)
@@ -272,12 +293,14 @@ class _Search:
     def rejected(self, every: bool) -> list[Rejected]:
         """Return a layout and a reason for each place where no row was ranked.
 
-        If a place does not fit, the places with the same tp and pp and a larger micro-batch are
-        left out, because they need more memory. every: whether every row was tried that is not in
-        `left_out`; else a layout that fits may be unranked because it is slower than the fastest.
+        The layout is the one of the place that needs the least memory. If a place does not fit, the
+        places with the same tp and pp and a larger micro-batch are left out, because they need more
+        memory. every: whether all rows were tried that are not in `left_out`; then a layout that
+        fits was not ranked because of its risk. Else it may just be slower than others.
         """
         table = self.table
-        # By place; within a place, full recomputation first, then the row that needs least.
+        # Sort the rows by place, and within a place by what is shown first: full recomputation,
+        # then the fewest bytes. `first` has the position of the first row of each place.
         order = np.lexsort((self.smallest, table.recompute != "full", table.place))
         places, first = np.unique(table.place[order], return_index=True)
         waiting = self.taken | {row.place for row in self.left_out}
@@ -295,6 +318,8 @@ class _Search:
             tp_and_pp = layout.tp, layout.pp
             if not reason or tp_and_pp in too_large:
                 continue
+            # A next place with the same tp and pp differs only in its larger micro-batch. It needs
+            # more memory than this place, so it is left out of the list.
             next_places = table.places[smallest_rows[number + 1 : number + 2], :2].tolist()
             if place not in self.refused and next_places == [[*tp_and_pp]]:
                 too_large.add(tp_and_pp)
@@ -303,15 +328,16 @@ class _Search:
         return rejected
 
     def _risk_of(self, job: Job) -> str:
-        """Return the reason that a layout which fits is too risky."""
+        """Return the text that a layout's risk of running out of memory is too high."""
         probability = risk.out_of_memory(job.machine, memory.fullest(job).total)
         exceeds = "of running out of memory is above --risk"
         return f"the risk({probability:.0%}) {exceeds}({self.accepted:.0%})"
 
 
 def does_not_fit(job: Job) -> str:
-    """Return an error line with the memory that the fullest stage needs and a GPU has; "" if the
-    layout fits.
+    """Return the reason that a layout does not fit: the memory that it needs, and that a GPU has.
+
+    The needed memory is that of the fullest stage. It is "" if the layout fits.
     """
     fullest = memory.fullest(job)
     machine = job.machine
@@ -330,9 +356,10 @@ def does_not_fit(job: Job) -> str:
 
 
 def rampup_verdict(layout: Layout, schedule: BatchSchedule) -> str:
-    """Return "fits" if every batch of the ramp-up is a multiple of micro-batch x dp.
+    """Return whether a layout can run every batch size of a ramp-up, as text for a table.
 
-    Otherwise the text names the first batch that is not; without a ramp-up it is "-".
+    The text is "fits" if every batch size is a multiple of micro-batch x dp; otherwise it names the
+    first batch size that is not. Without a ramp-up it is "-".
     """
     levels = schedule.levels()
     if len(levels) == 1:
@@ -347,8 +374,9 @@ def rampup_verdict(layout: Layout, schedule: BatchSchedule) -> str:
 def allowed(layout: Layout, batch: int, node: int, most_nodes: int) -> list[dict[str, Any]]:
     """Return the numbers of nodes, up to `most_nodes`, with which a layout can run a batch.
 
-    The keys of a row are `nodes`; `dp`, which divides the batch; and `micro_batches`, the sizes in
-    MICRO_BATCHES that divide a replica's share of the batch. node: GPUs of a node.
+    node: the GPUs of a node. Each entry has `nodes`, the number of nodes; `dp`, the number of
+    replicas on them, which divides the batch; and `micro_batches`, the sizes in MICRO_BATCHES that
+    divide a replica's share of the batch.
     """
     rows = []
     gpus_of_replica = layout.tp * layout.pp * layout.cp

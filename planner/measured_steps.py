@@ -1,12 +1,16 @@
-"""Measured steps of a run, and what each cause of lost time takes of them.
+"""Reads the measured steps of a run, and divides their seconds by cause, for `plan.py gap`.
 
     rows = read_rows("runs/a", ranks)             the run's times.jsonl
     steps = MeasuredSteps(rows, layout, order)    passes, waits and messages as arrays
     lost = steps.causes(shares)                   seconds of a step by cause; they sum to the step
 
-A pipeline is the ranks that differ in pp alone. Each pipeline of each step is simulated
-(schedules.simulation) with the seconds that its passes, waits and messages took. A cause's seconds
-are what the simulated step loses when that cause takes no time, the causes before it being gone.
+A pipeline is a set of ranks that differ only in pp; the run has several with dp, tp or cp. Each
+pipeline of each step is simulated (schedules.simulation) with the seconds that its passes, waits
+and messages took. Then the causes are removed one after the other: their seconds are set to 0, and
+the steps are simulated again. A cause takes the seconds by which the simulated step became shorter.
+
+Arrays of seconds have a first axis with an entry for each cause: PLACE gives the index of a cause.
+A pass is one action of the schedule on a rank: the forward or backward of a micro-batch in a stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,20 +25,23 @@ from planner.run_files import rows_of
 from schedules.schedule import Action, Schedule
 from schedules.simulation import Timing, simulate_each
 
-# A rank is slow if it computes this many times as long as the median of the ranks with its stages;
-# the second number is for ranks that are alone with their stages and compared with all others.
+# A rank counts as slow if it computes more than SLOW times as long as the median of the ranks with
+# the same stages. With one pipeline no other rank has the same stages; then each rank is compared
+# with all other ranks, whose work differs, so the limit is SLOW_ALONE.
 SLOW, SLOW_ALONE = 1.10, 1.5
-# A receive that waited for fewer seconds than this found its message there.
+# If a receive waited for fewer seconds than this, its message had already arrived and cost nothing.
 MOST_ARRIVED = 50e-6
-LARGEST_NUMBER = 1e15  # microseconds in times.jsonl: 30 years
-AROUND = ("log", "begin", "reduce", "optimizer", "statistics")  # phases beside the passes
+LARGEST_NUMBER = 1e15  # a larger number in times.jsonl is an error: 1e15 microseconds are 30 years
+AROUND = ("log", "begin", "reduce", "optimizer", "statistics")  # phases of a step outside of passes
 OF_RANK = ("total", "apart", "began", "offset", "error")  # numbers of a rank for the whole step
-CAUSES_OF_WAITS = {"tied": "dp", "world": "all ranks"}  # other kinds of waits are causes themselves
-# Causes that take time beside the computing, in the order in which they are removed. After them
-# come those by which ranks compute for different times.
+# The causes of two kinds of waits in times.jsonl; every other kind is also the name of its cause.
+CAUSES_OF_WAITS = {"tied": "dp", "world": "all ranks"}
+# `causes` removes the causes in this order: first PARTS, which take time in addition to computing,
+# then UNEVEN, which make some ranks or passes compute longer than others.
 PARTS = ("host", "data", "p2p", "tp", "cp", "dp", "all ranks", "optimizer")
 UNEVEN = ("slow ranks", "variation", "imbalance")
-# The first axis of an array of seconds: by cause, and last what is computed.
+# The index of a cause on the first axis of an array of seconds; `compute`, the last, is the time in
+# which a pass neither waits nor does anything else in PARTS.
 PLACE = {name: number for number, name in enumerate((*PARTS, "compute"))}
 MESSAGE = PLACE["p2p"]
 COMPUTE = PLACE["compute"]
@@ -43,10 +50,12 @@ COMPUTE = PLACE["compute"]
 class Row(NamedTuple):
     """One measured step. Arrays of seconds have the axes rank and pass, after that of PLACE.
 
-    seconds: of every pass by PLACE, where `p2p` is the wait for its input. ended, ready: when a
-    pass ended and when its last message arrived, on one clock. after: what follows the passes, by
-    PLACE. measured: the step without saves and evaluations; follows_others: whether there were any
-    just before it. spent: by phase, in the `steps` since the row before.
+    seconds: what every pass took: (PLACE, rank, pass); `p2p` is the wait for the pass's input.
+    ended, ready: when a pass ended, and when its last message arrived, on one clock for all ranks:
+    (rank, pass). after: what followed the passes: (PLACE,). measured: the seconds of the step
+    without saves and evaluations. follows_others: whether a save or an evaluation came just before
+    the step. steps: the number of steps since the row before. spent: by phase, rank 0's seconds in
+    these steps. nodes: the name of each rank's node.
     """
 
     steps: float
@@ -61,8 +70,10 @@ class Row(NamedTuple):
 
 
 def read_rows(run: str, ranks: int) -> list[Row]:
-    """The measured steps of a run on that many ranks; UserError, with the line, if times.jsonl has
-    values that telemetry/step_times.py does not write.
+    """Return the measured steps of a run from its times.jsonl; ranks: the number of ranks.
+
+    Raise UserError with the number of the line if a line has values that telemetry/step_times.py
+    would not write, or another number of ranks.
     """
     file = Path(run) / "times.jsonl"
     rows = []
@@ -80,8 +91,12 @@ def read_rows(run: str, ranks: int) -> list[Row]:
 
 
 def _row(values: Mapping[str, Any]) -> Row:
-    """One line of times.jsonl. Its passes and phases are in microseconds, its clocks in seconds."""
+    """Return a line of times.jsonl as a `Row`; telemetry/step_times.py says what the line has.
+
+    Passes and phases of the line are in microseconds, its clocks in seconds.
+    """
     ranks = values["ranks"]
+    # The cause of each kind of wait, in the order of the numbers in the line.
     kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
     passes = _numbers([rank["passes"] for rank in ranks]) / 1e6
     around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks]) / 1e6
@@ -89,19 +104,24 @@ def _row(values: Mapping[str, Any]) -> Row:
     steps = float(_numbers(values["steps"]))
     if steps < 1 or (total <= apart).any():
         raise ValueError("a step takes no time")
+    # Passes: (rank, pass, number); the numbers are start, end, seconds of data loading, the time at
+    # which the last message arrived, and the seconds of each kind of wait.
     start, end, data, ready, *waits = np.moveaxis(passes, 2, 0)
     seconds = _by_cause(waits, kinds)
     seconds[PLACE["data"]] = data
     seconds[COMPUTE] = end - start - data - sum(waits)
+    # The phases `log` and `begin` come before the first pass, the others after the last pass. Each
+    # phase has the seconds without waits, then those of each kind of wait: (rank, number).
     log, begin, *after_passes = np.moveaxis(around, 1, 0)
     seconds[PLACE["host"], :, 0] = log[:, 0] + begin[:, 0]
-    # The rank that ends its passes last is the one that counts from there on: all ranks leave the
-    # last phase of a step at once.
+    # All ranks end the step at the same time, because they wait for one another in the last phase.
+    # So the rank that ends its passes last determines how long the phases after them take.
     last = int(end[:, -1].argmax())
     computed, *waits = sum(after_passes)[last]
     after = _by_cause(waits, kinds)
     after[PLACE["optimizer"]] = computed
-    # Ranks of a node have the same clock; its offset is that of the rank with the smallest error.
+    # The ranks of a node have the same clock. Each has measured its offset from the common clock;
+    # the measurement with the smallest error comes last here and is used for the whole node.
     nodes = [str(rank["node"]) for rank in ranks]
     offsets = {nodes[rank]: offset[rank] for rank in np.argsort(-error)}
     clocks = (began + [offsets[node] for node in nodes])[:, None]
@@ -119,7 +139,10 @@ def _row(values: Mapping[str, Any]) -> Row:
 
 
 def _numbers(values: Any) -> np.ndarray:
-    """An array of numbers that a run can have written; ValueError or TypeError if they are not."""
+    """Return values of times.jsonl as an array.
+
+    Raise ValueError or TypeError if a value is no number, is not finite or is impossibly large.
+    """
     found = np.array(values, float)
     if not (np.abs(found) < LARGEST_NUMBER).all():
         raise ValueError("a number is too large")
@@ -127,7 +150,11 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _by_cause(waits: Sequence[Any], kinds: Sequence[str]) -> np.ndarray:
-    """The waits of these kinds, added by PLACE."""
+    """Return an array of seconds by cause, as PLACE orders them: (PLACE, ...).
+
+    waits: for each kind of wait, an array of seconds. kinds: for each of them, the name of its
+    cause. The seconds of kinds with the same cause are added; other causes are 0.
+    """
     seconds = np.zeros((len(PLACE), *np.shape(waits[0])))
     for kind, waited in zip(kinds, waits, strict=True):
         seconds[PLACE[kind]] += waited
@@ -138,25 +165,33 @@ class MeasuredSteps:
     """Steps with the same schedule, in arrays of seconds whose first axis is PLACE.
 
     seconds: what each pass takes: (PLACE, step, pipeline, pipeline rank, pass). `host` and `data`
-    come before the wait for its input, `p2p` is the time of the message with its input, from the
-    end of the pass that made it. after: what follows the last pass of every step: (PLACE, step).
-    measured: mean seconds of a step, without saves and evaluations.
+    come before the wait for the pass's input. `p2p` is the time of the message with this input,
+    from the end of the pass that sent it. after: what follows the last pass of every step: (PLACE,
+    step). measured: mean seconds of a step, without saves and evaluations.
     """
 
     def __init__(self, rows: Sequence[Row], layout: Layout, order: Schedule):
-        """Raises ValueError if the rows have other passes than the order."""
+        """Put the rows' seconds into arrays: `seconds` for the passes, `after` for what follows.
+
+        order: the run's schedule. Raise ValueError if the rows have another number of passes.
+        """
         self.order = order
         self.pipelines = np.array(rows_along(layout.axes, ["pp"]))  # ranks: (pipeline, pp)
         self.measured = float(np.mean([row.measured for row in rows]))
         self.after = np.stack([row.after for row in rows], axis=1)
         self.seconds = np.stack([row.seconds[:, self.pipelines] for row in rows], axis=1)
+        # When each pass ended and got its last message: (step, pipeline, pipeline rank, pass).
         ended = np.array([row.ended[self.pipelines] for row in rows])
         ready = np.array([row.ready[self.pipelines] for row in rows])
         if ended.shape[3] != len(order.ranks[0]):
             raise ValueError("its passes are not those of its schedule")
+        # By action, its pipeline rank and its number among the rank's passes.
         self.place_of: dict[Action, tuple[int, int]] = {}
         for rank, actions in enumerate(order.ranks):
             self.place_of |= {action: (rank, number) for number, action in enumerate(actions)}
+        # So far MESSAGE has the waits for inputs. In a simulation they follow from the other times,
+        # so the time of the message takes their place: from the end of the sending pass until the
+        # input was there. It is 0 if the rank did not wait, since then the true time is unknown.
         late = self.seconds[MESSAGE] >= MOST_ARRIVED
         self.seconds[MESSAGE] = 0.0
         for action, (rank, number) in self.place_of.items():
@@ -166,19 +201,29 @@ class MeasuredSteps:
                 self.seconds[MESSAGE, :, :, rank, number] = late[:, :, rank, number] * message
 
     def timing_of(self, action: Action) -> Timing:
-        """Return the seconds of an action in the simulation, in every step and pipeline."""
+        """Return the measured seconds of an action, for the simulation: (steps, pipelines) arrays.
+
+        They are the rank's time before it needs the action's input, the time of the message with
+        the input, and the time of the action with its waits for collectives.
+        """
         host, data, message, *waits_and_compute = self.seconds[:, :, :, *self.place_of[action]]
         return Timing(host + data, message, sum(waits_and_compute))
 
     def simulated(self) -> float:
-        """Mean seconds of a step, simulated."""
+        """Return the mean seconds of a step when all pipelines are simulated with these arrays.
+
+        A step ends when its slowest pipeline has ended and the phases after the passes are done.
+        """
         slots = simulate_each(self.order, self.timing_of, np.maximum)
+        # The ends of the ranks' last passes: (rank, step, pipeline). The latest counts in a step.
         ends = np.max([row[-1].end for row in slots], axis=(0, 2))
         return float((ends + self.after.sum(axis=0)).mean())
 
     def by_stage(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-        """Mean seconds of passes, with their waits, and of messages that ranks waited for, by kind
-        of pass and stage.
+        """Return two mean values by (kind of pass, stage): seconds of the passes, and of messages.
+
+        The seconds of a pass include its waits for collectives. Of the messages with the passes'
+        inputs, only those that a rank had to wait for are in the mean.
         """
         runs = {}
         messages = {}
@@ -190,25 +235,33 @@ class MeasuredSteps:
         return runs, messages
 
     def computed(self) -> np.ndarray:
-        """The mean over the steps of the seconds in which a rank computes: (pipelines, ranks)."""
+        """Return the seconds in which each rank computes in a step, mean of the steps.
+
+        The shape is (pipelines, pipeline ranks).
+        """
         return self.seconds[COMPUTE].sum(axis=3).mean(axis=0)
 
     def usual_shares(self, shares: Sequence[float]) -> np.ndarray:
-        """For the ranks of every pipeline, the seconds that a usual rank computes as a share of the
-        rank's own: 1 unless the rank is slow. shares: of the model's time, by stage.
+        """Return for each rank the factor on its seconds that makes it as fast as a usual rank.
+
+        It is below 1 for a slow rank (SLOW), and 1 for all others: (pipelines, ranks). A usual rank
+        is the median, for the same work. shares: the share of each stage in the model's time.
         """
+        # The share of each pipeline rank, which may hold several stages.
         of_ranks = np.bincount(self.order.rank_of, shares)
         rates = self.computed() / of_ranks
+        # With several pipelines a rank is compared with the same rank of the others (axis 0).
         alone = len(self.pipelines) == 1
         usual = np.quantile(rates, 0.5, axis=None if alone else 0, method="lower")
         slow = rates > usual * (SLOW_ALONE if alone else SLOW)
         return np.where(slow, usual / rates, 1.0)
 
     def causes(self, shares: Sequence[float]) -> dict[str, float]:
-        """Mean seconds of a step by cause; the steps have lost all causes then.
+        """Return the mean seconds of a step by cause; all causes together are the measured step.
 
-        `compute` is what the passes of the average rank compute; `unexplained` is measured and not
-        found when the step is simulated.
+        `compute` is what the passes of the average rank compute, and `bubble` is what remains when
+        all causes are removed. `unexplained` is the measured minus the simulated step. The call
+        removes the causes from this object, so it can be made only once, after all other calls.
         """
         left = self.simulated()
         found = {"unexplained": self.measured - left}
@@ -222,12 +275,17 @@ class MeasuredSteps:
         return found
 
     def _remove(self, cause: str, shares: Sequence[float]) -> None:
-        """Let a cause take no time. Without `variation` the passes of a kind and stage compute
-        equally long in a step, without `imbalance` those of a kind.
+        """Change the arrays so that a cause takes no time; shares: as in `usual_shares`.
+
+        Without `slow ranks` a slow rank computes as fast as a usual rank. Without `variation` all
+        passes of the same kind and stage take their mean in a step; without `imbalance` all passes
+        of the same kind do, in whatever stage. The seconds of any other cause become 0.
         """
         if cause == "slow ranks":
             self.seconds[COMPUTE] *= self.usual_shares(shares)[:, :, None]
         elif cause in UNEVEN:
+            # Passes with the same key get their mean. The key is an action's first field, its kind,
+            # or its first two fields, kind and stage.
             same = 1 if cause == "imbalance" else 2
             keys = [[str(action[:same]) for action in actions] for actions in self.order.ranks]
             for key in np.unique(keys):

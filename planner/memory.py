@@ -7,8 +7,9 @@ Symbols: P parameters on the GPU, b micro-batch size, s sequence length, h hidde
     activations  of every micro-batch in flight: 2 s b h per block under full recomputation
     working      the larger of the block that is being recomputed and the logits
 
-The terms are in planner/memory_terms.py; `stages` adds them for one layout. A `Job` has a model, a
-layout, the training options and a machine.
+A micro-batch is in flight on a rank from its forward until its backward. The terms are in
+planner/memory_terms.py; `stages` adds them for one layout. A `Job` has a model, a layout, the
+training options and a machine.
 """
 
 from dataclasses import dataclass, replace
@@ -25,12 +26,13 @@ from planner.memory_terms import Parts
 from schedules.long_schedule import LongSchedule, long_layout
 from schedules.partition import StageSpec, stage_specs
 
-# The least bytes for each sample in the order of a data split: 8 (or 16) for where the sample
-# starts, and 4 (or 8) for its place in the order.
+# The order in which samples are read takes at least this many bytes of host memory for a sample: 8
+# (or 16) for where the sample starts, and 4 (or 8) for its place in the order.
 ORDER_BYTES = 12
 HALVINGS = 10  # `most_rows` is exact to ep / 1024
-LARGEST_GPU = 1e12  # bytes; no GPU has as much memory
-# The parts that follow from model and layout alone, without the allocator and the libraries.
+LARGEST_GPU = 1e12  # more bytes than any GPU has, as the limit if the GPU's memory is unknown
+# The parts of a GPU's memory that follow from model, layout and batch alone; the other parts,
+# buffers and context, are constants of the software and the machine.
 OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
 
 
@@ -62,12 +64,13 @@ def stages(job: Job) -> list[StageMemory]:
     layout = job.layout
     specs = stage_specs(job.model, job.layout)
     parts = Parts.of(specs)
-    rank_of = np.array([spec.rank for spec in specs])  # (stages,)
+    rank_of = np.array([spec.rank for spec in specs])  # the pipeline rank of each stage
     kept = kept_of_stages(job, specs)
     activations, heads = most_in_flight(job, kept, [float(spec.head) for spec in specs])
     stage_working = memory_terms.working_of(job, parts, kept, np.array(heads)[rank_of])
     working = np.zeros(layout.pp)
-    np.maximum.at(working, rank_of, stage_working)  # a rank runs one stage at a time
+    # A rank runs one stage at a time, so the largest temporary memory of its stages counts.
+    np.maximum.at(working, rank_of, stage_working)
     columns = {"activations": activations, "working": working.tolist()}
     by_stage = {"blocks": parts.blocks, "parameters": memory_terms.held_parameters(job, parts)}
     by_stage |= memory_terms.states_of(job, parts)
@@ -107,8 +110,10 @@ def most_in_flight(
 ) -> tuple[list[float], list[float]]:
     """Return the most that each pipeline rank keeps at once: (bytes of activations, head outputs).
 
-    kept: for each stage, the bytes of one micro-batch's activations. ends: for each stage, 1 if it
-    has the head, else 0. Both results are lists with a number for each pipeline rank.
+    For simple schedules a formula gives the number of micro-batches in flight; for the others the
+    order of the schedule is followed. kept: for each stage, the bytes of one micro-batch's
+    activations. ends: for each stage, 1 if it has the head, else 0. Both results are lists with a
+    number for each pipeline rank.
     """
     layout = job.layout
     if layout.schedule not in memory_terms.EXACT:
@@ -123,7 +128,10 @@ def most_in_flight(
 
 @lru_cache(maxsize=4096)
 def _most_held(order: LongSchedule, sizes: tuple[float, ...]) -> tuple[float, ...]:
-    """Return `LongSchedule.most_held`, cached: layouts that differ in ZeRO have the same."""
+    """Return the result of `LongSchedule.most_held`, the most that each rank holds at once.
+
+    It is cached, because layouts that differ only in ZeRO have the same order and sizes.
+    """
     return order.most_held(sizes)
 
 
@@ -151,19 +159,20 @@ def most_rows(job: Job, room: float) -> float:
 def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]]:
     """Return the bytes of each part in OF_RUN on every pipeline rank of a run.
 
-    rows_over_mean: see `Job`. The options in `config` must have been checked. With a batch-size
-    ramp-up, the largest batch that this start of the run reaches counts.
+    train.py refuses a run that certainly does not fit, and a rehearsal compares what it measures
+    with this. rows_over_mean: see `Job`. The options in `config` must have been checked. With a
+    batch-size ramp-up, the largest batch that this start of the run reaches counts.
     """
     # The parts in OF_RUN do not depend on the machine with this software and without overhead, so
     # any machine with the run's device serves.
     name = "cpu" if config.run.device == "cpu" else "a100-80"
     machine = hardware.load(name)
     machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)
-    # The formulas count fp64 as fp32, which has half the bytes.
+    # The formulas count fp64 as fp32, so all bytes of an fp64 run are doubled.
     scale = 2.0 if config.training.precision == "fp64" else 1.0
     batch = max(level.batch for level in config.levels)
     training = replace(config.training, global_batch_size=batch)
-    # A run without --ep has ep 1; the planner would choose another ep for None.
+    # A run without --ep has ep 1. This is set here, since the planner would choose an ep for None.
     layout = replace(config.layout, ep=config.layout.ep or 1)
     if layout.schedule == "auto":  # no rank of it holds more than the fullest rank of 1F1B
         layout = replace(layout, schedule="1f1b")
@@ -172,9 +181,10 @@ def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]
 
 
 def least_of_run(config: Config) -> list[dict[str, float]]:
-    """Return the bytes of each part in OF_RUN on every pipeline rank, with --precision auto.
+    """Return the result of `of_run`; with --precision auto, for the precision that needs the least.
 
-    The GPUs decide the precision later: the result is for the precision that needs less memory.
+    train.py calls it before the GPUs decide what --precision auto is, to refuse a run only if it
+    fits in no precision.
     """
     precisions = ["fp32"] if config.run.device == "cpu" else ["fp32", "bf16"]
     tables = [of_run(config.with_precision(precision)) for precision in precisions]

@@ -7,7 +7,9 @@
 
 `planner.memory` adds these terms. A `Job` has a model, a layout, the training options and a
 machine. The layout may be one, or many as columns: a `Column` is a number, or an array with a
-number for each layout or stage. A decorator `term` lets another training program replace a formula.
+number for each layout or stage. `Parts` says which parts of the model a stage holds: the number of
+blocks, the embedding, the head. A formula with the decorator `term` can be replaced by another
+training program's; `mean_of_kinds` applies a formula to each kind of block, and takes the mean.
 """
 
 from typing import NamedTuple
@@ -20,13 +22,14 @@ from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
 from schedules.vocabulary import more_ahead
 
-# Bytes per parameter by which an optimizer's state is smaller than AdamW's two FP32 moments. 8-bit
-# AdamW has two bytes, and two FP32 scales for 256 weights; SGD and Muon have one moment; Adafactor
-# has two small factors of a matrix. Muon and 8-bit AdamW leave some weights to AdamW:
-# `state_of_others`.
+# Bytes per parameter by which an optimizer's state is smaller than AdamW's two FP32 moments (8). In
+# 8-bit AdamW it is two bytes, and two FP32 scales for 256 weights; in SGD and Muon one moment; in
+# Adafactor two small factors of a matrix. For weights that Muon and 8-bit AdamW leave to AdamW,
+# `state_of_others` adds the difference again.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
-# Bytes that a router keeps for each chosen expert of a token: the expert's number (8), its weight
-# in FP32 (4) and in half precision (2), and the token's index in two permutations (8 each).
+# Bytes that the router of a block with experts keeps for each chosen expert of a token: the
+# expert's number (8), its weight in FP32 (4) and half precision (2), the token's index in two
+# permutations.
 PLACES = 8 + 4 + 2 + 2 * 8
 # With --ep > 1 the token is also permuted by rank, which takes two permutations more.
 PLACES_ELSEWHERE = PLACES + 2 * 8
@@ -85,7 +88,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     has_head_matrix = parts.head & (parts.tied | (not model.tied))
     at_the_ends = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
     matrices = 1 if model.tied else 2
-    on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a shard
+    on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a part of both
     vocabulary = np.where(layout.vocab_pp, on_all_stages, at_the_ends)
     return parts.blocks * block + parts.embedding * positions + vocabulary
 
@@ -93,8 +96,8 @@ def held_parameters(job: Job, parts: Parts) -> Column:
 def laid_out(job: Job, parts: Parts) -> Column:
     """Return the number of elements of the buffers that hold a stage's parameters, with padding.
 
-    Adafactor and Muon update whole matrices. With ZeRO each rank's section of a buffer then holds
-    whole matrices, and all sections have one length, so the largest matrix may determine it.
+    With ZeRO a buffer has an equally long section for each rank. Adafactor and Muon update whole
+    matrices, so a section holds whole matrices, and is at least as long as the largest matrix.
     """
     model = job.model
     optimizer = job.training.optimizer
@@ -102,6 +105,7 @@ def laid_out(job: Job, parts: Parts) -> Column:
     if optimizer not in ("adafactor", "muon"):
         return held
     widest = max(model.qkv_width, model.up_width)
+    # In a block with experts, only attention and the shared MLP have matrices outside of experts.
     if all(kind.model.experts > 1 for _, kind in job.kinds):
         widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
     has_blocks = parts.blocks > 0
@@ -112,7 +116,8 @@ def laid_out(job: Job, parts: Parts) -> Column:
         largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
         matrices = held - parts.blocks * job.expert_parameters
     sections = held - matrices + np.maximum(matrices, job.shards * largest)
-    if model.experts > 1:  # experts are sharded over fewer ranks: those that hold the same experts
+    # The experts have sections of their own, for the fewer ranks that hold the same experts.
+    if model.experts > 1:
         experts = parts.blocks * job.expert_parameters
         stack = largest_stack(job) * has_blocks
         sections = sections - experts + np.maximum(experts, job.shards // job.ep * stack)
@@ -120,9 +125,9 @@ def laid_out(job: Job, parts: Parts) -> Column:
 
 
 def largest_stack(job: Job) -> Column:
-    """Return the number of parameters in the first MLP matrices of a block's experts on a rank.
+    """Return the number of parameters of the largest tensor of a block with experts, on a rank.
 
-    They are one tensor, the largest of a block with experts.
+    It stacks the first MLP matrices (up, and gate if there is one) of all the rank's experts.
     """
     model = job.model
     return model.experts / job.ep * model.hidden * model.expert_ffn_hidden * model.up_matrices
@@ -137,8 +142,8 @@ def weights_of(job: Job, parts: Parts, held: Column) -> Column:
     block = job.block_parameters / job.layout.tp
     gathered = size * (held - parts.blocks * block + 2 * block)
     masters = 0.0
-    # In fp32 `state_bytes` counts no masters, because they are the weights. At --zero 3 the
-    # gathered weights are other tensors than the sharded masters, so these count here.
+    # In fp32 the weights are their own masters, so `state_bytes` counts no masters. At --zero 3 the
+    # weights counted here are gathered copies, and the shard of masters has to be added.
     if size == 4:
         masters = held * 4.0 / job.shards
     return np.where(job.zero < 3, held * size, gathered + masters)
@@ -146,14 +151,16 @@ def weights_of(job: Job, parts: Parts, held: Column) -> Column:
 
 @term
 def gradients_of(job: Job, held: Column, shard: Column) -> Column:
-    """Return the bytes of a GPU's gradients. held, shard: the numbers of parameters on the GPU,
-    and of those that it updates; from --zero 2 on, it keeps only the gradients of the shard.
+    """Return the bytes of a GPU's gradients.
+
+    From --zero 2 on, a GPU keeps only the gradients of the parameters that it updates, in FP32.
+    held, shard: the numbers of parameters on the GPU, and of those that it updates.
     """
     return np.where(job.zero < 2, held * gradient_bytes(job), shard * 4.0)
 
 
 def gradient_bytes(job: Job) -> float:
-    """Return the bytes of one gradient in the sum over micro-batches, if it is not sharded."""
+    """Return the bytes of one gradient in the sum over micro-batches, below --zero 2."""
     size = job.machine.software.gradient_bytes if job.number_bytes == 2 else 4.0
     return size - 2.0 if job.training.grad_dtype == "bf16" else size
 
@@ -227,8 +234,9 @@ def kept_bytes(job: Job) -> Column:
 @mean_of_kinds
 @term
 def kept_selectively(job: Job) -> Column:
-    """Return the bytes that a block keeps for one micro-batch with selective recomputation: all
-    activations except those inside attention.
+    """Return the bytes that a block keeps for one micro-batch with selective recomputation.
+
+    They are all activations except those inside attention.
     """
     return block_activations(job, False)
 
@@ -238,15 +246,16 @@ def kept_selectively(job: Job) -> Column:
 def block_activations(job: Job, scores: Column) -> Column:
     """Return the bytes that a block keeps for one micro-batch (arXiv 2205.05198, section 4).
 
-    scores: whether attention's activations are kept, which are those of a flash kernel. The sum is
-    8 s b h outside the tensor-parallel region and 24 s b h / t inside, for an MLP width of 4 h.
+    scores: whether attention's activations are kept, which are those of a flash kernel. `numbers`
+    counts them for each token. With sequence s, micro-batch b and an MLP width of 4 h, the sum is
+    8 s b h bytes outside the tensor-parallel region and 24 s b h / t inside.
     """
     model, t, h = job.model, job.layout.tp, job.model.hidden
     experts, active = model.mlps
     computed = active * job.rows_over_mean  # MLPs that this GPU computes for each of its tokens
     f = computed * model.ffn_hidden + model.shared_ffn_hidden
     keys_and_values = model.qkv_width - model.attention_width
-    # The inputs and outputs of two norms; in a parallel block both norms have the same input.
+    # Inputs and outputs of two norms. In a parallel block both have the same input: 3, not 4.
     outside = 3 if model.block == "parallel" else 4
     numbers = outside * h / job.sequence_shards
     numbers = numbers + model.qkv_width / t  # queries, keys and values
@@ -261,7 +270,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     if experts > 1:
         numbers = numbers + computed * h / t  # rows that came to this GPU's experts
         numbers = numbers + active * h / t  # results that came back for this GPU's tokens
-    # Keys and values of other cp ranks; if attention is recomputed, they are gathered again.
+    # Keys and values of other cp ranks are kept too, unless attention is recomputed (scores 0).
     gathered_from = scores * (job.cp // job.over_heads - 1)
     numbers = numbers + gathered_from * keys_and_values / t
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
@@ -287,15 +296,14 @@ def routing_bytes(job: Job) -> Column:
 
 @term
 def copied_width(job: Job) -> Column:
-    """Return the width (columns) of the copies of queries and keys that a block keeps in addition
-    to the output of the QKV product.
+    """Return the width of the copies of queries and keys that a block keeps beside its QKV output.
 
     Rotary positions copy queries and keys; if these have norms, `normed_width` counts the copies.
     Else the queries are copied if there are fewer key heads than query heads.
     """
     model = job.model
     if model.qk_norm == "none" and model.positions == "rotary":
-        # q + k, since qkv_width is q + 2 k, and attention_width is q.
+        # The widths of queries and keys, q + k: qkv_width is q + 2 k, and attention_width is q.
         return (model.qkv_width + model.attention_width) / 2
     return model.attention_width * (model.kv_heads < model.heads)
 
@@ -313,8 +321,8 @@ def attention_copies(job: Job) -> Column:
 def in_flight(job: Job, rank: Column) -> Column:
     """Return the number of micro-batches whose activations a pipeline rank keeps at once, at least.
 
-    It is a micro-batch's activations in all stages of the rank that count as 1. The number is exact
-    for the schedules in EXACT without --vocab-pp.
+    The activations of a micro-batch in all stages of the rank count as 1. The number is exact for
+    the schedules in EXACT without --vocab-pp. 1F1B on 4 ranks: 4, 3, 2, 1 micro-batches.
     """
     layout = job.layout
     count = job.micro_batches
@@ -334,9 +342,10 @@ def in_flight(job: Job, rank: Column) -> Column:
 
 
 def sent_to_ranks(job: Job) -> Column:
-    """Return the bytes of the results that --vocab-pp ranks exchange and keep, beside activations.
+    """Return the bytes of the results that a rank keeps only because of --vocab-pp.
 
-    A rank keeps the embedding's results from pass E to pass T, for pp + 2 micro-batches at most.
+    All ranks compute the embedding together (pass E), and each keeps its result until pass T, the
+    head's backward, of the same micro-batch: for pp + 2 micro-batches at most.
     """
     return (job.layout.pp + 2) * job.activation_bytes / job.sequence_shards
 
@@ -369,16 +378,16 @@ def buckets_of(job: Job, parts: Parts) -> Column:
 
 
 def tied_gradient(job: Job, parts: Parts) -> Column:
-    """Return the bytes of the last bucket of a backward pass at --zero 2, which is kept until the
-    next micro-batch fills its first bucket.
+    """Return the bytes of the last gradient bucket of a backward pass at --zero 2.
 
-    Only the gradient of a tied copy of the vocabulary's matrix is large enough to count.
+    The bucket is kept until the next micro-batch fills its first bucket. Only the gradient of a
+    tied copy of the vocabulary's matrix is large enough to count.
     """
     return parts.tied * job.vocab_columns * job.model.hidden * reduced_bytes(job)
 
 
 def reduced_bytes(job: Job) -> Column:
-    """Return the bytes of one gradient that is being reduced, with its FP32 share of the sum."""
+    """Return the bytes of a gradient being reduced, with the part of its FP32 sum on a rank."""
     return gradient_bytes(job) + 4.0 / job.shards
 
 
@@ -422,10 +431,11 @@ def embedding_working(job: Job, parts: Parts, kept: Column) -> Column:
 def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     """Return the bytes of the logits of `heads` micro-batches, and of what the loss needs beside.
 
-    The loss needs a chunk of logits in FP32. Then the head's backward needs the gradients of its
-    input and its matrix, if the matrix's gradient is a tensor that is not yet in the sum: from
-    --zero 2 on, or if the stage has the embedding with the same matrix. At --zero 3 the two blocks
-    that `weights_of` counts are not gathered during the loss, so their bytes are subtracted.
+    First the loss needs a chunk of logits in FP32; later the head's backward may need the gradients
+    of its input and its matrix. The larger of the two counts. The matrix's gradient is a temporary
+    tensor from --zero 2 on, or if the embedding of the stage has the same matrix; otherwise it is
+    added to the sum at once. At --zero 3 no blocks are gathered during the loss, so the bytes of
+    the two blocks that `weights_of` counts are subtracted.
     """
     size = job.number_bytes
     layout = job.layout

@@ -1,6 +1,9 @@
-"""The planner's questions about models: parameters, the largest and the fewest nodes, shapes.
+"""Answers the questions of plan.py about models: `model`, `largest`, `smallest` and `shapes`.
 
 print(largest(question).text)      # a Question as in planner/questions.py
+
+A question has the planner's flags, the configuration of a run and a machine. planner/model_sizes.py
+finds the models; here the results are put into words and data.
 """
 
 from dataclasses import asdict
@@ -12,10 +15,11 @@ from planner.questions import BILLION, Answer, Question
 
 
 def model(question: Question) -> Answer:
-    """Parameters, FLOPs and bytes of the model."""
+    """Return the answer of `plan.py model`: the parameters, FLOPs and bytes of the model."""
     shape, samples = question.config.model, question.config.training.global_batch_size
     validation.check_shape(shape)
     total = model_stats.parameters(shape)
+    # A model with experts may have blocks of two kinds: with experts, and dense.
     kinds = block_kinds.kinds(shape)
     parts = dict(zip(("block", "dense block"), [model_stats.block_parameters(k) for _, k in kinds]))
     counts = [number for number, _ in kinds] + [1, 1]
@@ -26,7 +30,7 @@ def model(question: Question) -> Answer:
         lines.append(f"  {name:11} {count:3} x {part:15,}")
     experts, active = shape.mlps
     if experts > 1:
-        blocks, sparse = kinds[0]
+        blocks, sparse = kinds[0]  # the number of blocks with experts, and a model of them alone
         unused = blocks * (experts - active) * model_stats.mlp_parameters(sparse)
         parts["active"] = total - unused
         of_them = f"of them active: {active} of {experts} experts for each token"
@@ -44,7 +48,7 @@ def model(question: Question) -> Answer:
 
 
 def largest(question: Question) -> Answer:
-    """The largest model that trains on these GPUs."""
+    """Return the answer of `plan.py largest`: the largest model that trains on the GPUs."""
     run, gpus, name = question.config, question.gpus, question.machine.name
     size, found, layout = model_sizes.largest(question.machine, gpus, run.training, run.model)
     data = {"parameters": size, "gpus": gpus, "machine": name}
@@ -55,7 +59,7 @@ def largest(question: Question) -> Answer:
 
 
 def smallest(question: Question) -> Answer:
-    """The fewest nodes that hold the model."""
+    """Return the answer of `plan.py smallest`: the fewest nodes on which the model trains."""
     run, machine = question.config, question.machine
     nodes, layout = model_sizes.smallest(run.model, run.training, machine)
     data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": asdict(layout)}
@@ -63,13 +67,21 @@ def smallest(question: Question) -> Answer:
 
 
 def _leanest(layout: schema.Layout) -> str:
+    """Return a text on a layout that `largest` or `smallest` has found.
+
+    These only try layouts with micro-batch 1 and full recomputation, which need the least memory.
+    """
     cp = f"cp {layout.cp}, " * (layout.cp > 1)
     axes = f"tp {layout.tp}, pp {layout.pp}, {cp}dp {layout.dp}"
     return f"{axes}, micro-batch 1, full recomputation"
 
 
 def shapes(question: Question) -> Answer:
-    """Layers x hidden x heads near a size that suit tiles, tp and pp."""
+    """Return the answer of `plan.py shapes`: shapes of models of about --size parameters.
+
+    The shapes (layers, hidden size, heads) suit the GPU's tiles and the layout's tp; the highest
+    share of the GPU's peak comes first. Raise UserError without --size.
+    """
     run, machine, size = question.config, question.machine, question.options.size
     if not size:
         raise UserError("how many parameters? give --size, such as --size 200e9")
@@ -80,7 +92,7 @@ def shapes(question: Question) -> Answer:
     data = []
     for m, share in model_sizes.shapes(size, run.model, run.layout, run.training, machine):
         count = model_stats.parameters(m)
-        # With these, embedding and head can count as a block each.
+        # With these pp all stages are equal, if embedding and head count as a block each.
         pp = [stages for stages in range(2, 65) if (m.layers + 2) % stages == 0]
         data.append(asdict(m) | {"parameters": count, "efficiency": share, "pp": pp})
         lines.append(

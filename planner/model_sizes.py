@@ -1,9 +1,10 @@
-"""The largest model for some GPUs, the fewest nodes for a model, and shapes that suit the hardware.
+"""Finds the largest model for some GPUs, the fewest nodes for a model, and efficient shapes.
 
     parameters, shape, layout = largest(machine, gpus=64, training=training, like=preset("7b"))
     nodes, layout = smallest(model, training, machine)
 
-All of them only ask what fits: at micro-batch 1 with full recomputation, in the order of `_lean`.
+`largest` and `smallest` ask only whether a model fits into memory, not how fast it is. So they try
+layouts that need the least memory, here called lean: micro-batch 1 with full recomputation.
 """
 
 import math
@@ -26,7 +27,7 @@ from planner.hardware import Machine
 from planner.job import Job
 from planner.step_time import block_pass
 
-MOST_NODES = 10_000  # on which the smallest number is looked for
+MOST_NODES = 10_000  # `smallest` tries no more nodes than this
 
 # ---- How large, how few --------------------------------------------------------------------------
 
@@ -34,11 +35,14 @@ MOST_NODES = 10_000  # on which the smallest number is looked for
 def largest(
     machine: Machine, gpus: int, training: Training, like: ModelShape
 ) -> tuple[int, ModelShape, Layout]:
-    """Parameters, shape and layout of the largest model of `like`'s kind that trains.
+    """Return the parameters, shape and layout of the largest model that fits on some GPUs.
 
-    Hidden sizes are multiples of 256 with heads of 128; a model is 60 to 200 times as wide as
-    deep, as published ones are. Micro-batch 1, full recomputation. UserError if none fits.
+    like: a model whose other options the result has. The hidden sizes that are tried are multiples
+    of 256, with heads of size 128. The hidden size is 60 to 200 times the number of layers, as in
+    published models. Raise UserError if no model fits.
     """
+    # For each hidden size, the deepest model that fits. From some hidden size on, the deepest model
+    # would be too shallow for its width, and wider models more so: the loop ends.
     trains: list[tuple[int, ModelShape, Layout]] = []
     for hidden in range(512, 32768, 256):
         found = _deepest(machine, gpus, training, like, hidden)
@@ -54,7 +58,10 @@ def largest(
 def _deepest(
     machine: Machine, gpus: int, training: Training, like: ModelShape, hidden: int
 ) -> tuple[ModelShape, Layout] | None:
-    """Bisection for the most blocks of that width that fit on some layout."""
+    """Return the model of a hidden size with the most blocks that fits, and a layout; or None.
+
+    The number of blocks is found by bisection, since a deeper model needs more memory.
+    """
     sized = cache(lambda layers: _resized(like, layers, hidden, hidden // 128))
     fitting = cache(lambda layers: leanest(sized(layers), training, machine, gpus))
     most = bisect_left(range(1, hidden // 60 + 1), True, key=lambda n: fitting(n) is None)
@@ -63,8 +70,11 @@ def _deepest(
 
 
 def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
-    """A model of `like`'s kind: as many heads share keys and values, or what of that divides the
-    heads, and the MLP is as many times as wide, to a multiple of 128.
+    """Return a model with the options of `like`, but other numbers of layers and heads, and width.
+
+    The proportions of `like` are kept. As many query heads share one key head as there, or if this
+    number does not divide `heads`, their common divisor. The MLP is wider than the hidden size by
+    the same factor, rounded to a multiple of 128.
     """
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads}
     sizes |= {"kv_heads": heads // math.gcd(heads, like.heads // like.kv_heads)}
@@ -74,8 +84,10 @@ def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelSha
 
 
 def _lean(model: ModelShape, machine: Machine, gpus: int = 0) -> Iterator[Layout]:
-    """The layouts at micro-batch 1 with full recomputation whose tp, pp and cp divide so many GPUs
-    (0: any number), without dp, in the order in which they are tried; cp of long samples only.
+    """Yield the lean layouts of a model, without dp, in the order in which they are tried.
+
+    gpus: tp, pp and cp must divide this number; 0: no such limit. Small cp come first, then large
+    tp, then small pp. cp above 1 is tried only for long samples. train.py must accept the split.
     """
     ranks = divisors(gpus) if gpus else range(1, max(machine.node, model.layers) + 1)
     tps = [tp for tp in ranks if tp <= machine.node][::-1]
@@ -88,7 +100,10 @@ def _lean(model: ModelShape, machine: Machine, gpus: int = 0) -> Iterator[Layout
 
 
 def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:
-    """The first layout that fits at micro-batch 1 with full recomputation, or None."""
+    """Return the first lean layout that fits on exactly `gpus` GPUs, or None.
+
+    Also called if no layout of `plan.py layouts` fits, to say which layout would.
+    """
     for lean in _lean(model, machine, gpus):
         dp, rest = divmod(gpus, lean.tp * lean.pp * lean.cp)
         layout = replace(lean, dp=dp)
@@ -98,7 +113,7 @@ def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) 
 
 
 def _trains(job: Job) -> bool:
-    """Whether it fits, with the batch rounded up to a multiple of dp."""
+    """Return whether a job fits into memory, with the batch rounded up to a multiple of dp."""
     dp = job.layout.dp or 1
     samples = -(-job.training.global_batch_size // dp) * dp
     training = replace(job.training, global_batch_size=samples)
@@ -106,17 +121,21 @@ def _trains(job: Job) -> bool:
 
 
 def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[int, Layout]:
-    """The fewest nodes on which the model trains, and a layout there; UserError beyond MOST_NODES.
+    """Return the fewest full nodes on which a model fits, and a layout for them.
 
-    With more replicas a layout never needs more memory, so that their number is bisected.
+    Each lean layout is tried with fewer nodes than the best layout so far. More replicas never need
+    more memory on a GPU, so the fewest replicas are found by bisection. Raise UserError if more
+    than MOST_NODES nodes would be needed.
     """
     check_shape(model)
     fewest, found = MOST_NODES + 1, None
     for lean in _lean(model, machine):
         replica = lean.tp * lean.pp * lean.cp
-        nodes = math.lcm(replica, machine.node) // machine.node  # the fewest that it fills
+        # The fewest nodes that whole replicas fill: replicas of 12 GPUs fill 3 nodes of 8 GPUs.
+        nodes = math.lcm(replica, machine.node) // machine.node
         with_dp = lambda n: replace(lean, dp=n * nodes * machine.node // replica)  # noqa: B023, E731
         fits = lambda n: _trains(Job(model, with_dp(n), training, machine))  # noqa: B023, E731
+        # The multiples of `nodes` that are less than the fewest nodes so far.
         counts = range(1, (fewest - 1) // nodes + 1)
         if counts and fits(counts[-1]):
             count = counts[bisect_left(counts, True, key=fits)]
@@ -132,19 +151,22 @@ def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[i
 def shapes(
     size: float, like: ModelShape, layout: Layout, training: Training, machine: Machine
 ) -> list[tuple[ModelShape, float]]:
-    """Shapes within 3 % of `size` parameters and their share of the peak, the highest first.
+    """Return shapes within 3 % of `size` parameters and their share of the peak, the highest first.
 
-    The share is that of one block's forward and backward, everything counted. UserError if none.
-    Hidden is a multiple of 128 and of 8 tp; the head size one of 64 to 256, a multiple of 8; heads
-    divide by tp and, times the micro-batch, by 4 tp (fused softmax). Ratios of 80 to 250.
+    The share is of one block's forward and backward, which includes attention, memory traffic and
+    collectives. The hidden size is a multiple of 128 and of 8 tp, and 80 to 250 times the layers.
+    The head size is a multiple of 8 from 64 to 256. A tensor rank's heads times the micro-batch are
+    a multiple of 4, which a fused softmax needs. Raise UserError if no shape has all of this.
     """
     found, step = [], math.lcm(128, 8 * layout.tp)
     for hidden, head in product(range(step, 32768, step), range(64, 257, 8)):
         heads, rest = divmod(hidden, head)
         if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
             continue
+        # From a model of one block, compute how many blocks give `size` parameters.
         one = _resized(like, 1, hidden, heads)
         layers = 1 + round((size - parameters(one)) / block_parameters(one))
+        # tp must divide the key heads and the MLP's width; the shape must not be too flat or deep.
         odd = one.kv_heads % layout.tp or one.ffn_hidden % layout.tp
         if odd or layers < 1 or not 80 <= hidden / layers <= 250:
             continue
@@ -158,6 +180,11 @@ def shapes(
 
 
 def _efficiency(job: Job) -> float:
+    """Return the FLOPs of a block's forward and backward over its seconds, as a share of the peak.
+
+    With full recomputation the second forward counts as work too.
+    """
+    # In units of a forward's FLOPs: a forward 1, a backward 2, and a recomputed forward 1.
     passes = 4 if job.layout.recompute == "full" else 3
     flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
     return flops / sum(block_pass(job)) / job.machine.peak

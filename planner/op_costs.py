@@ -10,6 +10,8 @@ The model's assumptions, the most important first:
 * A ring collective of n ranks moves 2 (n-1)/n of its bytes over its slowest link.
 
 Every size may be a number, or a numpy array of numbers, such as a column of `planner.job.Columns`.
+A `Pass` has two values: for a forward and for a backward pass. A `Link` is a connection with a
+latency and a speed.
 """
 
 import math
@@ -44,19 +46,23 @@ class Pass:
 # Rows and columns of a tile, and its speed relative to the largest tile: a smaller tile reuses less
 # of the data that it loads. The speeds are assumed from cuBLAS on square A100 GEMMs, not fitted.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.6))
-PROLOGUE = 64  # the start of a tile takes as long as this much of the inner dimension
-LAUNCH = 5e-6  # seconds from one kernel to the next
+# The start of a tile takes as long as this many steps along the product's inner dimension k, so a
+# product with a small k is slow.
+PROLOGUE = 64
+LAUNCH = 5e-6  # seconds between the end of one kernel and the start of the next
 GEMM_MEMORY = 0.85  # share of the memory's bandwidth that a GEMM reaches when it loads operands
 COPY_MEMORY = 0.8  # share of the memory's bandwidth that an elementwise kernel reaches
-ALIGNMENT = 8  # numbers of half precision in 16 bytes
+ALIGNMENT = 8  # the number of half-precision numbers in 16 bytes, to which rows should be aligned
 # Products in fp8 are faster than in bf16 by this share of the ratio of the GPU's two peaks. Of the
 # values from 0.8 to 0.95 this one fits 44 measured steps best.
 FP8_SHARE = 0.85
 
 
 def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Column:
-    """Return the seconds of a matrix product (m x k) times (k x n); size: bytes of a number, 4 for
-    FP32.
+    """Return the seconds of a matrix product (m x k) times (k x n).
+
+    It takes as long as the slower of its arithmetic and its memory traffic. FP32 products do not
+    use tensor cores. size: bytes of a number, 4 for FP32.
     """
     traffic = float(size) * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
     if size > 2:
@@ -73,6 +79,7 @@ def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colum
     """
     best: Column = float("inf")
     for rows, columns, speed in TILES:
+        # A product has whole tiles, and all processors compute one tile each in a wave.
         tiles = batch * -(-m // rows) * -(-n // columns)
         waves = -(-tiles // machine.processors)
         best = np.minimum(best, waves * rows * columns / speed)
@@ -81,9 +88,10 @@ def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colum
 
 
 def aligned(n: Column, k: Column) -> Column:
-    """Return the alignment of rows of n and of k half-precision numbers, as a share of 16 bytes.
+    """Return the share of a GEMM's speed that is left if its rows are not aligned to 16 bytes.
 
-    It is the largest power of two that divides both rows' bytes, over 16, and at most 1.
+    n, k: the lengths of the operands' rows in half-precision numbers. The result is the largest
+    power of two up to 16 that divides both rows' bytes, divided by 16. For n = k = 4 it is 0.5.
     """
     return np.gcd(np.gcd(ALIGNMENT, n), k) / ALIGNMENT
 
@@ -102,8 +110,8 @@ def linear(machine: Machine, rows: Column, outs: Column, ins: Column, size: int 
 def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pass:
     """Return the seconds of a linear layer with products in fp8.
 
-    Inputs and gradients are read in half precision, and written in fp8 twice: as they are, and
-    transposed. rows, outs, ins: tokens, outputs and inputs.
+    Inputs and gradients are read in half precision (2 bytes), and written in fp8 twice (1 byte
+    each): as they are, and transposed. rows, outs, ins: tokens, outputs and inputs.
     """
     faster = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
     casts = Pass(4.0 * rows * ins, 4.0 * rows * outs)
@@ -111,8 +119,9 @@ def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pas
 
 
 def moved(machine: Machine, count: Any) -> Any:
-    """Return the seconds in which elementwise kernels read and write `count` bytes. If `count` is a
-    Pass, the result is a Pass.
+    """Return the seconds in which elementwise kernels read and write `count` bytes.
+
+    If `count` is a Pass, the result is a Pass.
     """
     return count * (1 / (machine.bandwidth * COPY_MEMORY))
 
@@ -121,7 +130,7 @@ def moved(machine: Machine, count: Any) -> Any:
 
 
 HEAD = 128  # the head size for which a machine's attention rates hold
-SMALL_HEAD = 0.85  # the share of these rates with half that head size
+SMALL_HEAD = 0.85  # attention reaches this share of its rate when the head size is halved
 
 
 def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 2) -> Pass:
@@ -131,13 +140,15 @@ def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 
     sample. head: the head size. size: bytes of a number, 4 for FP32.
     """
     padded_head = -(-head // ALIGNMENT) * ALIGNMENT
-    product = 1.0 * batch * seq * seq * padded_head  # FLOPs
+    # The FLOPs of one product: 2 for each pair of tokens and head column, halved by the mask.
+    product = 1.0 * batch * seq * seq * padded_head
     if size > 2:
         rate = machine.vector_peak * machine.gemm_fraction
         return Pass(2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH)
     kernel = KERNELS[machine.kernel]
+    # The rate rises with the sequence length, and is half of its limit at `kernel.half` tokens.
     rate = machine.peak * machine.flash_fraction * seq / (seq + kernel.half)
-    if kernel.half:
+    if kernel.half:  # "flash" has no `half`: its rate holds for all lengths and head sizes
         rate *= SMALL_HEAD ** max(0.0, math.log2(HEAD / head))
     forward = 2 * product / (rate * kernel.forward)
     return Pass(forward + LAUNCH, 5 * product / (rate * kernel.backward) + LAUNCH)
@@ -149,13 +160,13 @@ def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 
 def ring(machine: Machine, ranks: Column, stride: Column) -> Link:
     """Return the slowest link of a ring of `ranks` ranks that are `stride` apart.
 
-    Within a node that is NVLink. Across nodes, all groups of a node share its network. A ring with
-    several ranks on a node receives through one GPU's adapter and sends through another GPU's, both
-    in one direction only, and reaches the share `crossing` of the speed.
+    Within a node this link is NVLink. Across nodes it is the network, which all groups of a node
+    share. A ring with several ranks on a node receives through one GPU's network adapter and sends
+    through another GPU's, both in one direction only; so it reaches the share `crossing` alone.
     """
     local = _on_one_node(machine, ranks, stride)
     inside = ranks <= local
-    groups = machine.node / local
+    groups = machine.node / local  # groups of a node that use the network at the same time
     crossing = np.where(local > 1, machine.crossing, 1.0)
     shared = machine.network.speed / groups * crossing
     slowest = np.minimum(machine.nvlink.speed, shared)
@@ -170,15 +181,18 @@ def _on_one_node(machine: Machine, ranks: Column, stride: Column) -> Column:
 
 
 def all_reduce(link: Link, ranks: Column, count: Column) -> Column:
-    """Return the seconds to sum `count` bytes over a ring. A reduce-scatter or an all-gather takes
-    half as long.
+    """Return the seconds to sum `count` bytes over all ranks of a ring (an all-reduce).
+
+    A reduce-scatter or an all-gather takes half as long. link: the slowest link of the ring.
     """
     return 2.0 * (ranks - 1) * (count / ranks / link.speed + link.latency)
 
 
 def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -> Column:
-    """Return the seconds in which each rank sends `count` bytes in equal parts to all ranks of its
-    group, which are `stride` apart. All GPUs of a node share its network.
+    """Return the seconds in which each rank sends equal parts of `count` bytes to all ranks.
+
+    The ranks of the group are `stride` apart. Parts for ranks of the same node go over NVLink, the
+    others over the network, which all GPUs of the node share; the slower of the two counts.
     """
     local = _on_one_node(machine, ranks, stride)
     inside = count * (local - 1) / ranks / machine.nvlink.speed + machine.nvlink.latency
@@ -191,11 +205,11 @@ def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -
 def message(machine: Machine, stage_ranks: Column, count: Column) -> Column:
     """Return the seconds until an activation of `count` bytes has reached the next stage.
 
-    stage_ranks: the number of GPUs of a stage.
+    stage_ranks: the number of GPUs of a stage. All GPUs of a node share its network.
     """
     rate = machine.network.bandwidth * machine.p2p_fraction
     apart = count * machine.node / rate + machine.network.latency
-    # With smaller stages, most neighbours are on one node: only the ranks of its last stage send
-    # through the network.
+    # With stages smaller than a node, several stages are on one node: only the ranks of its last
+    # stage send through the network, the others over NVLink.
     edge = np.maximum(count * stage_ranks / rate, count / machine.nvlink.speed)
     return np.where(stage_ranks >= machine.node, apart, edge + machine.nvlink.latency)

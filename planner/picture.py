@@ -1,9 +1,10 @@
-"""Pictures of layouts as SVG files: each one a point, what is fast over what it needs.
+"""Draws pictures as SVG files: layouts as points, with the speed of each over the memory it needs.
 
     front = picture.front([(62.6, 65284.0), (52.8, 60013.0)])
     picture.write(path, "GB", "tokens/s", {"fits": points, "front": front})
 
-They are drawn by matplotlib, which is loaded when a picture is asked for, and not before.
+matplotlib draws them. It is loaded only when a picture is asked for, since it may be missing.
+A themed picture follows the reader's screen: it has other colours in dark mode.
 """
 
 import io
@@ -17,10 +18,11 @@ from config.messages import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Point = tuple[float, float]  # x and y
+Point = tuple[float, float]  # x and y of a layout in the picture
 BLUE, GREEN, GREY = "#2563b8", "#13795b", "#b8b8b2"
 COLORS = {"does not fit": GREY, "fits": BLUE, "measured": BLUE, "front": GREEN}
-# Colours of `themed`, light and dark. rsvg-convert knows no dark screens and takes light ones.
+# The colours that `themed` replaces, by name: in light mode, and in dark mode. A program without
+# dark mode, such as rsvg-convert, draws the light ones.
 PALETTE = {
     "ink": ("#1c1d20", "#e8e8e4"),
     "faint": ("#696c74", "#9ea2ab"),
@@ -33,9 +35,10 @@ PALETTE = {
     "violet": ("#6a3fb5", "#b79cff"),
 }
 LIGHT = {name: colors[0] for name, colors in PALETTE.items()}
-SETTINGS: dict[Any, Any] = {  # for rc_context, around what `themed` takes
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "planner",  # the same rows give the same file
+# The settings of matplotlib (for rc_context) with which a figure for `themed` is drawn.
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # letters are written as text, not as outlines
+    "svg.hashsalt": "planner",  # matplotlib's identifiers are not random: equal data, equal file
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8,
     "text.color": LIGHT["ink"],
@@ -49,7 +52,11 @@ SETTINGS: dict[Any, Any] = {  # for rc_context, around what `themed` takes
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points than which no other one has a smaller x, or as small a one, and a larger y."""
+    """Return the best points: no other point has a larger y with the same x or a smaller one.
+
+    In a picture of tokens per second (y) over memory (x) they are the fastest layouts for each
+    memory. They are sorted by x.
+    """
     found: list[Point] = []
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
         if not found or y > found[-1][1]:
@@ -60,14 +67,16 @@ def front(points: Sequence[Point]) -> list[Point]:
 def write(
     path: str, x_title: str, y_title: str, groups: Mapping[str, Sequence[Point]], title: str = ""
 ) -> None:
-    """Write the points of each group, in its color, as an SVG file; the last group is joined by a
-    line. UserError if the file cannot be written, or without matplotlib.
+    """Write an SVG file with groups of points, each group in a colour of its own (COLORS).
+
+    A line joins the points of the last group. Raise UserError if the file cannot be written, or
+    without matplotlib.
     """
     with messages.installed("a picture needs matplotlib, `pip install matplotlib`"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
-    # Text stays text, and the same points give the same file.
+    # Letters are written as text, and equal points give an equal file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "layouts"}):
         figure = Figure(figsize=(7.0, 4.5), layout="constrained")
         axes = figure.add_subplot()
@@ -88,11 +97,13 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def themed(figure: "Figure") -> str:
-    """Return a figure as an SVG element with a background, and other colours on dark screens.
+    """Return a figure of matplotlib as text of an SVG element that has other colours in dark mode.
 
-    Only colours of PALETTE change.
+    Every light colour of PALETTE gets a CSS rule that replaces it by its dark colour on a screen in
+    dark mode; other colours stay. A background is added. Pages and pictures of docs/ use it.
     """
     file = io.StringIO()
+    # Leave out matplotlib's metadata and its style element, so that equal data give equal text.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = re.sub(r"<style.*?</style>", "", file.getvalue(), flags=re.DOTALL)
@@ -100,6 +111,7 @@ def themed(figure: "Figure") -> str:
     back = f'<rect width="100%" height="100%" style="fill: {LIGHT["back"]}"/>'
     dark = dict(PALETTE.values())
     rules = []
+    # Find all lines and areas with a light colour by the text of their style attribute.
     for kind, light in sorted(set(re.findall(r"(fill|stroke): (#\w+)", back + shapes))):
         if light in dark:
             found = f'[style*="{kind}: {light}"]'

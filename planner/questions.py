@@ -1,10 +1,12 @@
-"""A question to the planner, and its answer: text for people, and data.
+"""Defines a question to the planner, and its answer: text for people, and data for --json.
 
 question = Question(options, request.config, request.given, hardware.load("a100-80"))
 question.rank().ranked[0].layout
 
-The questions are functions from a Question to an Answer: layout_table.py, duration_questions.py,
-layout_questions.py, model_questions.py, growth.py. plan.py lists them.
+plan.py makes a `Question` from the command line and passes it to the function that answers it. The
+functions, from a Question to an Answer, are in layout_table.py, duration_questions.py,
+layout_questions.py, model_questions.py and growth.py. Options that the user gave are fixed in all
+layouts that are tried; the planner chooses the others.
 """
 
 import math
@@ -22,10 +24,11 @@ from planner.enumeration import PLAIN, Asked
 from planner.job import Job
 from planner.step_time import with_networks
 
-BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
+BATCH = 2048  # the global batch size if none is given: all published runs of 200B models have it
+# Training options to replace for a step with the full batch: without a ramp-up of the batch.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
-SEARCHED = ("layouts", "days")  # questions for which all schedules are searched
-BILLION = 1e9  # of parameters, and bytes of a gigabyte
+SEARCHED = ("layouts", "days")  # questions for which all schedules and numbers of blocks are tried
+BILLION = 1e9  # a billion parameters, and the bytes of a gigabyte
 
 
 @dataclass(frozen=True)
@@ -40,33 +43,36 @@ class Answer:
 class Question:
     """A question's arguments."""
 
-    options: Namespace  # the planner's own: nodes, gpus, top, rejected, tokens, size, trace
-    config: Config
+    options: Namespace  # the values of the planner's own flags (flags.py), and `question`, its name
+    config: Config  # model, layout and training options of train.py, with defaults filled in
     given: Collection[str]  # options of `config` that a flag or the --config file gave
     machine: hardware.Machine
 
     @property
     def gpus(self) -> int:
-        """--gpus, or --nodes full nodes."""
+        """The number of GPUs: --gpus, or all GPUs of --nodes nodes, or of one node."""
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
     def rank(self, most: float = math.inf, plain: bool = False) -> layouts.Answer:
-        """The fastest layouts on these GPUs that agree with what was given, so many of them, and
-        those that cannot run: train.py's own check has the last word. plain: whether the fastest
-        of the kind that measured runs have is looked for too.
+        """Return the fastest layouts on the question's GPUs, and the layouts that cannot run.
+
+        Layout options that the user gave are fixed, and a layout is ranked only if train.py's own
+        checks accept it. most: the number of layouts to rank. plain: whether the answer also has
+        the fastest layout of the kind that real runs have measured (enumeration.PLAIN).
         """
         run = self.config
         fixed = {field.name: getattr(run.layout, field.name) for field in fields(schema.Layout)}
         fixed = {name: value for name, value in fixed.items() if name in self.given}
-        searched = self.options.question in SEARCHED  # a ramp-up ranks often
+        searched = self.options.question in SEARCHED
+        # For the other questions only plain layouts are tried, because a ramp-up ranks often.
         if not searched:
             fixed = PLAIN | {"recompute_layers": None} | fixed
+        # The check is for the full batch: whether a layout can run the smaller batches of a ramp-up
+        # is not a reason to reject it, but a column of the table.
         full = replace(run, training=replace(run.training, **FULL_BATCH))
 
         def refusal(layout: schema.Layout) -> str:
-            """Why train.py would not start it, or "". What a ramp-up of the batch does not divide
-            has a column of its own.
-            """
+            """Return the error with which train.py would refuse a layout, or "" if it accepts."""
             try:
                 validation.check_any_length(replace(full, layout=layout), self.gpus)
             except UserError as error:
@@ -74,7 +80,8 @@ class Question:
             return ""
 
         def at_networks(row: layouts.Ranked) -> layouts.Ranked:
-            """With an interval for a network whose rate was not measured on this cluster."""
+            """Return a ranked layout, its interval widened if the network was not measured."""
+            # The searched schedule of `auto` is not known here; 1F1B stands for it.
             name = row.layout.schedule.replace("auto", "1f1b")
             job = Job(run.model, replace(row.layout, schedule=name), run.training, self.machine)
             return row._replace(prediction=with_networks(row.prediction, job))
@@ -87,7 +94,11 @@ class Question:
         return found._replace(ranked=ranked, plain=list(map(at_networks, found.plain)))
 
     def job(self) -> Job:
-        """The given layout on the GPUs asked for; UserError if it is impossible there."""
+        """Return the job of the layout that the user gave, for questions about one layout.
+
+        Without --gpus and --nodes it has as many GPUs as the layout needs. Raise UserError if the
+        layout is impossible on these GPUs.
+        """
         layout, given = self.config.layout, self.options.gpus or self.options.nodes
         ranks = self.gpus if given else layout.tp * layout.pp * layout.cp * (layout.dp or 1)
         run = validation.check_any_length(self.config, ranks)
@@ -95,5 +106,8 @@ class Question:
 
 
 def flags(layout: schema.Layout) -> list[str]:
-    """Return the words after train.py for a layout: what is not its default, but for dp."""
+    """Return train.py's command-line words for a layout: the options that differ from the defaults.
+
+    There is no option for dp, which follows from the number of ranks.
+    """
     return to_words(layout, without="dp")

@@ -3,9 +3,10 @@
     out_of_memory(machine, needed)      # 0..1
     interval(job, seconds)              # (low, high), between which 90 of 100 runs are expected
 
-The ratio of a measured to a predicted value is assumed to be log-normal. Its standard deviations,
-the machine's `time_spread` and `memory_spread`, were found on runs that were not used to fit the
-machine's constants (benchmarks/results/plan_public.md).
+The ratio of a measured to a predicted value is assumed to be log-normal. The standard deviations of
+its logarithm, the machine's `time_spread` and `memory_spread`, were found on runs that were not
+used to fit the machine's constants (benchmarks/results/plan_public.md). A risk is the probability
+of running out of memory.
 """
 
 import math
@@ -14,14 +15,15 @@ from statistics import NormalDist
 from planner.hardware import Machine
 from planner.job import Job
 
-DEFAULT = 0.05  # the probability of running out of memory that `layouts` accepts
+DEFAULT = 0.05  # the risk of a layout that is accepted without --risk
 NINETY = 1.645  # standard deviations on either side between which 90 of 100 values lie
 MEASURED = ("1f1b", "gpipe")  # schedules of the runs on which `time_spread` was found
-PER_DOUBLING = 0.05  # spread for each doubling of a value beyond its fitted range; assumed
+PER_DOUBLING = 0.05  # assumed: the spread grows by this for each doubling beyond a fitted range
 
 
 def out_of_memory(machine: Machine, needed: float) -> float:
     """Return the probability that a GPU runs out of memory; needed: the predicted bytes."""
+    # The distance of the GPU's memory from the prediction, in standard deviations.
     room = math.log(machine.memory / needed) / machine.memory_spread
     return 0.5 * math.erfc(room / math.sqrt(2))
 
@@ -45,7 +47,7 @@ def interval(job: Job, seconds: float) -> tuple[float, float]:
     values = job.fitted_values
     doublings = 0.0  # by how many doublings the job is outside of fitted ranges
     for name, (low, high) in job.machine.fitted_range.items():
-        if high:
+        if high:  # the range is empty (0 to 0) for a machine without measured runs
             nearest = min(max(values[name], low), high)
             doublings += abs(math.log2(values[name] / nearest))
         else:

@@ -1,7 +1,10 @@
-"""Runs that were measured: their options, from run.json or a checkpoint, and seconds of steps.
+"""Reads what a run has written: its options from run.json, and the seconds of its measured steps.
 
 options = options_of("runs/a")      # flat: layers, hidden, ..., tp, ..., global_batch_size, ...
-run = read("runs/a", machine)       # with the seconds that metrics.jsonl has
+run = read("runs/a", machine)       # with the median seconds of a step from metrics.jsonl
+
+A path names a run's folder, a checkpoint of the run, or a run.json. `plan.py` reads runs for
+--config RUN, `gap`, `compare` and `calibrate`.
 """
 
 import json
@@ -21,46 +24,61 @@ from planner.questions import FULL_BATCH
 from planner.step_time import predict
 from schedules.choice import decide_layout
 
-OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
-DECIDED = ("schedule", "partition", "recompute_blocks")  # by --schedule auto
-WARM_UP_STEPS = 2  # that are not measured
-FEWEST_STEPS = 3
-LEAST_SPREAD = 0.02  # of a run's seconds: they repeat no better, and formulas are no better
-# The standard deviation of a median of normal numbers, times the root of how many they are, over
-# the median of their distances from it: 1.4826 * 1.2533.
+OF_RUN = ("model", "layout", "training")  # the groups of options in run.json that a plan uses
+DECIDED = ("schedule", "partition", "recompute_blocks")  # options that --schedule auto decides
+WARM_UP_STEPS = 2  # a run's first steps are slower and do not count
+FEWEST_STEPS = 3  # a run with fewer counted steps has no reliable median and is refused
+# The seconds of a run count as uncertain by this share at least: neither does a run repeat more
+# exactly, nor are the planner's formulas more exact.
+LEAST_SPREAD = 0.02
+# The median of n normal numbers has the standard deviation SPREAD_OF_MEDIAN * d / sqrt(n), where d
+# is the median of their distances from it: 1.4826 d is their own standard deviation, and a median
+# varies 1.2533 times as much as a mean.
 SPREAD_OF_MEDIAN = 1.86
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was measured: its job on a machine, median seconds of a step, how sure."""
+    """A run that was measured, to compare with the planner's prediction of the same job."""
 
-    path: str
-    job: Job
-    seconds: float
-    steps: int
-    spread: float  # of the median: a standard deviation of its logarithm
+    path: str  # the run's folder or file, as the user named it
+    job: Job  # the run's model, layout and training options, and the machine
+    seconds: float  # the median of the counted steps
+    steps: int  # the number of counted steps
+    spread: float  # the standard deviation of the logarithm of `seconds`
 
     @property
     def weight(self) -> float:
-        """How much the run counts in a fit: the more, the better its steps repeat."""
+        """The factor of this run's error in a fit of a machine's constants (calibration.py).
+
+        It is 1 over the standard deviation of the run's median, so a run whose steps repeat well
+        counts more; LEAST_SPREAD limits it.
+        """
         return 1 / max(LEAST_SPREAD, self.spread)
 
     def predicted(self, machine: Machine) -> float:
-        """Seconds of the same run's steps on another machine, as the planner has them."""
+        """Return the predicted seconds of a step of the run's job on a given machine.
+
+        A fit of constants calls this with many variants of the run's machine.
+        """
         return predict(self.job._replace(machine=machine)).seconds
 
 
 def is_source(path: str) -> bool:
-    """Whether --config names a run's folder, a run.json or a checkpoint, and not a TOML file."""
+    """Return whether the path of --config is a run's folder, a run.json or a checkpoint.
+
+    Otherwise it is a TOML file of options.
+    """
     return Path(path).is_dir() or path.endswith(".json")
 
 
 def options_of(path: str) -> dict[str, Any]:
-    """The options of a run's folder, a run.json or a checkpoint, without those that follow from
-    others. A schedule that was searched is --schedule auto again.
+    """Return the options of a run's model, layout and training by name, as flags would give them.
 
-    Raises UserError if it is none of these, or if an option that is not known here was on.
+    Options that are None or have the value that follows from the model's other sizes are left out.
+    If --schedule auto found the run's schedule, `schedule` is `auto` again, and the options in
+    DECIDED are left out. Raise UserError if `path` has no run.json, or if an option was on that
+    this version does not know.
     """
     groups = facts_of(path)["config"]
     found: dict[str, Any] = {}
@@ -74,6 +92,8 @@ def options_of(path: str) -> dict[str, Any]:
         found |= {name: value for name, value in values.items() if name in known}
     if str(found.get("schedule")).startswith("searched"):
         found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
+    # By name, the values that follow from the model's other sizes, for example kv_heads = heads. An
+    # option with this value is left out, so that it follows again if a flag changes the sizes.
     shape = ModelShape(**groups["model"])
     follows = shape.derived() | {"max_positions": shape.seq_length}
     options = {}
@@ -87,7 +107,10 @@ def options_of(path: str) -> dict[str, Any]:
 
 
 def config_of(path: str) -> Config:
-    """The configuration of a run, with what --schedule auto had decided; UserError as above."""
+    """Return the configuration with which a run trained; raise UserError as `options_of` does.
+
+    With --schedule auto the layout has the schedule and partition that the search had found.
+    """
     config = build(options_of(path))
     if config.layout.schedule != "auto":
         return config
@@ -97,12 +120,16 @@ def config_of(path: str) -> Config:
 
 
 def facts_of(path: str) -> dict[str, Any]:
-    """The contents of a run.json: that file, a run's, or that of the run of a checkpoint."""
+    """Return the contents of a run.json; raise UserError if there is none or it has other contents.
+
+    path: the run.json itself, the folder of the run, or a checkpoint of the run.
+    """
     found = families.of_run(path) if Path(path).is_dir() else path
     if found is None:
         raise UserError(f"{path} is no run's folder and no checkpoint of one: there is no run.json")
     facts = families.read_object(found)
     config = facts.get("config")
+    # Every part that the functions of this file read must be an object of JSON.
     objects = [config, facts.get("cluster", {})]
     if isinstance(config, dict):
         objects += [config.get("model"), config.get("layout", {}), config.get("training", {})]
@@ -112,8 +139,10 @@ def facts_of(path: str) -> dict[str, Any]:
 
 
 def cluster_of(path: str) -> tuple[str, str]:
-    """The name of a run's device, and the kind of rank 0's, such as cuda, which is there for a run
-    of one rank too; UserError if the run's run.json has none.
+    """Return the name of a run's device and its kind: ("NVIDIA H100 80GB HBM3", "cuda").
+
+    The name is the driver's, by which hardware.of_device finds the machine. The kind is that of
+    rank 0's device. Raise UserError if run.json lacks them.
     """
     cluster = facts_of(path).get("cluster", {})
     try:
@@ -123,9 +152,11 @@ def cluster_of(path: str) -> tuple[str, str]:
 
 
 def read(path: str, machine: Machine) -> Run:
-    """A run's job and the median of its steps of the commonest batch; UserError if it has none.
+    """Return a run with its job and the median seconds of a step, for `plan.py calibrate`.
 
-    Steps with shorter samples and the first steps do not count.
+    With a ramp-up the steps of the most frequent batch size count. Steps with shorter samples and
+    the first WARM_UP_STEPS steps do not count. Raise UserError if fewer than FEWEST_STEPS steps
+    remain, or if the run's device is not that of the machine.
     """
     config = config_of(path)
     device = str(facts_of(path).get("cluster", {}).get("device", ""))
@@ -133,6 +164,7 @@ def read(path: str, machine: Machine) -> Run:
         there = f"{device or 'no stated device'!r}"
         raise UserError(f"{path} ran on {there}, but {machine.name} has {machine.device!r}")
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    # By batch size, the seconds of the counted steps; {0: []} so that `max` finds an entry.
     by_batch: dict[int, list[float]] = {0: []}
     rows = rows_of(folder / "metrics.jsonl")
     steps = [row for row in rows if row.keys() >= {"seconds", "global_batch_size"}]
@@ -143,6 +175,7 @@ def read(path: str, machine: Machine) -> Run:
     if len(seconds) < FEWEST_STEPS:
         has = f"{len(seconds)} after the first {WARM_UP_STEPS}"
         raise UserError(f"{path}: a median needs {FEWEST_STEPS} steps or more, it has {has}")
+    # The job has this batch size without a ramp-up, and the schedule that the run had.
     training = replace(config.training, **FULL_BATCH | {"global_batch_size": batch})
     job = Job(config.model, replace(config.layout, dp=config.layout.dp or 1), training, machine)
     layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
@@ -153,7 +186,11 @@ def read(path: str, machine: Machine) -> Run:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl or times.jsonl: a run may be writing the last; UserError."""
+    """Return the rows of a run's metrics.jsonl or times.jsonl, one JSON object a line.
+
+    A last line without its end is left out: the run may be writing it now. Raise UserError if the
+    file cannot be read or is not JSON.
+    """
     try:
         lines = file.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]

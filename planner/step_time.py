@@ -8,7 +8,8 @@ in planner/time_terms.py; here they are put together.
 
 A `Job` has a model, a layout, the training options and a machine. Functions whose values are
 `Column` take one layout, or many as columns (planner/job.py); functions that build a schedule take
-one layout. A `Pass` is the seconds of a forward and of a backward pass.
+one layout. A `Pass` is the seconds of a forward and of a backward pass; `Passes` has a `Pass` for a
+block, a recomputed block, the embedding and the head.
 """
 
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ from schedules.long_schedule import LongSchedule, long_layout
 from schedules.partition import stage_specs
 from schedules.simulation import Seconds
 
-# Shares of a datasheet's network rate with which a step is predicted if the network was not
-# measured: reductions over many nodes were measured at a half to a quarter of that rate.
+# If the network's rate was not measured, a step is predicted with each of these shares of the
+# datasheet's rate: reductions over many nodes have been measured at a half to a quarter of it.
 NETWORK_SHARES = (1.0, 0.25)
 
 
@@ -49,17 +50,17 @@ class Prediction:
     """The prediction for a layout: time in seconds per step, memory in bytes."""
 
     seconds: float
-    interval: tuple[float, float]  # seconds between which 90 of 100 runs are expected
-    risk: float  # probability of running out of memory
-    # Seconds of pipeline, reduce, tied, optimizer and fixed, which are a step together, and of
-    # bubble, which is a part of pipeline.
+    interval: tuple[float, float]  # the step is expected between these seconds in 90 of 100 runs
+    risk: float  # the probability of running out of memory
+    # Seconds by part. The parts pipeline, reduce, tied, optimizer and fixed are a step together;
+    # bubble is the idle time in pipeline.
     parts: dict[str, float]
     bubble: float  # share of the pipeline's time in which a stage is idle, on average
     memory: list[memory.StageMemory]
     fits: bool
     margin: float  # bytes free on the fullest stage's GPU, negative if it does not fit
     tokens_per_second: float
-    model_tflops: float  # per GPU, megatron-2025 formula
+    model_tflops: float  # TFLOPs per GPU by the formula megatron-2025, without recomputation
     mfu: float
     warnings: list[str]
     # Seconds of a step at each of NETWORK_SHARES, or empty. They are filled in by `with_networks`
@@ -100,7 +101,11 @@ def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Predict
 
 
 def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
-    """Return the seconds of a step by part, and the idle share of the pipeline (0 to 1)."""
+    """Return the seconds of a step by part, and the idle share of the pipeline (0 to 1).
+
+    The parts are pipeline, reduce, tied, optimizer and fixed. A known defect of the machine makes
+    all of them longer (`slowdown`).
+    """
     pipeline, bubble = pipeline_time(job)
     parts = {"pipeline": pipeline} | step_parts(job)
     slowed = {name: seconds * job.machine.slowdown for name, seconds in parts.items()}
@@ -108,10 +113,11 @@ def _parts_of_step(job: Job) -> tuple[dict[str, float], float]:
 
 
 def with_networks(prediction: Prediction, job: Job) -> Prediction:
-    """Return the prediction with the seconds of a step at NETWORK_SHARES of the network's rate.
+    """Return the prediction, widened for a network whose rate was not measured on the cluster.
 
-    The interval then reaches to the slowest network. The prediction is returned as it is if the
-    network was measured, or if all GPUs are in one node.
+    The seconds of a step at each of NETWORK_SHARES are added (`at_networks`), and the interval's
+    upper end is that of the slowest network. The prediction is returned as it is if the network was
+    measured, or if all GPUs are in one node.
     """
     if job.machine.network_measured or job.gpus <= job.machine.node:
         return prediction
@@ -120,6 +126,7 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
         machine = hardware.at_share_of_network(job.machine, share)
         parts, _ = _parts_of_step(job._replace(machine=machine))
         seconds_at_share.append(sum(parts.values()))
+    # The prediction may have another schedule than the job, so only the ratios are taken over.
     at_datasheet_rate = seconds_at_share[0]
     scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in seconds_at_share)
     low, high = prediction.interval
@@ -131,7 +138,7 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
 
 
 def passes_of(job: Job) -> Passes:
-    """Return the seconds of one micro-batch through each part of a model."""
+    """Return the seconds of one micro-batch through a block, the embedding and the head."""
     blocks = block_passes(job)
     embedding = time_terms.embedding(job)
     head = time_terms.head(job)
@@ -145,11 +152,11 @@ def block_pass(job: Job) -> Pass:
 
 @mean_of_kinds
 def block_passes(job: Job) -> Pass:
-    """Return the seconds of one micro-batch through a block, in a `Pass` of two `Pass`.
+    """Return the seconds of one micro-batch through a block: without and with recomputation.
 
-    Its field `forward` is for a block that is not recomputed, `backward` for a block with the
-    layout's --recompute: `mean_of_kinds` can add and multiply a `Pass`, but no tuple. No pass is
-    shorter than the host takes to launch its operations.
+    The result is a `Pass` of two `Pass`, because `mean_of_kinds` can add and multiply a `Pass`, but
+    no tuple: its field `forward` is for a block that is not recomputed, `backward` for a block with
+    the layout's --recompute. No pass is shorter than the host takes to launch its operations.
     """
     computed = time_terms.block_seconds(job)
     is_full = np.equal(job.layout.recompute, "full")
@@ -208,8 +215,9 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         # passes: the F and B of its stage, and the vocabulary passes E, S, T and G.
         seconds = max(seconds, count * 6 * sent)
     if machine.ranks_per_core > 1:
-        # Ranks share a core, and the seconds of an action are those of a rank that shares it. While
-        # a stage is idle, its core runs other stages at full speed.
+        # Several ranks share a core, and an action's seconds hold while all of them compute. If
+        # only one computes, it is faster by ranks_per_core; so the step takes at least the
+        # simulated seconds divided by this number, and at least the mean work of a rank.
         seconds = max(seconds / machine.ranks_per_core, busy)
     idle_share = max(0.0, 1.0 - busy / seconds)  # without the maximum, rounding may give -1e-16
     return seconds, idle_share
@@ -247,11 +255,11 @@ def action_seconds(job: Job) -> Seconds:
     for stage, passes in enumerate(stage_passes(job)):
         seconds["F", stage] = passes.forward
         seconds["B", stage] = passes.backward
-    if layout.splits_backward:
+    if layout.splits_backward:  # the weights' gradients are no longer a part of B
         for stage, weights in enumerate(stage_weights(job)):
             seconds["B", stage] -= weights
             seconds["W", stage] = weights
-    if layout.vocab_pp:
+    if layout.vocab_pp:  # every rank computes its share of embedding and head, for any stage
         embedding = time_terms.embedding(job)
         head = time_terms.head(job)
         by_kind = {
@@ -268,7 +276,8 @@ def action_seconds(job: Job) -> Seconds:
 def stage_weights(job: Job) -> list[float]:
     """Return the seconds of one micro-batch's weight gradients in each stage, which W computes.
 
-    If a stage has both embedding and head with one shared matrix, B computes its gradient, not W.
+    W is the second part of a backward pass that the schedule splits. If a stage has both embedding
+    and head with one shared matrix, the first part (B) computes this matrix's gradient, not W.
     """
     block = time_terms.block_weights(job)
     head = time_terms.head_weights(job)
@@ -297,9 +306,14 @@ class Most(NamedTuple):
 
 
 def step_parts(job: Job) -> dict[str, float]:
-    """Return the seconds after the last backward: of reduce, tied, optimizer and fixed."""
+    """Return the seconds of a step after the last backward, for one layout, by part.
+
+    The parts are reduce (gradients between replicas), tied (the matrix that embedding and head
+    share), optimizer, and fixed.
+    """
     specs = stage_specs(job.model, job.layout)
     passes = stage_passes(job)
+    # The parameters of a rank are the sum over its stages; the fullest rank counts.
     stage_parameters = memory_terms.held_parameters(job, Parts.of(specs))
     ranks = [spec.rank for spec in specs]
     rank_parameters = np.bincount(ranks, np.broadcast_to(stage_parameters, len(specs)))
@@ -312,7 +326,8 @@ def step_parts(job: Job) -> dict[str, float]:
 def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     """Return the seconds after the last backward by part, as numbers or as columns.
 
-    The parts are reduce, tied, optimizer and fixed. most: the layout's largest figures.
+    The parts are reduce, tied, optimizer and fixed. most: the parameters of the fullest rank and
+    the seconds of the slowest stage. Called with columns by the closed form of many layouts.
     """
     layout = job.layout
     held = most.parameters
@@ -335,11 +350,13 @@ def _exposed(job: Job, most: Most, experts: Column) -> Column:
     no_overlap = np.equal(layout.overlap_param_gather, False)
     forward_hides = np.where(no_overlap, 0.0, overlap * most.forward)
     backward_hides = overlap * most.backward
-    # Nothing hides the traffic of one block of a stage, which is the last to be reduced.
+    # The gradients of a stage's last block are reduced when nothing is left to compute, so at least
+    # this share of the traffic is not hidden.
     exposed_share = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
     exposed_gather = np.maximum(gather - forward_hides, gather * exposed_share)
     exposed_gather = np.where(layout.zero > 0, exposed_gather, 0.0)
-    # At --zero 3 each micro-batch gathers the weights twice: in its forward and in its backward.
+    # At --zero 3 each micro-batch gathers the weights twice: in its forward and in its backward,
+    # where the reduction of gradients needs the same links.
     gather_in_backward = np.where(layout.zero == 3, gather, 0.0)
     in_backward = gather_in_backward + reduce
     exposed_reduce = np.maximum(in_backward - backward_hides, reduce * exposed_share)

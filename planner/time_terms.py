@@ -10,7 +10,7 @@
 these functions: everything that prices, compares or shows a step calls them.
 A `Job` has a model, a layout, the training options and a machine. A `Column` is a number, or an
 array with a number for each layout. A `Pass` has the values of a forward and of a backward pass. A
-decorator `term` lets another training program replace a formula.
+formula with the decorator `term` can be replaced by another training program's.
 Symbols: b micro-batch, s sequence, h hidden, f MLP width, V vocabulary, t = tp.
 """
 
@@ -21,19 +21,19 @@ from planner import op_costs
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
 
-OPERATIONS = 20  # kernels that a block's forward launches with fused norms, biases and positions
+OPERATIONS = 20  # kernels that a dense block's forward launches; norms and biases are fused
 ROTARY = 2.0  # bytes moved for each byte of queries and keys that is rotated: a read and a write
-COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32, at --zero 2 and 3
-UPDATED = 40.0  # bytes moved per parameter of a rank's shard: FP32 gradient, master, two moments
-CAST = 8.0  # bytes moved per parameter of a rank: norm and zero of gradients, cast of weights
-UNEVEN = 1.1  # rows that the busiest rank's experts get, over the mean of all ranks; assumed
-# Kernels that experts.py launches in a forward pass beside each expert's two products: for the
-# router, for sorting rows by expert, and for copies and sums of rows.
+COLLECTED = 10.0  # bytes moved to add one gradient to the FP32 sum, at --zero 2 and 3
+UPDATED = 40.0  # bytes that the optimizer moves for each parameter that a rank updates
+CAST = 8.0  # bytes moved for each parameter on a rank to norm and zero gradients and cast weights
+UNEVEN = 1.1  # assumed: the busiest rank's experts get this many times the mean number of rows
+# The number of kernels that experts.py launches in a forward pass in addition to the two products
+# of each expert: for the router, for sorting rows by expert, and for copies and sums of rows.
 ROUTING_OPERATIONS = 45
 # How often experts.py reads or writes all rows of the chosen experts outside of products and
 # activation, (forward, backward): to copy them into the order of experts and back, and to sum them.
 PERMUTED = (7.0, 9.0)
-PERMUTED_ELSEWHERE = (4.0, 4.0)  # with --ep in addition, to copy the rows into the order of ranks
+PERMUTED_ELSEWHERE = (4.0, 4.0)  # added to PERMUTED with --ep: rows are also ordered by rank
 ROUTER_INPUT = 6.0  # bytes moved for each number of a router's input, which is cast to FP32
 ROUTER_SCORES = 24.0  # bytes moved for each of a router's scores, in FP32
 # Seconds in which a GPU is idle while the host reads the number of rows of each expert: a copy to
@@ -45,7 +45,7 @@ COUNTS_WAIT = 4e-5
 
 
 def block_seconds(job: Job) -> Pass:
-    """Return the seconds of one micro-batch through a block, if all blocks are alike."""
+    """Return the seconds of one micro-batch through a block, the sum of `block_terms`."""
     return sum(block_terms(job).values(), Pass(0.0, 0.0))
 
 
@@ -71,8 +71,8 @@ def block_terms(job: Job) -> dict[str, Pass]:
 def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     """Return the matrix products of a block's forward on one GPU: (rows, outputs, inputs, count).
 
-    Rows are tokens. `count` products have these sizes: the GPU holds as many whole experts, which
-    get the tokens that all ranks of `ep` send.
+    Rows are tokens. `count` products have these sizes: 1, or for experts the number of whole
+    experts on the GPU, which get the tokens that all ranks of `ep` send.
     """
     model = job.model
     t = job.layout.tp
@@ -88,6 +88,7 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
         sizes.append((job.tokens, h, dense_width // t, 1))
     if model.experts > 1:
         experts = model.experts // job.ep
+        # The rows of the busiest rank's expert, rounded up to a multiple of ALIGNMENT.
         rows_of_rank = job.tokens * model.experts_per_token / t
         tiles = np.ceil(rows_of_rank * uneven(job) / experts / op_costs.ALIGNMENT)
         rows = np.int64(tiles) * op_costs.ALIGNMENT
@@ -132,8 +133,9 @@ def attention(job: Job) -> Pass:
 
 @term
 def core_seconds(job: Job) -> Pass:
-    """Return the seconds of attention's two products (scores, and scores times values) for all
-    tokens of a micro-batch and the heads of a tensor rank.
+    """Return the seconds of attention's two products: scores, and scores times values.
+
+    They are for all tokens of a micro-batch and the heads of a tensor rank, without cp.
     """
     model = job.model
     heads_of_batch = model.heads // job.layout.tp * job.layout.micro_batch_size
@@ -151,6 +153,7 @@ def gathered(job: Job) -> Column:
     ranks = job.cp // job.over_heads
     numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp
     all_bytes = job.number_bytes * numbers_of_rank * ranks
+    # An all-gather takes half as long as an all-reduce.
     return ring_seconds(job, ranks, tp * job.over_heads, all_bytes) / 2
 
 
@@ -213,7 +216,7 @@ def routing(job: Job) -> Pass:
 
 @term
 def uneven(job: Job) -> Column:
-    """Return the rows that the busiest rank's experts get over the mean of all ranks, a factor.
+    """Return the factor by which the busiest rank's experts get more rows than the mean rank's.
 
     It is 1 without --ep, because then each rank has all experts.
     """
@@ -222,7 +225,7 @@ def uneven(job: Job) -> Column:
 
 @term
 def permuted(job: Job) -> Pass:
-    """Return how often all rows sent to experts are read or written to be permuted and back."""
+    """Return how often all rows for experts are read or written to change their order, and back."""
     if job.model.experts == 1:
         return Pass(0.0, 0.0)
     return Pass(*PERMUTED) + Pass(*PERMUTED_ELSEWHERE) * (job.ep > 1)
@@ -230,8 +233,9 @@ def permuted(job: Job) -> Pass:
 
 @term
 def router(job: Job) -> Pass:
-    """Return the seconds of a block's router: it casts its input to FP32, computes the experts'
-    scores by a matrix product, and chooses the experts of each token.
+    """Return the seconds of a block's router, which chooses the experts of each token.
+
+    It casts its input to FP32, and computes the experts' scores by a matrix product.
     """
     model = job.model
     tokens = job.tokens // job.layout.tp
@@ -262,8 +266,7 @@ def counts_wait(job: Job) -> Column:
 
 
 def accumulated(job: Job, parameters: Column) -> Column:
-    """Return the seconds to add the gradients of `parameters` parameters to the sum over
-    micro-batches.
+    """Return the seconds to add the gradients of some parameters to the sum over micro-batches.
 
     A gradient in half precision is read, and its sum is read and written. With fused accumulation
     the matrix product adds to the sum.
@@ -277,8 +280,10 @@ def accumulated(job: Job, parameters: Column) -> Column:
 
 @term
 def selective_seconds(job: Job, forward: Column) -> Column:
-    """Return the seconds that selective recomputation adds to a block's backward: 0, because a
-    flash kernel always recomputes attention's scores. forward: seconds of the block's forward.
+    """Return the seconds that selective recomputation adds to a block's backward pass.
+
+    It is 0, because a flash kernel always recomputes attention's scores; other training programs
+    replace this formula. forward: seconds of the block's forward.
     """
     return 0.0
 
@@ -345,9 +350,7 @@ def head_weights(job: Job) -> Column:
 
 @term
 def message_seconds(job: Job) -> Column:
-    """Return the seconds until a micro-batch's activation has reached the next stage; 0 if there is
-    one stage.
-    """
+    """Return the seconds until a micro-batch's activation has reached the next stage; 0 at pp 1."""
     ranks = job.layout.tp * job.shards
     seconds = op_costs.message(job.machine, ranks, job.activation_bytes)
     return np.where(job.layout.pp > 1, seconds, 0.0)
@@ -412,8 +415,9 @@ def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str
 
 
 def collected_seconds(job: Job, held: Column) -> Column:
-    """Return a step's seconds to add each micro-batch's gradients to their FP32 sums, at --zero 2
-    and 3. held: the number of parameters on a rank.
+    """Return a step's seconds to add each micro-batch's gradients to FP32 sums, at --zero 2 and 3.
+
+    held: the number of parameters on a rank.
     """
     if not job.machine.software.fused_accumulation:
         return 0.0  # `accumulated` counts the addition in each backward pass
@@ -422,8 +426,10 @@ def collected_seconds(job: Job, held: Column) -> Column:
 
 
 def tied_seconds(job: Job) -> Column:
-    """Return the seconds to sum the gradient of the matrix that embedding and head share over the
-    first and the last stage. All such pairs of ranks on a node share its network.
+    """Return the seconds to sum the gradient of the matrix that embedding and head share.
+
+    It is summed over the first and the last stage, each of which has a copy of the matrix. All such
+    pairs of ranks on a node share its network.
     """
     machine = job.machine
     pairs = np.minimum(machine.node, job.layout.tp * job.layout.dp)
@@ -433,7 +439,9 @@ def tied_seconds(job: Job) -> Column:
 
 
 def optimizer_seconds(job: Job, held: Column, shard: Column) -> Column:
-    """Return the seconds of the optimizer's update. held, shard: the numbers of parameters on a
-    rank, whose gradients are normed and zeroed and whose weights are cast, and of those it updates.
+    """Return the seconds of the optimizer's update, which is limited by memory traffic.
+
+    held: the number of parameters on a rank; their gradients are normed and zeroed, and their
+    weights cast. shard: the number of these parameters that the rank updates.
     """
     return op_costs.moved(job.machine, UPDATED * shard + CAST * held)

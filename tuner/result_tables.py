@@ -1,4 +1,7 @@
-"""The results of a search: table.md, results.csv, layouts.svg, and the lines that are printed.
+"""Writes the results of a search: table.md, results.csv, layouts.svg; and makes the printed lines.
+
+A layout may have several trials, which are short runs of train.py. A candidate is a layout with the
+other options of the run and the planner's prediction.
 
 result.ranked       the layouts that ran, fastest first
 result.rows         the layouts that ran, fastest first, then the layouts that failed
@@ -24,7 +27,7 @@ from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
-WORDS_OF_COLUMNS = 4  # the first words of a layout's label, which table.md has as columns
+WORDS_OF_COLUMNS = 4  # the first words of a layout's label are columns of table.md: tp pp dp mbs
 # The columns of results.csv. A column with the name of an option has the option's value.
 # fmt: off
 COLUMNS = (
@@ -45,7 +48,7 @@ class LayoutResult:
 
     candidate: Candidate
     trials: list[Trial]  # the trials that ran to the end; without such a trial, the last trial
-    notes: list[str]  # the last failure, and the number of trials if there are several
+    notes: list[str]  # texts about the last failure, and the number of trials if it is above 1
 
     @property
     def ok(self) -> bool:
@@ -67,11 +70,11 @@ class LayoutResult:
 
     @property
     def memory(self) -> list[float]:
-        """Per pipeline stage, the peak bytes of its fullest rank, the largest of all trials."""
+        """The peak bytes of each pipeline stage's fullest rank, the largest of all trials."""
         return [max(stage) for stage in zip(*(trial.peak_memory for trial in self.trials))]
 
     def rate(self, name: str) -> float:
-        """Return the rate of that name at the median step.
+        """Return a rate of the layout, scaled from its first trial to the median of all trials.
 
         name: tflops_model, tflops_hardware (both per rank) or tokens_per_second (of all ranks).
         """
@@ -88,12 +91,15 @@ class SearchResult:
     rejected: list[Rejected]
     machine: Machine
     ending: str  # why the search ended
-    command: Callable[[Candidate], list[str]]  # returns the words that train on a layout
+    command: Callable[[Candidate], list[str]]  # returns the command that trains on a layout
     title: str
 
     @cached_property
     def rows(self) -> list[LayoutResult]:
-        """A row per layout that has trials: the fastest first, the layouts that failed last."""
+        """The results of all layouts that have trials: the fastest first, failed ones last.
+
+        A layout that ran at least once has the figures of the trials that ran.
+        """
         rows = []
         for candidate in self.candidates:
             trials = [trial for trial in self.trials if trial.key == candidate.key]
@@ -123,7 +129,7 @@ def top_line(row: LayoutResult) -> str:
 
 
 def summary(result: SearchResult) -> list[str]:
-    """Return lines about the number of trials and the planner's error."""
+    """Return lines about the number of trials, how the search ended, and the planner's error."""
     ranked = result.ranked
     failed = Counter(trial.status for trial in result.trials if trial.status != "ok")
     failures = "".join(f", {count} {status}" for status, count in sorted(failed.items()))
@@ -145,7 +151,11 @@ def summary(result: SearchResult) -> list[str]:
 
 
 def markdown(result: SearchResult) -> list[str]:
-    """Return the lines of table.md: summary, table of layouts, command, rejected layouts."""
+    """Return the lines of table.md, the report for people.
+
+    It has a summary, the table of layouts that were tried, the command that trains on the fastest
+    one, and the rejected layouts with reasons.
+    """
     text = [f"# Tuning: {result.title}", "", *summary(result), "", environment_line(result), ""]
     text += [f"| {' | '.join(HEAD)} |", "| " + " | ".join(["--:"] * 10) + " | :-- |"]
     text += ["| " + " | ".join(_markdown_row(row, result)) + " |" for row in result.rows]
@@ -163,7 +173,11 @@ def markdown(result: SearchResult) -> list[str]:
 
 
 def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
-    """Return the cells of a row of table.md; its notes begin with options that have no column."""
+    """Return the cells of a row of table.md.
+
+    The last cell has the notes: options that have no column, then the model's shape, the dates of
+    the trials and more. A layout that did not run has no figures.
+    """
     config = row.candidate.config
     label = row.candidate.label
     model = config.model
@@ -187,7 +201,10 @@ def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
 
 
 def environment_line(result: SearchResult) -> str:
-    """Return a line on machine, versions and commit, as the newest trial that ran recorded them."""
+    """Return a line about the machine, versions and commit, as the newest trial has stored them.
+
+    Without a trial that started, only the planner's machine is known.
+    """
     ran = [trial for trial in result.trials if trial.cluster]
     if not ran:
         return f"Machine model: {result.machine.name}."
@@ -226,7 +243,10 @@ def csv_text(result: SearchResult) -> str:
 
 
 def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, object]:
-    """Return the values of a row of results.csv by column; the other columns stay empty."""
+    """Return the values of a row of results.csv by column; columns without a value stay empty.
+
+    A layout that did not run has no measured values.
+    """
     config = row.candidate.config
     model = config.model
     layout = config.layout
@@ -274,7 +294,11 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
 
 
 def draw(result: SearchResult, path: str) -> None:
-    """Write a picture of the layouts that ran: tokens per second over the fullest rank's GB."""
+    """Write layouts.svg, a picture of the layouts that ran, to the file `path`.
+
+    It has a point for each layout, tokens per second over the fullest rank's GB. A line joins the
+    fastest layouts for each memory (`picture.front`).
+    """
     points = []
     for row in result.ranked:
         points.append((max(row.memory) / GIGA, row.rate("tokens_per_second")))

@@ -5,11 +5,13 @@
         search.add(index, measure(index))           # None if it failed
     search.best
 
-The logarithm of measured over predicted seconds is a Bayesian linear regression: one factor common
-to all layouts (the machine is slower than assumed), a slope along each feature (tp costs more than
-assumed), and an independent error per layout. The layout that is most likely to be faster than the
-best measured layout is measured next (Kushner 1964); the search ends when no layout is likely to be
-faster. Layouts are named by their index in the list of predictions.
+The planner's error is the logarithm of a layout's measured over its predicted seconds. A Bayesian
+linear regression describes it as a sum: a part common to all layouts (the machine is slower than
+assumed), a slope along each feature of the layout (tp costs more than assumed), and an independent
+part of each layout. So a measurement of one layout corrects the predictions of similar layouts. The
+layout that is most likely to be faster than the best measured layout is measured next (Kushner
+1964); the search ends when no layout is likely to be faster. A layout is named by its index in the
+list of predictions. A failed run, for example for lack of memory, has no seconds.
 """
 
 import math
@@ -20,23 +22,27 @@ import numpy as np
 
 from config.schema import Config
 
-# The planner's errors, as standard deviations of the logarithm of a step's seconds.
-COMMON_ERROR = 1.5  # of all layouts alike, since the machine's speed is often unknown
-# Standard deviations of the logarithm of measured over predicted seconds, before any measurement:
-SLOPE_ERROR = 0.05  # the part that two layouts differ by if a feature of theirs differs by one unit
-OWN_ERROR = 0.025  # the part of one layout alone
-MAX_CHANCE = 0.05  # the search ends when no layout is faster with a larger probability
-LEAST_NOISE = 0.01  # least standard deviation of the logarithm of a measurement
+# The standard deviation, before any measurement, of the part of the planner's error that all
+# layouts have in common. It is large, since the machine's speed is often unknown.
+COMMON_ERROR = 1.5
+# The standard deviation of the difference between the errors of two layouts, before any
+# measurement, if a feature of theirs differs by one unit.
+SLOPE_ERROR = 0.05
+OWN_ERROR = 0.025  # the standard deviation of the part of the error that one layout has alone
+MAX_CHANCE = 0.05  # the search ends when no layout is faster with a larger probability than this
+LEAST_NOISE = 0.01  # a measurement's logarithm has at least this standard deviation
 
 
 def features(config: Config) -> tuple[float, ...]:
-    """Return a layout's position in units along the 12 axes on which predictions err.
+    """Return a layout's 12 features, by which the planner's errors of two layouts are compared.
 
-    A factor of two in a number is one unit; two values of another option are half a unit apart.
+    Layouts with similar features are assumed to have similar errors. A factor of two in a number,
+    such as tp, is one unit; an option that is on or off is half a unit. Options that have no effect
+    in the layout, such as the schedule without a pipeline, count as off.
     """
     layout = config.layout
     pipeline = layout.pp > 1
-    recomputed = 0.0
+    recomputed = 0.0  # the share of the blocks that are recomputed
     if layout.recompute == "full":
         recomputed = 1.0
         if layout.recompute_layers is not None:
@@ -67,7 +73,7 @@ class Search:
         min_gain: float = 0.01,
         noise: float = LEAST_NOISE,
     ):
-        """Begin without measurements.
+        """Begin without measurements, with the covariance of the planner's errors as assumed.
 
         predicted: the planner's seconds per layout. positions: the features per layout. min_gain:
         the search ends when no layout is likely to save this share of the best layout's seconds.
@@ -79,15 +85,16 @@ class Search:
         self.measured: dict[int, list[float]] = {}  # by layout, the seconds of its runs
         self.failed: set[int] = set()  # layouts with a run that failed
         self._log_predicted = np.log(self.predicted)
+        # The covariance of two layouts' errors is the sum of the three parts' covariances.
         common = COMMON_ERROR**2
         slopes = SLOPE_ERROR**2 * (np.array(positions) @ np.array(positions).T)
         independent = OWN_ERROR**2 * np.eye(len(self.predicted))
-        self._covariance = common + slopes + independent  # of the planner's errors, per two layouts
+        self._covariance = common + slopes + independent  # of every two layouts' errors
 
     def add(self, index: int, seconds: float | None) -> None:
-        """Add a run of the layout `index`; seconds: None if the run failed.
+        """Add the result of a run of the layout `index`: its seconds, or None if the run failed.
 
-        A layout with a failed run is not proposed again.
+        A layout with a failed run is not proposed again, and no longer counts as measured.
         """
         if seconds is None:
             self.failed.add(index)
@@ -102,16 +109,17 @@ class Search:
 
     @property
     def best(self) -> int | None:
-        """The layout with the smallest geometric mean of its runs' seconds; None before a run."""
+        """The layout with the smallest geometric mean of its runs' seconds; None before any run."""
         means = self._log_means()
         return min(means, key=means.__getitem__, default=None)
 
     def contenders(self, most: int = 3) -> list[int]:
         """Return up to `most` layouts to measure once more, the fastest first.
 
-        The layouts were measured once, and noise alone may explain why they are slower than the
-        best layout; the best layout may be among them. If noise explains no other layout's
-        distance from the best one, the result is empty.
+        When the search has ended, some layouts may be so close to the best layout that noise alone
+        explains the difference. If there are such layouts, those of them that were measured only
+        once are returned, and so is the best layout if it was measured only once. Else the result
+        is empty.
         """
         means = self._log_means()
         order = sorted(means, key=means.__getitem__)
@@ -135,19 +143,23 @@ class Search:
         if not means:
             return min(untried, key=self.predicted.__getitem__)
         mean, deviation = self.posterior()
-        goal = min(means.values()) + math.log1p(-self.min_gain)  # the logarithm of seconds
+        # The logarithm of the seconds below which a layout is faster enough than the best one, and
+        # its distance from each layout's mean in standard deviations: the larger, the likelier.
+        goal = min(means.values()) + math.log1p(-self.min_gain)
         margin = (goal - mean) / deviation
         likeliest = max(untried, key=margin.__getitem__)
         chance = statistics.NormalDist().cdf(margin[likeliest])
         return likeliest if chance > MAX_CHANCE else None
 
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of the logarithm of all layouts' seconds: (layouts,).
+        """Return mean and standard deviation of the logarithm of each layout's seconds: (layouts,).
 
-        This is the regression's posterior given the measurements, of which there is at least one.
+        They are the prediction, corrected by the measurements, of which there must be at least one:
+        the posterior of a Gaussian process with the covariance of the planner's errors.
         """
         means = self._log_means()
         known = list(means)
+        # The known layouts' errors, each the mean of several runs, whose noise is smaller.
         errors = np.array(list(means.values())) - self._log_predicted[known]
         noise = [self.noise**2 / len(self.measured[index]) for index in known]
         covariance_with_known = self._covariance[known]  # (known, layouts)
@@ -158,7 +170,10 @@ class Search:
         return self._log_predicted + errors @ weights, deviation
 
     def _log_means(self) -> dict[int, float]:
-        """Return, by layout that ran and never failed, the mean logarithm of its runs' seconds."""
+        """Return by layout the mean logarithm of its runs' seconds.
+
+        Only layouts that ran, and of which no run failed, are included.
+        """
         means = {}
         for index, seconds in self.measured.items():
             if index not in self.failed:

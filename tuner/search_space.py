@@ -4,9 +4,10 @@
     to_cli_args(space.found[0].config)        # what to type after train.py
 
 The layouts come from the planner's table of all layouts (planner/enumeration.py). All values of an
-option of AXES are tried, unless values are given; `--schedule auto` is tried only if it is given.
-Layouts that run the same program (two schedules without a pipeline, two partitions with equal
-stages) are listed once.
+option of AXES are tried, unless the user gives values; `--schedule auto` is tried only if the user
+gives it. A candidate is a layout that can run, with the other options of the run. Layouts that run
+the same program (two schedules without a pipeline, two partitions with equal stages) are listed
+once.
 """
 
 import hashlib
@@ -31,11 +32,13 @@ AXES = (
     *("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero"),
     *("sequence_parallel", "schedule", "virtual_stages", "vocab_pp", "partition"),
 )
-# Options of Training that are cleared for a trial: they do not change the speed at the full batch.
+# Training options that a trial sets to None: the length of the run and the ramp-up of the batch.
+# They do not change the seconds of a step with the full batch.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
 )
-ALL_BLOCKS = 0.1  # share of the predicted layouts that may be added to recompute all blocks
+# Layouts that recompute all blocks are added, up to this share of the number of other layouts.
+ALL_BLOCKS = 0.1
 
 
 class Space(NamedTuple):
@@ -43,7 +46,7 @@ class Space(NamedTuple):
 
     found: "list[Candidate]"  # layouts that can run, the fastest predicted first
     rejected: list[Rejected]  # layouts that cannot run, with reasons
-    slower: int  # the number of layouts that are not predicted, since they are likely slower
+    slower: int  # the number of further layouts, which are likely slower and were not predicted
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """A hash of the options that a run's speed depends on: all but length, data and folder.
+        """A hash of all options on which a run's speed depends: all but length, data and folder.
 
-        Options at their defaults do not enter it, so a stored key stays valid when train.py gets a
-        new option.
+        By this key the tuner finds the trials of a layout that earlier searches have stored.
+        Options at their defaults do not enter the hash, so a stored key stays valid when train.py
+        gets a new option.
         """
         training = replace(self.config.training, **FULL_BATCH)
         device_options = Run(device=self.config.run.device, backend=self.config.run.backend)
@@ -101,7 +105,10 @@ class Candidate:
 
 
 def to_cli_args(config: Config) -> list[str]:
-    """Return the words after train.py that give `config`: the options that are not at defaults."""
+    """Return the command-line words of train.py that give `config`.
+
+    Options at their defaults are left out.
+    """
     return [word for group in GROUPS for word in to_words(getattr(config, group))]
 
 
@@ -115,18 +122,19 @@ def candidates(
 ) -> Space:
     """Return the layouts in which `config`'s model can run on `ranks` ranks, and those rejected.
 
-    given: values to try by option of AXES; all values are tried of an option that is not in it.
-    The layout's other options keep the values of `config`. accepted: the highest probability to run
-    out of memory. most: the number of layouts, likely the fastest, that are predicted. Raise
-    UserError if the model itself is impossible.
+    given: by the name of an option in AXES, the values to try; an option that is not there is tried
+    with all values. The layout's other options keep the values of `config`. accepted: the highest
+    probability of running out of memory. most: only so many layouts are predicted, those that are
+    likely the fastest. Raise UserError if the model itself is impossible.
     """
 
     def refused(layout: Layout) -> str:
         """Return train.py's error for a layout, or an empty text."""
         return refusal(replace(config, layout=layout), ranks)
 
-    runs: dict[tuple, Candidate] = {}  # by program: layouts with the same program run alike
-    rejected: dict[tuple, Rejected] = {}  # by layout and reason, since tables overlap
+    # By program, since two layouts with the same program run equally fast and need one trial.
+    runs: dict[tuple, Candidate] = {}
+    rejected: dict[tuple, Rejected] = {}  # by layout and reason, since several tables may have it
     slower = 0
     for fixed, share in _tables(config, given):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
@@ -147,24 +155,26 @@ def candidates(
 
 
 def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the questions to the planner whose answers together have all layouts.
+    """Yield the questions to the planner whose answers together have all layouts to search in.
 
-    A question is the options of the layout with their value or their list of values, and the share
-    of `most` of `candidates` that the planner may predict. given: values to try, by option.
+    Several questions are needed because a question has only one value of --recompute-layers, and
+    `--schedule auto` cannot be mixed with other schedules. A question is a pair: the options of the
+    layout that are fixed, each to a value or a list of values; and the share of the argument `most`
+    of `candidates` that the planner may predict. given: values to try, by option.
     """
     fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
-    fixed["partition"] = choices("partition")
+    fixed["partition"] = choices("partition")  # the planner itself would try only one partition
     for name, values in given.items():
         fixed[name] = values[0] if len(values) == 1 else values
     fixed.pop("recompute_layers", None)
     numbers_of_blocks = given.get("recompute_layers")
     schedules = given.get("schedule", [])
-    if "auto" in schedules:
+    if "auto" in schedules:  # a question of its own; the search of schedules chooses the partition
         yield fixed | {"schedule": "auto", "partition": "balanced"}, 1.0
         fixed["schedule"] = [name for name in schedules if name != "auto"]
     if schedules == ["auto"]:
         return
-    if numbers_of_blocks:
+    if numbers_of_blocks:  # the user gave numbers of recomputed blocks: a question for each
         for number in numbers_of_blocks:
             yield fixed | {"recompute_layers": number}, 1.0
         return
@@ -175,7 +185,7 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
 
 
 def choices(option: str) -> list:
-    """Return all values of an option that train.py offers, the default first."""
+    """Return all values of a layout's option that train.py offers, the default first."""
     if option == "partition":
         return ["balanced", "blocks", "layers"]
     if option == "sequence_parallel":
@@ -187,7 +197,8 @@ def choices(option: str) -> list:
 def _program(config: Config, layout: Layout) -> tuple:
     """Return a tuple that is equal for two layouts that run the same program.
 
-    Options that have no effect in a layout are None in it.
+    It has everything that decides what the ranks do. An option that has no effect in a layout, such
+    as the schedule without a pipeline, is None or False, whatever its value.
     """
     blocks = partition.blocks_per_stage(config.model, layout)
     pipeline = layout.pp > 1
@@ -204,10 +215,11 @@ def _program(config: Config, layout: Layout) -> tuple:
 
 
 def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
-    """Return whether a candidate surely needs at least the memory of the other candidate.
+    """Return whether a candidate surely needs at least as much memory as the other candidate.
 
-    This is certain if their layouts differ in micro-batch size and recomputation alone, and the
-    candidate recomputes as the other one does, or not at all.
+    When the other candidate has run out of memory, the tuner does not try such a candidate. It is
+    certain if their layouts differ only in micro-batch size and recomputation, the micro-batch is
+    not smaller, and the candidate recomputes as the other one does, or nothing.
     """
     a = candidate.config.layout
     b = other.config.layout
@@ -224,9 +236,10 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
 
 
 def tried_values(texts: list[str]) -> dict[str, list]:
-    """Return the values of all --try AXIS=V,V, by the axis' name with underscores.
+    """Return the values of all --try AXIS=V,V options, by the option's name with underscores.
 
-    Raise UserError for an unknown or repeated axis, and for a value that the option cannot have.
+    The texts ["tp=1,2", "zero=1"] give {"tp": [1, 2], "zero": [1]}. Raise UserError for an unknown
+    or repeated axis, and for a value that the option cannot have.
     """
     values_of_axes: dict[str, list] = {}
     for text in texts:

@@ -1,9 +1,11 @@
-"""One use of the tuner: reads the command line, measures layouts, and writes the report.
+"""Runs one use of the tuner: reads the command line, measures layouts, and writes the report.
 
     Session(options, ["--model", "gpt2-124m", ...]).run()      # options: the flags of tune.py
 
-A search stops when no other layout is likely to be faster (search.py), or when the budget is spent.
-Trials that are stored already are not run again.
+A trial is a short run of train.py with one layout, which is called a candidate. The search stops
+when no other layout is likely to be faster (search.py), or when the budget of trials or minutes is
+spent. All trials are stored in OUT/trials.jsonl; a later session goes on from them and does not run
+them again.
 """
 
 import argparse
@@ -30,15 +32,15 @@ from tuner.search import MAX_CHANCE, Search, features
 from tuner.search_space import Candidate
 from tuner.trials import STOPPING, Runner, Trial, TrialStore
 
-TOP = 5  # layouts that are printed at the end
-MOST = 1e18  # numbers on the command line must be below
-PREDICTED = 200  # a search chooses from these many layouts, which are likely the fastest
-DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
-DEFAULT_GAIN = 1.0  # per cent of a step's seconds
+TOP = 5  # the number of layouts that are printed at the end
+MOST = 1e18  # a number on the command line must be below this limit
+PREDICTED = 200  # a search chooses from this number of layouts, which are likely the fastest
+DEFAULT_STEPS = 1000  # the suggested training command has these --steps if the user gave no length
+DEFAULT_GAIN = 1.0  # the value of --gain, in per cent of a step's seconds, if it is not given
 
 
 class StoppedBySignal(BaseException):
-    """Raised in the main thread by the first signal of STOPPING; number: that of the signal."""
+    """Raised in the main thread by the first signal of STOPPING; number: the signal's number."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -46,9 +48,10 @@ class StoppedBySignal(BaseException):
 
 
 def raise_on_signals() -> None:
-    """Make the first signal of STOPPING raise StoppedBySignal, and further signals have no effect.
+    """Let the first signal of STOPPING raise StoppedBySignal, and further ones have no effect.
 
-    A signal that is ignored before the call, for example with nohup, stays ignored.
+    So the report is written once, undisturbed. tune.py calls this before a session. A signal that
+    is ignored before the call, for example with nohup, stays ignored.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -69,7 +72,7 @@ class Budget:
     """The most trials or the most minutes that this session may take."""
 
     def __init__(self, text: str | None, earlier_trials: int = 0):
-        """Read the value of --budget; raise UserError if it is not one of the following.
+        """Begin to count time; read the value of --budget, or raise UserError if it is wrong.
 
         text: `12` for 12 trials, `90m` for 90 minutes, None for no limit. earlier_trials: the
         number of trials that were stored before this session, which do not count.
@@ -91,9 +94,10 @@ class Budget:
         self.ending = f"the budget of {text} is spent; run again with a larger one to continue"
 
     def spent(self, stored: list[Trial]) -> bool:
-        """Return whether another trial, of the median duration so far, would exceed the budget.
+        """Return whether another trial would exceed the budget, so that it must not be started.
 
-        stored: all trials, those of earlier sessions first.
+        The trial is assumed to take the median duration of this session's trials so far. stored:
+        all trials, those of earlier sessions first.
         """
         ran = stored[self.earlier_trials :]
         median_seconds = 0.0
@@ -111,7 +115,11 @@ class Budget:
         return 60 * self.minutes - self.elapsed()
 
     def left(self, done: int) -> str:
-        """Return the remaining trials or minutes as text, after `done` trials of this session."""
+        """Return the remaining trials or minutes as text, to print after each trial.
+
+        done: the number of trials of this session so far. Without a budget the text has the minutes
+        that have passed.
+        """
         if self.minutes < math.inf:
             return f"{max(0.0, self.seconds_left() / 60):.0f} minutes left"
         if self.trials < math.inf:
@@ -120,7 +128,7 @@ class Budget:
 
 
 def say(line: str) -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line without delay, also if the output is a pipe, which Python would buffer."""
     print(line, flush=True)
 
 
@@ -155,8 +163,8 @@ class Session:
             if note:
                 print(f"note: {note}", file=sys.stderr)
         self.config = request.config
-        # By axis of the layout that the command line gives, the values to try: the value of the
-        # option of train.py, or all values of --try, which takes precedence.
+        # By the name of a layout option that the command line gives, the values to try. An option
+        # of train.py has one value; --try may give several, and takes precedence.
         given_axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in given_axes}
         self.held |= search_space.tried_values(options.tried)
@@ -182,7 +190,7 @@ class Session:
         precision = self.machine.precision
 
         def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-            """Return the values of options that are not given; given: the other values by name."""
+            """Return defaults for options that the user did not give; given: the other options."""
             on_cpu = given.get("device") == "cpu"
             return {"out": "runs/tune", "precision": "fp32" if on_cpu else precision}
 
@@ -210,7 +218,7 @@ class Session:
             raise stopped
 
     def result(self) -> SearchResult:
-        """Return everything that the report contains, of this session and of earlier ones."""
+        """Return everything that the report contains, with trials of earlier sessions too."""
         return SearchResult(
             trials=[trial for trial in self.store.trials if trial.key in self.wanted],
             candidates=list(self.wanted.values()),
@@ -222,7 +230,10 @@ class Session:
         )
 
     def command(self, candidate: Candidate) -> list[str]:
-        """Return the words of the command that trains on the candidate's layout in OUT/train."""
+        """Return the words of the command that trains on a candidate's layout in OUT/train.
+
+        The report suggests it to the user. If the user gave no length, it has DEFAULT_STEPS steps.
+        """
         config = candidate.config
         run = dataclasses.replace(config.run, out=str(self.out / "train"))
         training = config.training
@@ -236,7 +247,11 @@ class Session:
     # ---- What is measured ------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Measure layouts until the fastest is known; raise BudgetSpent if the budget is spent."""
+        """Measure layouts until the fastest is known; raise BudgetSpent if the budget is spent.
+
+        With --all every layout gets one trial. Otherwise the search chooses the next layout after
+        each trial; at the end the best layouts are measured once more if they are close.
+        """
         config = self.config
         ranks = self.options.gpus
         say(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
@@ -260,6 +275,7 @@ class Session:
         predicted = [candidate.prediction.seconds for candidate in candidates]
         positions = [features(candidate.config) for candidate in candidates]
         search = Search(predicted, positions, self.options.gain / 100)
+        # The search begins with the trials that earlier sessions have stored.
         for number, candidate in enumerate(candidates):
             for trial in self.store.of(candidate.key):
                 self._add(search, candidates, number, trial)
@@ -276,9 +292,10 @@ class Session:
         )
 
     def _add(self, search: Search, candidates: list[Candidate], index: int, trial: Trial) -> None:
-        """Add a trial of the candidate with that index to the search.
+        """Add the result of a trial to the search; index: the candidate's index in `candidates`.
 
-        If the trial ran out of memory, all candidates that need more memory are rejected too.
+        If the trial ran out of memory, untried candidates that surely need more memory are rejected
+        without a trial. The search's noise, how much repeated trials vary, is estimated again.
         """
         seconds = trial.median if trial.status == "ok" else None
         search.add(index, seconds)
@@ -297,11 +314,14 @@ class Session:
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run a trial of a candidate; store, print and return the trial.
 
-        tag: why it runs, if not for the search. Raise BudgetSpent if the budget does not allow the
-        trial, or ends while it runs.
+        tag: a word that says why it runs, if the search did not choose it: `all` or `confirm`.
+        Raise BudgetSpent if the budget does not allow the trial, or ends while it runs; then the
+        trial is not stored, because it says nothing about the layout.
         """
         if self.budget.spent(self.store.trials):
             raise BudgetSpent
+        # A trial must not run longer than the budget lasts. If the budget is shorter than the time
+        # limit of a trial and the trial did not end, the budget ended it.
         limit = min(self.runner.time_limit, self.budget.seconds_left())
         runner = dataclasses.replace(self.runner, time_limit=limit)
         trial = trials.run(candidate, runner, len(self.store.trials), tag)
@@ -313,7 +333,11 @@ class Session:
         return trial
 
     def _print_outcome(self, trial: Trial) -> None:
-        """Print a line about the trial that has just ended, and add it to `self.finished`."""
+        """Print a line about the trial that has just ended, and add it to `self.finished`.
+
+        If it ran, the line has its seconds and the planner's, says whether it is the fastest trial
+        of this session, and how much of the budget is left.
+        """
         ran_before = [earlier for earlier in self.finished if earlier.status == "ok"]
         self.finished.append(trial)
         text = f"{trial.status}: {trial.reason}"
@@ -329,7 +353,7 @@ class Session:
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:
-    """Write table.md, results.csv and layouts.svg into the folder `out`.
+    """Write the report, table.md, results.csv and layouts.svg, into the folder `out`.
 
     Return the lines to print: the fastest layouts, a summary, and a command that trains.
     """

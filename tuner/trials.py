@@ -1,11 +1,12 @@
-"""One trial: train.py on its own ranks for a few steps, under a time limit; and the file of trials.
+"""Runs a trial, which is train.py for a few steps under a time limit; and stores trials in a file.
 
     trial = run(candidate, Runner("mpirun -n {ranks}", Path("runs/tune/trials")), number=0)
     TrialStore(Path("runs/tune/trials.jsonl")).add(trial)
 
-Every trial has a status and a reason: ok, rejected by train.py itself, out of memory, hang (over
-the time limit), crash, divergence. When `run` returns, all processes of the trial on this machine
-have ended.
+A candidate is a layout with the other options of a run. A launcher, such as mpirun, starts the
+trial's ranks. Every trial has a status and a reason: ok, rejected by train.py itself, out of
+memory, hang (over the time limit), crash, divergence. When `run` returns, all processes of the
+trial on this machine have ended. A search is a use of tune.py, which runs many trials.
 """
 
 import contextlib
@@ -32,18 +33,23 @@ from tuner.search import LEAST_NOISE
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "train.py")
-WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
-TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
-GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-MOST_CHARACTERS = 300  # of a line of output in a trial's reason
-OUTPUT_BYTES = 65536  # at the end of a trial's output, in which its reason is looked for
-_PRCTL = ctypes.CDLL(None).prctl  # looked up now, since loading after a fork is not safe
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+WARM_UP = 2  # the first steps do not count: allocators, kernels and connections warm up
+# All processes of a trial inherit this environment variable, so that none of them is missed when
+# the trial is ended. Its value is different for each trial.
+TRIAL_VARIABLE = "TRINE_TRIAL"
+GRACE_SECONDS = 5.0  # after SIGTERM, processes have this time to end before SIGKILL is sent
+MOST_CHARACTERS = 300  # a line of output in a trial's reason is cut to this length
+OUTPUT_BYTES = 65536  # only the last bytes of a trial's output are searched for the reason
+# The function prctl of the C library. It is looked up now, because it is called in a child process
+# between fork and exec, where loading a library is not safe.
+_PRCTL = ctypes.CDLL(None).prctl
+PR_SET_PDEATHSIG = 1  # the number of this operation of prctl, from linux/prctl.h
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a search
-CHECK_SECONDS = 0.05  # between two looks at whether a trial has ended
-RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # columns of metrics.jsonl
+CHECK_SECONDS = 0.05  # the interval in which a running trial is checked for its end
+RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # rates that metrics.jsonl has
 
-# Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
+# A regular expression that finds a message of exhausted memory in the output of a trial: of torch
+# on GPUs and CPUs, Python, C++, the C library, and launchers.
 OUT_OF_MEMORY = (
     "out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|"
     "MemoryError|bad_alloc|oom-kill|oom_kill"
@@ -57,15 +63,15 @@ class Trial:
     key: str  # Candidate.key
     label: str  # Candidate.label
     ranks: int
-    status: str  # ok, rejected, oom, hang, crash, diverged
-    reason: str  # empty if ok
-    seconds: list[float]  # of the timed steps
+    status: str  # ok, rejected, oom, hang, crash or diverged
+    reason: str  # a text that explains the status; empty if it is ok
+    seconds: list[float]  # the seconds of each timed step
     predicted: float  # the planner's seconds of a step
-    config: dict[str, Any]  # groups of options, as in run.json
+    config: dict[str, Any]  # the run's options by group, as in run.json
     peak_memory: list[float] = field(default_factory=list)  # bytes of each stage's fullest rank
-    tflops_model: float = 0.0  # per rank, at the median of the timed steps
-    tflops_hardware: float = 0.0  # the same, with recomputation
-    tokens_per_second: float = 0.0  # of all ranks, at the median
+    tflops_model: float = 0.0  # TFLOPs per rank at the median of the timed steps
+    tflops_hardware: float = 0.0  # TFLOPs like tflops_model, but recomputation counts as work too
+    tokens_per_second: float = 0.0  # the tokens of all ranks together, at the median step
     loss: float | None = None
     formula: str = ""
     cluster: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +80,7 @@ class Trial:
     command: str = ""
     started: str = ""
     wall: float = 0.0  # seconds of the whole trial, start-up included
-    tag: str = ""  # why it ran, if not for the search: confirm, all
+    tag: str = ""  # why the trial ran, if the search did not choose it: confirm or all
 
     @property
     def median(self) -> float:
@@ -92,14 +98,15 @@ class Runner:
     """How trials are run: launcher, steps, time limit, and the folder of their output."""
 
     launch: str  # the launcher's command, in which `{ranks}` stands for the number of ranks
-    folder: Path  # has a folder per trial
+    folder: Path  # the folder in which each trial gets a folder for its output
     timed: int = 3  # the number of measured steps, after the first WARM_UP steps
-    time_limit: float = 600.0  # seconds
+    time_limit: float = 600.0  # a trial that takes more seconds is stopped: its status is hang
 
     def launch_command(self, ranks: int) -> list[str]:
-        """Return the words of launcher, interpreter and train.py.
+        """Return the words that start train.py on `ranks` ranks, without train.py's options.
 
-        Raise UserError if the launcher has no {ranks}, or is no command of a shell.
+        They are the launcher's words, the Python interpreter and the path of train.py. Raise
+        UserError if the launcher has no {ranks}, or is no command of a shell.
         """
         if "{ranks}" not in self.launch:
             text = f"--launch {self.launch!r} has no {{ranks}}, as in 'mpirun -n {{ranks}}'"
@@ -108,13 +115,13 @@ class Runner:
             words = shlex.split(self.launch.replace("{ranks}", str(ranks)))
         except ValueError as error:  # a quotation mark without a second one
             raise UserError(f"--launch {self.launch!r} is not a command: {error}") from None
-        # torchrun and forkrun.py start Python for the program themselves.
+        # Other launchers need the interpreter; torchrun and forkrun.py start Python themselves.
         if not any(Path(word).name == "torchrun" or word.endswith(".py") for word in words):
             words.append(sys.executable)
         return [*words, PROGRAM]
 
     def out(self, candidate: search_space.Candidate, number: int) -> Path:
-        """Make and return the folder of the trial with the number `number`."""
+        """Make and return the folder of a trial, named by the trial's number and its layout."""
         out = self.folder / f"{number:04d}-{candidate.label.replace(' ', '-')}"
         out.mkdir(parents=True, exist_ok=True)
         return out
@@ -131,6 +138,7 @@ class Runner:
         if config.data.data == ("synthetic",):
             data_options["cache"] = None  # synthetic data is not read from files
         data = replace(config.data, **data_options)
+        # Options of the run that would take time or change what is measured are off.
         off: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
         off |= {"keep_last": 0, "keep_every": 0, "check_replicas_every": 0, "tensorboard": False}
         off |= {"preflight": False, "exit_after_minutes": 0.0}
@@ -144,8 +152,8 @@ class Runner:
 def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str = "") -> Trial:
     """Run a candidate and return its trial; end all processes of the trial, also if interrupted.
 
-    number: that of the trial's folder. tag: why it runs, if not for the search. Raise UserError if
-    the launcher cannot be started.
+    number: the number of the trial, which its folder gets. tag: a word that says why it runs, if
+    the search did not choose it. Raise UserError if the launcher cannot be started.
     """
     out = runner.out(candidate, number)
     command = runner.command(candidate, out)
@@ -182,8 +190,9 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
 def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of a trial that ran to its end, by attribute of Trial.
 
-    rows: those of metrics.jsonl, a row per step. Memory and loss are those of the last step; the
-    rates are scaled from the last step to the median one.
+    rows: the rows of metrics.jsonl, one for each step. Memory and loss are taken from the last
+    step. The rates of the last step are scaled by the last step's seconds over the median's, so
+    that they hold for a step of median length.
     """
     seconds = [row["seconds"] for row in rows[WARM_UP:]]
     last_row = rows[-1]
@@ -204,16 +213,21 @@ def execute(
 ) -> tuple[int | None, str]:
     """Run a command to its end or for `time_limit` seconds, then end all processes it started.
 
-    Return its exit status (None: over the limit) and the end of its output, OUTPUT_BYTES. log: the
-    file of the output. number: that of the trial. Raise UserError if it cannot be started, and what
-    the handler of a signal of STOPPING raises. The handler is called here, because Python would
-    call it between any two operations: its exception could leave a lock of Popen taken, for which
-    Popen.wait then waits for ever, or be dropped in Popen.__del__.
+    Return its exit status (None: over the limit) and the end of its output (OUTPUT_BYTES). log: the
+    file of the output. number: the number of the trial. Raise UserError if the command cannot be
+    started.
+
+    A signal of STOPPING ends the trial too: its handler is called, and raises an exception. Python
+    by itself would call the handler between any two operations. Inside Popen's code this could
+    leave a lock taken, for which Popen.wait then waits for ever, or lose the exception in
+    Popen.__del__. So the signals are blocked, and this function asks for them and calls the
+    handler.
     """
     trial_id = f"{os.getpid()}-{number}"
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
     options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    # In a session of its own: Ctrl-C reaches the search, which then ends the trial.
+    # The trial has a session of its own, so that Ctrl-C reaches only the search, which then ends
+    # the trial in order.
     options |= {"start_new_session": True, "preexec_fn": _end_with_search}
     handlers: Any = {number: signal.getsignal(number) for number in STOPPING}
     handled = [number for number in STOPPING if callable(handlers[number])]
@@ -231,15 +245,16 @@ def execute(
             raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
         finally:
             _terminate(process, trial_id)
-            process = None  # its __del__ runs now
+            process = None  # so that Popen.__del__ runs while signals are still blocked
             signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     return status, printable(log.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace"))
 
 
 def _end_with_search() -> None:
-    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed.
+    """Prepare the launcher's process, after the fork and before its program starts.
 
-    The launcher would inherit that the search has blocked the signals of STOPPING.
+    The kernel is told to send it SIGTERM when the search ends, also if the search is killed. The
+    signals of STOPPING are unblocked: the process has inherited that the search blocks them.
     """
     _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
@@ -248,8 +263,8 @@ def _end_with_search() -> None:
 def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
     """End the processes of a trial: SIGTERM first, so that srun ends its ranks on other nodes.
 
-    process: the launcher; None if it did not start. trial_id: its TRIAL_VARIABLE, which finds also
-    ranks in sessions of their own and orphans with other parents.
+    process: the launcher; None if it did not start. trial_id: the value of TRIAL_VARIABLE in the
+    trial's processes. By this value also ranks are found that are no children of the launcher.
     """
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         running = processes_of(trial_id)
@@ -265,7 +280,10 @@ def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
 
 
 def processes_of(trial_id: str) -> list[psutil.Process]:
-    """Return the user's running processes on this machine whose TRIAL_VARIABLE is `trial_id`."""
+    """Return the running processes of a trial on this machine, by their environment variable.
+
+    trial_id: the value of TRIAL_VARIABLE. Processes of other users cannot be read and are left out.
+    """
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -285,7 +303,9 @@ def classify(
     steps: int,
     time_limit: float,
 ) -> tuple[str, str, list[dict[str, Any]]]:
-    """Return a trial's status, its reason (empty if ok), and its rows of metrics.jsonl per step.
+    """Return a trial's status, the reason (empty if ok), and its rows of metrics.jsonl.
+
+    There is a row for each step. The status is the first that applies, in the order of the code.
 
     exit_status: None if the trial was over the time limit in seconds. log: the end of its output.
     out: its folder. steps: the number of steps that it should have trained.
@@ -307,7 +327,8 @@ def classify(
         return "crash", f"ended with status 0 after {len(rows)} of {steps} steps", rows
     if line := _last_line(log, OUT_OF_MEMORY):
         return "oom", line, rows
-    # Popen and shells report SIGKILL as -9 or 137, MPICH's mpirun as 9, with a line about it.
+    # SIGKILL most likely comes from the kernel, when memory runs out. Popen reports it as -9,
+    # shells as 137, and MPICH's mpirun as 9 with a line about the signal.
     kill = signal.SIGKILL
     killed_by_mpich = exit_status == kill and "(signal 9)" in log
     if exit_status in (-kill, 128 + kill) or killed_by_mpich:
@@ -320,7 +341,10 @@ def classify(
 
 
 def _last_line(log: str, pattern: str) -> str:
-    """Return the last line in which a regular expression is found, shortened; empty: none."""
+    """Return the last line of the output in which a regular expression is found, shortened.
+
+    An empty text is returned if there is no such line. Lines of spaces do not count.
+    """
     for line in reversed(log.splitlines()):
         if line.strip() and re.search(pattern, line):
             return line.strip()[:MOST_CHARACTERS]
@@ -334,7 +358,11 @@ class TrialStore:
     """A file with a JSON line per trial; each trial is on the disk before the next trial starts."""
 
     def __init__(self, path: Path):
-        """Read the trials of the file, if it exists; raise UserError if it is no file of trials."""
+        """Read the trials of earlier searches from the file, if it exists.
+
+        Fields of a trial that this version does not know are dropped. Raise UserError if the file
+        has other contents than trials.
+        """
         self.path = path
         self.trials: list[Trial] = []
         text = ""
@@ -351,7 +379,8 @@ class TrialStore:
                 self.trials.append(Trial(**known))
             except (ValueError, TypeError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}, is no trial: {error}") from None
-        if incomplete_line:  # a search was killed while it wrote; lines are appended to this file
+        # If a search was killed while it wrote a line, remove this line, since others are appended.
+        if incomplete_line:
             path.write_text("".join(line + "\n" for line in lines))
 
     def add(self, trial: Trial) -> None:
@@ -372,10 +401,11 @@ class TrialStore:
 
 
 def noise(trials: list[Trial]) -> float:
-    """Return the standard deviation of the logarithm of a trial's median seconds, from 0.01 to 0.3.
+    """Return how much repeated trials of a layout vary, for the search: from 0.01 to 0.3.
 
-    The variance is pooled over the layouts that were measured more than once, and over a prior
-    estimate from the steps within each trial, which has the weight of three repeated trials.
+    It is the standard deviation of the logarithm of a trial's median seconds. The variance is
+    pooled over the layouts that were measured more than once, and over a prior estimate from the
+    steps within each trial, which has the weight of three repeated trials.
     """
     medians: dict[str, list[float]] = {}
     for trial in trials:
@@ -384,8 +414,9 @@ def noise(trials: list[Trial]) -> float:
     repeated = [group for group in medians.values() if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeated)
     squares = sum((len(group) - 1) * statistics.variance(group) for group in repeated)
-    # Three normal values with standard deviation s have on average a range of 1.7 s, and a median
-    # with standard deviation 0.67 s: the median's deviation is 0.67 / 1.7 = 0.4 of the range.
+    # `trial.spread` is the range of a trial's timed steps, three by default. Three normal values
+    # with standard deviation s have on average a range of 1.7 s, and a median with standard
+    # deviation 0.67 s: the median's standard deviation is 0.67 / 1.7 = 0.4 of the range.
     deviations = [0.4 * trial.spread for trial in trials if trial.status == "ok"]
     prior = statistics.median(deviations or [LEAST_NOISE])
     weight = 3
