@@ -34,7 +34,8 @@ class Answers(NamedTuple):
 def of(run: Rehearsal, machine: Machine) -> Answers:
     """Return the answers of a rehearsal; machine: the machine whose GPUs the run needs."""
     layout = run.config.layout
-    blocking = run.config.run.blocking and layout.pp == 1  # as context.prepare sets it
+    # With several stages, the run's host does not wait for operations (context.prepare).
+    blocking = run.config.run.blocking and layout.pp == 1
     # `stuck` has the sentences on operations that do not meet; a deadlock is only looked for if all
     # ranks do the same operations.
     stuck = mismatches(run.world)
@@ -80,12 +81,12 @@ def _header(run: Rehearsal) -> str:
 
 
 def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
-    """Return the answer whether all operations meet; stuck: the sentences on those that do not."""
+    """Return the answer whether all operations meet; stuck: the sentences on mismatches."""
     if stuck:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in stuck)
     total = 0
     for record in run.records:
-        # Only operations and waits have a number.
+        # A stop of the host has the number 0, so that only operations are counted.
         total += sum(event.number > 0 and event.kind != "wait" for event in record.events)
     ran = len(run.records)
     not_run = len(run.world.traces) - ran
@@ -108,7 +109,7 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     records = [record for record in run.records if record.stage == stage]
     fullest = max(records, key=lambda record: record.peak)
     peaks = fullest.peaks
-    largest = max(peaks, key=lambda name: peaks[name].bytes)  # the name of a phase
+    largest = max(peaks, key=lambda name: peaks[name].bytes)  # the phase with the largest peak
     steady = [peaks[phase] for phase in STEADY if phase in peaks]
     held = max(steady, key=lambda peak: peak.bytes).held
     predicted = sum(memory.of_run(run.config)[stage].values())

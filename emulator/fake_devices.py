@@ -66,8 +66,8 @@ class _Mode(FakeTensorMode):
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of a module or class inside the `with`, and restore it afterwards."""
-    defined_here = name in owner.__dict__  # otherwise the attribute is inherited
-    # From __dict__, because getattr would return the function of a staticmethod.
+    defined_here = name in owner.__dict__  # False if the attribute is inherited
+    # The old value is read from __dict__, because getattr would unwrap a staticmethod.
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
@@ -121,7 +121,7 @@ def _replacements(
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
     # torch 2.11 makes a tensor on the driver's device here, in spite of avoid_device_init.
     yield fake_tensor, "init_gpu_context", lambda device: None
-    # A fake tensor has no elements that these methods could read or free.
+    # These methods read or free the memory of a tensor, which a fake tensor has not.
     yield Tensor, "numpy", _one_number
     yield FakeTensor, "tolist", lambda tensor: meter.values(tensor)
     yield Tensor, "record_stream", lambda tensor, stream: None
@@ -159,7 +159,7 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
         tensor: this rank's rows by expert, (experts,), or the rows that it sends and the rows that
         it receives, by rank of the group and expert of that rank: (2, ranks, experts of a rank).
         """
-        meter.values(tensor)  # the host reads the counts
+        meter.values(tensor)  # records that the host reads the counts
         experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
         experts_of_rank = experts // group.size
         used = experts if routing == EVEN else experts_of_rank  # the first experts get all rows
@@ -324,5 +324,5 @@ def _start(tensor: Tensor, elements: int) -> Tensor:
 
     A tensor with fewer elements is returned whole.
     """
-    rows = -(-elements * len(tensor) // max(1, tensor.numel()))  # rounded up
+    rows = -(-elements * len(tensor) // max(1, tensor.numel()))  # the number of rows, rounded up
     return tensor[:rows]

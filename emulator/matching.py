@@ -115,7 +115,7 @@ def mismatches(world: World) -> list[str]:
 
 
 def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
-    """Compare the collectives of a group's first member with those of each other member.
+    """Compare the collectives of a group's first member with each other member's collectives.
 
     Yield a sentence for the first difference of each pair.
     """
@@ -124,7 +124,7 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
     firsts_events = world.operations(first).collectives.get(role, [])
     for other in others:
         if id(world.traces[other]) in compared:
-            continue
+            continue  # this rank shares its trace with a rank that was compared
         compared.add(id(world.traces[other]))
         others_events = world.operations(other).collectives.get(role, [])
         pairs = itertools.zip_longest(firsts_events, others_events)
@@ -136,10 +136,10 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
 
 
 def _common(event: Event) -> Event:
-    """Return the event with only those values that must be equal on all members of its group.
+    """Return the event with only the values that must be equal on all members of its group.
 
-    Rows are left out because `_unequal_blocks` compares them; the line and place of a broadcast or
-    reduce, because its root may call it at another line.
+    `_unequal_blocks` compares the rows. The root of a broadcast or reduce may call it at another
+    line and place than the other members.
     """
     event = event._replace(rows=())
     if event.kind in ONE_SIDED:
@@ -188,7 +188,7 @@ def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[s
                 unequal[position] = with_rows
     for sender, receiver in itertools.permutations(unequal, 2):
         for event, receivers_event in zip(unequal[sender], unequal[receiver]):
-            _, rows_sent = event.rows  # (rows from each member, rows to each member)
+            _, rows_sent = event.rows  # event.rows: (from each member, to each member)
             rows_expected, _ = receivers_event.rows
             sent = rows_sent[receiver]
             expected = rows_expected[sender]
@@ -242,7 +242,7 @@ class _Rank:
     events: list[Event]
     at: int = 0  # the index of the host's next event
     waits: list[int] = field(default_factory=list)  # operations that the compute stream waits for
-    passed: int = 0  # the number of these waits that are over
+    passed: int = 0  # the number of `waits` that are over
     queues: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)  # operations that have ended
     started: bool = False  # whether the operation at index `at`, which blocks the host, is queued
@@ -279,11 +279,11 @@ class _Simulation:
         self.world = world
         self.blocking = blocking
         self.kind_of = kinds(world)
-        # By kind, its lowest rank: the dictionary keeps the last rank of the reversed list.
+        # By kind, the lowest rank of the kind: of the reversed list, the last rank is kept.
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
-        self.arrived: dict[tuple, set] = {}  # "send" and "receive" hosts, by (role, kinds)
-        self.ready: dict[tuple, set] = {}  # by `_meeting`'s key, the kinds that could begin it
+        self.arrived: dict[tuple, set] = {}  # by (role, kinds): "send", "receive" if that end came
+        self.ready: dict[tuple, set] = {}  # by `_meeting`'s key: the kinds ready for the operation
         self.changed: deque[int] = deque()  # kinds that may be able to continue
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # kinds of a group's members
 
@@ -294,7 +294,7 @@ class _Simulation:
             kind = self.changed.popleft()
             rank = self.ranks[kind]
             rank.drain()
-            while self._host(kind, rank):
+            while self._host(kind, rank):  # until the host is blocked
                 pass
             self._streams(kind, rank)
         stuck = [k for k, r in self.ranks.items() if r.at < len(r.events) or any(r.queues.values())]
@@ -306,19 +306,19 @@ class _Simulation:
             return False
         event = rank.events[rank.at]
         if event.kind == "wait":
-            rank.waits.append(event.number)
+            rank.waits.append(event.number)  # the compute stream will wait; the host goes on
             rank.drain()
         elif rank.holds_host(event):
             return False
         elif event.kind not in (READ, COPY, LOAD):  # a collective or a message
             if not rank.started:
                 if event.kind in MESSAGES and not self._connected(kind, event):
-                    return False
+                    return False  # the host waits for the other end of the message
                 queue = rank.queues.setdefault(event.role, deque())
-                queue.append((rank.at, len(rank.waits)))
+                queue.append((rank.at, len(rank.waits)))  # it begins after all waits so far
                 rank.started = True
             if self.blocking and rank.at not in rank.ended:
-                return False
+                return False  # --blocking: the host waits for the end of the operation
         rank.at += 1
         rank.started = False
         return True
@@ -330,7 +330,7 @@ class _Simulation:
         if event.kind not in arrived:
             arrived.add(event.kind)
             if len(arrived) == 2:
-                self.changed.extend(ends)
+                self.changed.extend(ends)  # the hosts of both ends can go on
         return len(arrived) == 2
 
     def _streams(self, kind: int, rank: _Rank) -> None:
@@ -352,7 +352,7 @@ class _Simulation:
                     self.changed.append(member)
 
     def _meeting(self, kind: int, event: Event) -> tuple[tuple[int, ...], tuple]:
-        """Return the kinds of the ranks of an operation, and a key that these ranks share.
+        """Return the kinds of the ranks of an operation, and the operation's key in `ready`.
 
         The kinds ascend; those of a message are (sender, receiver).
         """
@@ -381,9 +381,9 @@ class _Simulation:
         rank = self.ranks[kind]
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
-            return event  # the hosts are not connected
+            return event  # the message's two hosts are not connected
         if event is not None and event.kind not in (READ, COPY, LOAD, "wait"):
-            role = event.role  # with --blocking
+            role = event.role  # with --blocking the host waits for its operation
         elif rank.passed < len(rank.waits):
             awaited = rank.waits[rank.passed]  # the compute stream waits, and the host for it
             role = rank.events[awaited].role
@@ -398,7 +398,7 @@ class _Simulation:
         members, key = self._meeting(kind, event)
         if event.kind in MESSAGES:
             sender, receiver = members
-            return receiver if event.kind == "send" else sender
+            return receiver if event.kind == "send" else sender  # the message's other end
         ready = self.ready.get(key, set())
         return next((member for member in members if member not in ready), None)
 
@@ -439,12 +439,12 @@ def kinds(world: World) -> list[int]:
         numbers = {}
         refined = []
         for rank, kind in enumerate(kind_of):
-            neighbours: list = [kind]
+            neighbours: list = [kind]  # kind; for each role the kinds in the group, the position
             for role in world.rows:
                 row = world.row_of.get((role, rank), (rank,))
                 position = row.index(rank) if role in roles_with_messages else 0
                 neighbours += [kinds_of_row.get((role, row)), position]
             refined.append(numbers.setdefault(tuple(neighbours), len(numbers)))
         if len(set(refined)) == len(set(kind_of)):
-            return refined  # no kind was split
+            return refined  # this round has split no kind
         kind_of = refined

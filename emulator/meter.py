@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config.messages import UserError
 from emulator.recording import COPY, LOAD, Trace, calling_line
 
-ROUNDED_TO = 512  # bytes
+ROUNDED_TO = 512  # sizes are rounded up to a multiple of this many bytes
 CPU = torch.device("cpu")
 # The meter's phase, by the phase of the flight recorder; for a training step ACTIONS has it.
 PHASES = {"start": "build", "evaluate": "evaluation", "check replicas": "check", "save": "save"}
@@ -49,8 +49,8 @@ class Peak(NamedTuple):
 class _Function(NamedTuple):
     """Facts about an operation of torch."""
 
-    view: bool  # whether all its results are views of its inputs
-    launches: bool  # whether it launches a kernel
+    view: bool  # whether all results of the operation are views of its inputs
+    launches: bool  # whether the operation launches a kernel
 
 
 class Meter(TorchDispatchMode):
@@ -72,7 +72,7 @@ class Meter(TorchDispatchMode):
         self.pinned = weakref.WeakSet[Any]()
         # The living storages by their address: (weak reference to the storage, bytes, kind).
         self._live: dict[int, tuple[Any, int, str]] = {}
-        self._held = Counter[str]()  # bytes allocated now, by kind
+        self._held = Counter[str]()  # bytes allocated now, by the kind of their storage
         self._functions: dict[Any, _Function] = {}  # the facts that `_facts` has found
         # The source lines of forward operations, by the sequence number that autograd gives to an
         # operation and its backward, so that a backward's allocation can name the forward's line.
@@ -144,7 +144,7 @@ class Meter(TorchDispatchMode):
         """
         on_device = False
         # CUDA loads a kernel at its first launch. Each combination of a function and the types and
-        # shapes of its results is assumed to be a kernel of its own.
+        # shapes of its results is assumed to be a separate kernel.
         kernel = [function]
         results = result if isinstance(result, (tuple, list)) else (result,)
         for tensor in results:
@@ -179,8 +179,8 @@ class Meter(TorchDispatchMode):
 
         function: the operation that made the storage.
         """
-        key = storage._cdata  # its address
-        size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO  # rounded up
+        key = storage._cdata  # the storage's address
+        size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO  # bytes, rounded up
         # The kind is the phase of the flight recorder, or in a training step the action.
         kind, _, action, micro_batch = self.recorder.place
         if kind == "train":
@@ -261,11 +261,11 @@ class Meter(TorchDispatchMode):
 
         Raise UserError if the shape of the result depends on the values of the arguments.
         """
-        if function is ATEN.addmm.dtype_out:  # torch 2.11 has no fake version
+        if function is ATEN.addmm.dtype_out:  # torch 2.11 has no fake version of this operation
             return kwargs["out"]
         try:
             return function(*args, **kwargs)
-        except DataDependentOutputException:  # equal or allclose: the host reads the result
+        except DataDependentOutputException:  # torch.equal and allclose: the host reads the result
             if args[0].is_cuda:
                 self.stop("a comparison of values")
             return True

@@ -64,7 +64,7 @@ class Trace:
         """Begin without events; `recorder` tells what the rank does when an event happens."""
         self.recorder = recorder
         self.events = list[Event]()
-        # Operations so far: by (role,) the collectives, by (role, kind, peer) the messages.
+        # The number of operations so far: collectives by (role,), messages by (role, kind, peer).
         self._counts: dict[tuple, int] = {}
 
     def place(self) -> str:
@@ -76,7 +76,7 @@ class Trace:
         where = ""
         if phase == "train":
             where = f"step {step}, "
-        elif phase != action:  # a phase without actions is its own action: named once
+        elif phase != action:  # a phase without actions is named once
             where = f"{phase}, "
         if micro_batch is None:
             return where + action
@@ -149,7 +149,7 @@ def calling_line(depth: int = 2) -> str:
         inside = name.removeprefix(root)
         in_project = name.startswith(root) and "site-packages" not in inside
         if in_project and not name.startswith(NEVER_NAMED):
-            return f"{inside[1:]}:{frame.f_lineno}"  # without the slash
+            return f"{inside[1:]}:{frame.f_lineno}"  # the path without its first slash
         frame = frame.f_back
     return ""
 

@@ -82,7 +82,7 @@ def chosen(config: Config) -> list[int]:
     ranks = {rank for rank, positions in enumerate(all_positions) if positions in wanted}
     if config.model.experts > 1:
         # In each stage, the last rank of the first group of --ep is run too, so that its exchanges
-        # can be compared with those of the group's first rank.
+        # can be compared with the exchanges of the group's first rank.
         stage_size = len(all_positions) // config.layout.pp
         last_of_group = (config.layout.ep or 1) - 1
         ranks |= set(range(last_of_group, len(all_positions), stage_size))
@@ -102,10 +102,11 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
     representatives = list(range(len(all_positions)))
     for group in _similar_ranks(config, all_positions):
         candidates = [rank for rank in group if rank in ran_ranks]
-        nearest: dict[tuple[int, ...], int] = {}  # by kinds of position, the representative
+        nearest: dict[tuple[int, ...], int] = {}  # by kinds of position, the representing rank
         for rank in group:
             kind = kinds[rank]
             if kind not in nearest:
+                # By candidate, the number of axes on which its kind of position is the rank's.
                 common = [sum(map(operator.eq, kind, kinds[other])) for other in candidates]
                 nearest[kind] = candidates[common.index(max(common))]
             if rank not in ran_ranks:
@@ -230,7 +231,7 @@ def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Reh
     workers = min(len(ranks), len(allowed_cores()))
     torch.set_num_threads(1)
     with fake_devices(recording_context(1, 0, 1), case.gpu):
-        # torch imports modules at the first operation on fake tensors: here once for all processes.
+        # The first operation on fake tensors imports modules of torch: once here for all processes.
         torch.zeros(1, device="cuda").add_(1)
     with ProcessPoolExecutor(workers, forked) as pool:
         futures = []
@@ -322,7 +323,7 @@ def run_rank(
             meter.start()  # forgets the peaks so far, so that those of the second step remain
             context.recorder.begin_step(step)
             micro_batches = config.micro_batches(config.training.global_batch_size)
-            if step == 1:  # it only has to make the optimizer's state
+            if step == 1:  # the first step only has to make the optimizer's state
                 micro_batches = min(2, micro_batches)
             state.config = _with_micro_batches(config, micro_batches)
             trainer.step(state, samples, 0, config.training.lr)
