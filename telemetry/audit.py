@@ -382,7 +382,7 @@ def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
 
 @contextmanager
 def observed(stage: Stage, results: Results) -> Iterator[None]:
-    """Inside, `results.layer` and `results.direction` name the pass of `stage` that is running."""
+    """Inside this context, `results` notes which layer of `stage` runs, and in which direction."""
     handles = []
     results.enter(f"stage {stage.spec.index}", "")
     for name, part in _layers(stage):

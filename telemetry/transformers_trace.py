@@ -76,9 +76,9 @@ def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarra
 def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
     """Inside this context, call add(name, x) with the outputs of a pass through the model.
 
-    The names are as in a run's trace. The outputs of the embedding and of the final norm are
-        read as the inputs of the first layer and of the head. Raise UserError if the model has not
-        exactly one list of `layers` layers with attention.
+    The names are as in a run's trace. The outputs of the embedding and of the final norm are read
+    as the inputs of the first layer and of the head. Raise UserError if the model has not exactly
+    one list of `layers` layers with attention.
     """
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     of_layers = [part for part in lists if len(part) == layers and _attention(part[0])]
