@@ -3,6 +3,10 @@
 answer = answers.of(run, machine)
 print(answer.text)
 answer.data            # the same for programs
+
+Operations meet if all members of a group start the same operations in the same order; a mismatch is
+a place where they do not. A phase is a part of a run, such as "forward" (PHASES). rehearse.py
+prints the text.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +18,8 @@ from planner import memory
 from planner.hardware import Machine
 
 GIGABYTE = 1e9
-# A line of the answer points out a stage whose rehearsed memory differs from the planned memory by
-# more than this share.
+# The text points out a stage if the memory of its step in the rehearsal differs from plan.py's
+# prediction by more than this share of the prediction.
 SHARE_OF_DIFFERENCE = 0.04
 PHASES = ("build", *STEADY, "evaluation", "check", "save")
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporaries", "buffers")
@@ -31,7 +35,10 @@ class Answers(NamedTuple):
 def of(run: Rehearsal, machine: Machine) -> Answers:
     """Return the answers of a rehearsal; machine: the machine whose GPUs the run needs."""
     layout = run.config.layout
-    blocking = run.config.run.blocking and layout.pp == 1  # as context.prepare sets it
+    # With several stages, the run's host does not wait for operations (context.prepare).
+    blocking = run.config.run.blocking and layout.pp == 1
+    # `stuck` has the sentences on operations that do not meet; a deadlock is only looked for if all
+    # ranks do the same operations.
     stuck = mismatches(run.world)
     if not stuck and (circle := deadlock(run.world, blocking)):
         stuck = [circle]
@@ -55,7 +62,10 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
 
 
 def _header(run: Rehearsal) -> str:
-    """Return the first line of the text: the layout, and what was run."""
+    """Return the first line of the text: the ranks, the layout, and the number of ranks run.
+
+    If the rehearsal has fewer micro-batches than a step of the run, the line gives both numbers.
+    """
     layout = run.config.layout
     precision = run.config.training.precision
     ranks = len(run.world.traces)
@@ -72,11 +82,12 @@ def _header(run: Rehearsal) -> str:
 
 
 def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
-    """Return the answer whether all operations meet; stuck: the sentences on those that do not."""
+    """Return the answer whether all operations meet; stuck: the sentences on mismatches."""
     if stuck:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in stuck)
     total = 0
     for record in run.records:
+        # A stop of the host has the number 0, so that only operations are counted.
         total += sum(event.number > 0 and event.kind != "wait" for event in record.events)
     ran = len(run.records)
     not_run = len(run.world.traces) - ran
@@ -92,12 +103,14 @@ def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
 def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     """Return the memory, in bytes, of the rank of a stage that needs the most memory.
 
-    Only ranks that were run are considered. The keys are those of answers.data["stages"].
+    Only ranks that were run are considered. The result is an entry of answer.data["stages"]: the
+    peak of each phase, the phase with the largest peak, the peak of a step, what held it, and
+    plan.py's prediction of it.
     """
     records = [record for record in run.records if record.stage == stage]
     fullest = max(records, key=lambda record: record.peak)
     peaks = fullest.peaks
-    largest = max(peaks, key=lambda name: peaks[name].bytes)
+    largest = max(peaks, key=lambda name: peaks[name].bytes)  # the phase with the largest peak
     steady = [peaks[phase] for phase in STEADY if phase in peaks]
     held = max(steady, key=lambda peak: peak.bytes).held
     all_rows_on_one_rank = float(run.config.layout.ep or 1)
@@ -118,7 +131,10 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
 
 
 def _room(fullest: dict[str, Any], machine: Machine) -> str:
-    """Return a sentence on the memory that a stage's fullest rank needs, see `_stage`."""
+    """Return a sentence on the memory that the rank with the largest need takes of its GPU.
+
+    fullest: the result of `_stage` for the stage of this rank.
+    """
     reserved = (machine.context + machine.software.buffers) / GIGABYTE
     return (
         f"rank {fullest['rank']} of stage {fullest['stage']} needs "
@@ -128,7 +144,11 @@ def _room(fullest: dict[str, Any], machine: Machine) -> str:
 
 
 def _memory_text(data: dict[str, Any], room: str) -> str:
-    """Return the answer whether the run fits; data: see `of`; room: the sentence of `_room`."""
+    """Return the answer whether the run fits, with a row for each stage in two tables.
+
+    Below the tables a line for each stage names the phase with the largest peak, and the tensor
+    whose allocation reached it. data: the data of the answers. room: the sentence of `_room`.
+    """
     stages = data["stages"]
     verdict = "Yes" if data["fits"] else "No"
     lines = [f"Will it fit? {verdict}: {room}."]
@@ -148,9 +168,9 @@ def _memory_text(data: dict[str, Any], room: str) -> str:
 
 
 def _table(columns: tuple[str, ...], stages: list[dict[str, float]]) -> list[str]:
-    """Return the lines of a table with a row for each stage, without empty columns.
+    """Return the lines of a table in GB with a row for each stage, without empty columns.
 
-    stages: the bytes in each column, by its name, for each stage.
+    stages: for each stage, the bytes by the name of the column.
     """
     shown = [name for name in columns if any(values.get(name) for values in stages)]
     lines = [f"  {'stage':>6}" + "".join(f"{name:>13}" for name in shown)]

@@ -3,7 +3,9 @@
     load()          # before torch is imported
     import torch
 
-The machine's compiler compiles the guard once for each version of torch, into ~/.cache/trine.
+torch asks a device guard which device and which stream are current. Its guard for cuda asks the
+driver; the guard that is compiled here (device_guard.cpp) needs no driver. The machine's compiler
+compiles it once for each version of torch, into ~/.cache/trine.
 """
 
 import ctypes
@@ -35,12 +37,12 @@ def load(cache: Path | None = None) -> None:
     version = runpy.run_path(str(torch_folder / "version.py"))
     library = _compiled(torch_folder, version, cache or Path.home() / ".cache" / "trine")
     if version["cuda"]:
-        # torch's CUDA hooks are registered before the guard's: the second hooks are skipped, and
-        # torch prints a warning about them.
+        # In a CUDA build of torch, load torch's own CUDA library before the guard: torch keeps the
+        # hooks that are registered first, and prints a warning about the guard's hooks.
         ctypes.CDLL(str(torch_folder / "lib" / "libtorch_cuda.so"))
     guard = ctypes.CDLL(str(library))
     importlib.import_module("torch")
-    guard.replace_guard()
+    guard.replace_guard()  # after the import: torch keeps the last guard that is registered
 
 
 def _compiled(torch_folder: Path, version: dict, cache: Path) -> Path:
@@ -59,7 +61,8 @@ def _compiled(torch_folder: Path, version: dict, cache: Path) -> Path:
             f"rehearse.py compiles {SOURCE.name} once, and none of {', '.join(COMPILERS)} is on "
             f"PATH: install a C++ compiler, or load its module"
         )
-    # Another process may compile the guard at the same time, so each writes its own file.
+    # Another process may compile the guard at the same time, so each process writes a file of its
+    # own, and then renames it.
     part = library.with_suffix(f".{os.getpid()}")
     command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(part)]
     command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]

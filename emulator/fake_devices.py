@@ -4,7 +4,9 @@
     with fake_devices(context, "NVIDIA H100") as meter:
         state = trainer.build(config, context)
 
-The functions of torch that this needs to replace are replaced inside the `with` only.
+Functions of torch and of this program that need a GPU, or the elements of a tensor, are replaced
+inside the `with` only. A replacement allocates the tensors that the function would allocate on a
+GPU, and tells the rank's meter (meter.py) where the host would wait for the device.
 """
 
 import contextlib
@@ -32,8 +34,8 @@ from parallel import DRAWN_AT_ONCE
 from telemetry import replica_check
 from telemetry.replica_check import HASHED_AT_ONCE
 
-# Weights are hashed by chunks. After two chunks the memory has reached its peak, so a rehearsal
-# hashes no more elements of a tensor.
+# A rehearsal hashes at most this many elements of a tensor. Weights are hashed by chunks, and after
+# two chunks the memory has reached its peak.
 HASHED = 2 * HASHED_AT_ONCE
 LOWER_RIGHT = object()  # stands in for the mask of torch.nn.attention.bias.causal_lower_right
 
@@ -49,6 +51,7 @@ def fake_devices(context: RecordingContext, gpu: str, routing: str = "even") -> 
     with contextlib.ExitStack() as stack:
         for owner, name, value in _replacements(context, meter, gpu, routing):
             stack.enter_context(replaced(owner, name, value))
+        # The meter is entered last, so torch calls it first, and it calls the fake operations.
         stack.enter_context(_Mode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         yield meter
@@ -63,8 +66,8 @@ class _Mode(FakeTensorMode):
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of a module or class inside the `with`, and restore it afterwards."""
-    defined_here = name in owner.__dict__  # otherwise the attribute is inherited
-    # From __dict__, because getattr would return the function of a staticmethod.
+    defined_here = name in owner.__dict__  # False if the attribute is inherited
+    # The old value is read from __dict__, because getattr would unwrap a staticmethod.
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
@@ -82,13 +85,18 @@ def _replacements(
     gpu: str,
     routing: str,
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Yield everything that is replaced: (module or class, name of the attribute, new value)."""
+    """Yield everything that is replaced: (module or class, name of the attribute, new value).
+
+    gpu: the name of the GPU. routing: one of ROUTINGS.
+    """
     cuda = torch.cuda
     device = context.device
 
     def peak(*_) -> int:
         return max((peak.bytes for peak in meter.peaks.values()), default=0)
 
+    # The functions of torch.cuda ask a driver; these answer from the meter. One stream stands for
+    # every stream and every event.
     stream = _Stream(meter)
     cuda_parts = {
         "is_available": lambda: True,
@@ -113,11 +121,13 @@ def _replacements(
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
     # torch 2.11 makes a tensor on the driver's device here, in spite of avoid_device_init.
     yield fake_tensor, "init_gpu_context", lambda device: None
+    # These methods read or free the memory of a tensor, which a fake tensor has not.
     yield Tensor, "numpy", _one_number
     yield FakeTensor, "tolist", lambda tensor: meter.values(tensor)
     yield Tensor, "record_stream", lambda tensor, stream: None
     yield torch.UntypedStorage, "resize_", _resize(meter)
     yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))
+    # torch would choose the kernels of a CPU for these operations.
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield attention_masks, "flex", flex
@@ -135,23 +145,31 @@ EVEN, ONE_RANK = ROUTINGS = ("even", "one-rank")
 
 
 def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, int], list]:
-    """Return a function that replaces token_exchange.counts_on_host, with the counts of a routing.
+    """Return a function that replaces token_exchange.counts_on_host in a rehearsal.
 
-    EVEN: the numbers of rows of any two experts differ by at most 1. ONE_RANK: the experts of each
-    group's first rank get all rows. Every rank is assumed to have as many rows as this rank.
+    The replaced function reads how many rows (tokens) each expert gets. Fake tensors have no such
+    counts, so this one invents them. EVEN: the rows of any two experts differ by at most 1.
+    ONE_RANK: the experts of each group's first rank get all rows. Every rank is assumed to have as
+    many rows as this rank.
     """
 
     def counts(group: Group, tensor: Tensor, rows: int) -> list:
-        """Return the rows for each expert, or both lists of `counts_on_host` by rank and expert."""
-        meter.values(tensor)  # the host reads the counts
+        """Return invented counts, which add up to `rows`, in the shape of `tensor`.
+
+        tensor: this rank's rows by expert, (experts,), or the rows that it sends and the rows that
+        it receives, by rank of the group and expert of that rank: (2, ranks, experts of a rank).
+        """
+        meter.values(tensor)  # records that the host reads the counts
         experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
         experts_of_rank = experts // group.size
-        used = experts if routing == EVEN else experts_of_rank
+        used = experts if routing == EVEN else experts_of_rank  # the first experts get all rows
+        # For example, 10 rows on 4 experts are 2, 3, 2 and 3 rows.
         rows_of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
         rows_of_expert += [0] * (experts - used)
         if tensor.dim() == 1:
             return rows_of_expert
         sent = [rows_of_expert[i : i + experts_of_rank] for i in range(0, experts, experts_of_rank)]
+        # Every rank of the group sends to this rank what this rank sends to itself.
         received = [sent[group.rank]] * group.size
         return [sent, received]
 
@@ -159,7 +177,10 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
 
 
 def _one_number(tensor: Tensor, **_: Any) -> np.ndarray:
-    """Return a writable array with the tensor's shape, whose elements share one number's memory."""
+    """Return a writable array of the tensor's shape that takes the memory of one number.
+
+    It replaces Tensor.numpy: all its elements are the same number, since every stride is 0.
+    """
     return as_strided(np.zeros(1, np.float32), tensor.shape, (0,) * tensor.dim())
 
 
@@ -208,11 +229,11 @@ def attention(
 ):
     """Replace F.scaled_dot_product_attention: call the kernel that torch would choose on a GPU.
 
-    It is the flash kernel for 16 bits without a mask, otherwise the memory-efficient kernel. The
-    latter has no grouped queries, and no kernel has fp64: then torch computes with matrix products,
-    and stores the scores.
+    With 16 bits and without a mask torch chooses the flash kernel, otherwise the memory-efficient
+    kernel. The memory-efficient kernel has no grouped queries, and no kernel has fp64: in these
+    cases torch computes attention by matrix products, which store the scores.
     """
-    if attn_mask is LOWER_RIGHT:  # the kernels treat it like the other causal mask, as a flag
+    if attn_mask is LOWER_RIGHT:  # a causal mask, which is not a tensor but a flag of the kernels
         attn_mask = None
         is_causal = True
     if q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
@@ -222,6 +243,7 @@ def attention(
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return math_attention(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
     if attn_mask is not None:
+        # The kernel takes a mask of the scores' shape: (batch, heads, queries, keys).
         attn_mask = attn_mask.expand(*q.shape[:2], q.shape[2], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
@@ -230,10 +252,12 @@ def attention(
 def flex(q, k, v, mask):
     """Replace flex_attention by a kernel that allocates the same tensors.
 
-    q: (batch, heads, sequence, head size); k, v: the same with the number of kv heads.
+    The mask has no influence on the tensors' sizes. q: (batch, heads, sequence, head size); k, v:
+    the same with the number of kv heads.
     """
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.dtype == torch.float32:  # the kernel for fp32 has no grouped queries
+    if grouped and q.dtype == torch.float32:
+        # `attention` calls a kernel that has no grouped queries: give each query head its kv head.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return attention(q, k, v, is_causal=True)
 
@@ -246,28 +270,35 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Allocate the output, and for the backward pass one fp32 number per row, as on a GPU."""
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate the gradients of `x` and `weight`; fake tensors have no values to compute."""
         x, weight, _ = ctx.saved_tensors
         return torch.zeros_like(x), torch.zeros_like(weight)
 
 
 def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    """Replace F.rms_norm by a function that keeps the tensors that its GPU kernel keeps.
+    """Replace F.rms_norm by a function that allocates the same tensors as the GPU's kernel.
 
-    x: (..., h), weight: (h,). Fake tensors have no elements, so `shape` and `eps` are not needed.
+    The elements are not computed, because fake tensors have none; so the arguments `shape` and
+    `eps` of F.rms_norm are not used. x: (..., h), weight: (h,).
     """
     return _RMSNorm.apply(x, weight)
 
 
 def _resize(meter: Meter) -> Callable:
-    """Return UntypedStorage.resize_, which --zero 3 frees gathered weights with, with counting."""
+    """Return a function that replaces UntypedStorage.resize_ and tells the meter the new size.
+
+    torch's FSDP, which does --zero 3, frees gathered weights by a resize to 0 bytes.
+    """
     resize = torch.UntypedStorage.resize_
 
     def counted(storage: Any, size: int) -> Any:
+        """Resize the storage, and count the change of its bytes."""
         result = resize(storage, size)
         meter.resized(storage)
         return result
@@ -276,7 +307,10 @@ def _resize(meter: Meter) -> Callable:
 
 
 def _real_mesh(from_group: Callable) -> Callable:
-    """Return DeviceMesh.from_group with real tensors: torch computes a mesh from their elements."""
+    """Return a function that calls DeviceMesh.from_group outside of the fake tensors' mode.
+
+    torch computes a mesh from the elements of a tensor of ranks, so this tensor must be real.
+    """
 
     def real(*args: Any, **options: Any) -> DeviceMesh:
         with _disable_current_modes():
@@ -286,6 +320,9 @@ def _real_mesh(from_group: Callable) -> Callable:
 
 
 def _start(tensor: Tensor, elements: int) -> Tensor:
-    """Return the first rows of a tensor that together have at least `elements` elements."""
-    rows = -(-elements * len(tensor) // max(1, tensor.numel()))  # rounded up
+    """Return the first rows of a tensor that together have at least `elements` elements.
+
+    A tensor with fewer elements is returned whole.
+    """
+    rows = -(-elements * len(tensor) // max(1, tensor.numel()))  # the number of rows, rounded up
     return tensor[:rows]

@@ -4,11 +4,12 @@
     sentences = mismatches(world)    # empty if all members of each group do the same, in one order
     sentence = deadlock(world)       # None if every rank reaches the end of its trace
 
-`deadlock` simulates all ranks' traces by the rules of NCCL and CUDA, without durations:
+A trace has the events of a rank's host in order (recording.py): collectives, messages, waits for
+them, and stops of the host. A group is given by its role, such as "dp", and by its row, the tuple
+of its ranks. `deadlock` simulates the traces by the rules of NCCL and CUDA, without durations:
 
-    operation   goes to the stream of its group's communicator, which runs one after the other; it
-                begins after what the compute stream had to wait for before, and ends on all members
-                together
+    operation   queues on the stream of its group's communicator; it begins after all waits that the
+                compute stream was given before it, and ends on all members together
     wait        the compute stream waits for the operation, the host goes on
     host read   the host waits for the compute stream
     load        of a kernel, at its first launch: the host waits for all streams of the device (CUDA
@@ -17,8 +18,8 @@
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
     --blocking  without stages the host waits for every operation where it starts
 
-Ranks have one kind if they do the same with the same kinds of neighbours. One rank of each kind is
-simulated.
+Ranks have the same kind (a number) if they do the same with the same kinds of neighbours. One rank
+of each kind is simulated, for all its ranks.
 """
 
 import itertools
@@ -44,6 +45,7 @@ class Operations:
     """
 
     def __init__(self, events: Sequence[Event]):
+        """Sort a trace's operations by group; a receive has the place of the wait for it."""
         self.collectives: dict[str, list[Event]] = {}
         self.messages: dict[tuple[str, str, int], list[tuple[Event, str | None]]] = {}
         # The number of a wait is the index of the operation that it waits for.
@@ -59,10 +61,9 @@ class Operations:
 
 @dataclass
 class World:
-    """The traces of all ranks of a run.
+    """The traces of all ranks of a run; ranks that do the same share one list of events.
 
-    rows: the ranks of every group, by role. traces: the events of every rank; ranks that do the
-    same share one list. ran: the ranks that were run, and have their own trace; None: all ranks.
+    rows: the ranks of every group, by role. ran: the ranks that were run; None: all ranks.
     """
 
     rows: dict[str, list[tuple[int, ...]]]
@@ -71,7 +72,7 @@ class World:
     _operations: dict[int, Operations] = field(default_factory=dict)  # by the id of the trace
 
     def operations(self, rank: int) -> Operations:
-        """Return the operations of a rank by group."""
+        """Return the operations of a rank by group; ranks with the same trace share them."""
         key = id(self.traces[rank])
         if key not in self._operations:
             self._operations[key] = Operations(self.traces[rank])
@@ -98,12 +99,13 @@ def mismatches(world: World) -> list[str]:
     compared = set()
     for role, rows in world.rows.items():
         for row in rows:
-            # Groups with the same traces at the same positions have the same mismatches.
-            traces: tuple = (role, *(id(world.traces[rank]) for rank in row))
-            traces += tuple(rank for rank in row if world.ran and rank in world.ran)
-            if len(row) == 1 or traces in compared:
+            # Groups with the same traces have the same mismatches; `_unequal_blocks` depends also
+            # on which ranks were run.
+            key: tuple = (role, *(id(world.traces[rank]) for rank in row))
+            key += tuple(rank for rank in row if world.ran and rank in world.ran)
+            if len(row) == 1 or key in compared:
                 continue
-            compared.add(traces)
+            compared.add(key)
             sentences += _collectives(world, role, row)
             sentences += _messages(world, role, row)
             sentences += _unequal_blocks(world, role, row)
@@ -113,7 +115,7 @@ def mismatches(world: World) -> list[str]:
 
 
 def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
-    """Compare the collectives of a group's first member with those of each other member.
+    """Compare the collectives of a group's first member with each other member's collectives.
 
     Yield a sentence for the first difference of each pair.
     """
@@ -122,7 +124,7 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
     firsts_events = world.operations(first).collectives.get(role, [])
     for other in others:
         if id(world.traces[other]) in compared:
-            continue
+            continue  # this rank shares its trace with a rank that was compared
         compared.add(id(world.traces[other]))
         others_events = world.operations(other).collectives.get(role, [])
         pairs = itertools.zip_longest(firsts_events, others_events)
@@ -134,9 +136,10 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
 
 
 def _common(event: Event) -> Event:
-    """Return the event with only those values that must be equal on all members of its group.
+    """Return the event with only the values that must be equal on all members of its group.
 
-    The root of a broadcast or reduce may call it at another line. Rows: see `_unequal_blocks`.
+    `_unequal_blocks` compares the rows. The root of a broadcast or reduce may call it at another
+    line and place than the other members.
     """
     event = event._replace(rows=())
     if event.kind in ONE_SIDED:
@@ -147,7 +150,8 @@ def _common(event: Event) -> Event:
 def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
     """Compare the messages that a member of a group sends with those that the receiver expects.
 
-    Yield a sentence for the first difference of each pair of sender and receiver.
+    Yield a sentence for the first difference of each pair of sender and receiver: one side lacks a
+    message, size or type differ, or the receiver waits for it in another action or micro-batch.
     """
     missing = (None, None)
     for source, sender in enumerate(row):
@@ -184,7 +188,7 @@ def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[s
                 unequal[position] = with_rows
     for sender, receiver in itertools.permutations(unequal, 2):
         for event, receivers_event in zip(unequal[sender], unequal[receiver]):
-            _, rows_sent = event.rows
+            _, rows_sent = event.rows  # event.rows: (from each member, to each member)
             rows_expected, _ = receivers_event.rows
             sent = rows_sent[receiver]
             expected = rows_expected[sender]
@@ -205,15 +209,16 @@ def _group(role: str, row: tuple[int, ...]) -> str:
 def _differ(
     name: str, rank: int, event: Event | None, other: int, others_event: Event | None
 ) -> str:
-    """Return a sentence on two ranks that differ in the operation with one number of a group.
+    """Return a sentence that says what each of two ranks does at the same place of their group.
 
-    event, others_event: the operation of each rank; None if its trace has ended before.
+    name: the place, as in "operation 3 of dp (ranks 0, 4)". event, others_event: the operation that
+    each rank does there, or None if its trace has ended before.
     """
     return f"{name}: rank {rank} {_version(event)}; rank {other} {_version(others_event)}"
 
 
 def _version(event: Event | None) -> str:
-    """Return the predicate of a sentence on what a rank does."""
+    """Return the words that follow "rank 3" in a sentence of `_differ`."""
     if event is None:
         return "has none"
     return f"does {describe(event)}"
@@ -226,37 +231,34 @@ def describe(event: Event) -> str:
     return f"{kind} of {size} at {event.line} ({event.place})"
 
 
-# ---- Deadlocks by the rules of NCCL and CUDA -----------------------------------------------------
-
-
 @dataclass
 class _Rank:
-    """The state of a simulated rank.
+    """The state of a simulated rank; operations are given by their index in `events`.
 
-    at: the index of the host's next event. waits: the indices of the operations that the compute
-    stream waits for, in its order; passed: the number of these waits that are over. queues: by role
-    of a group, the operations that the host has started: (index, number of waits before it).
-    ended: the indices of the operations that have ended.
+    queues: by role, the operations that the host has started: (index, number of waits before it).
     """
 
     rank: int
     events: list[Event]
-    at: int = 0
-    waits: list[int] = field(default_factory=list)
-    passed: int = 0
+    at: int = 0  # the index of the host's next event
+    waits: list[int] = field(default_factory=list)  # operations that the compute stream waits for
+    passed: int = 0  # the number of `waits` that are over
     queues: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)  # operations that have ended
     started: bool = False  # whether the operation at index `at`, which blocks the host, is queued
 
     def holds_host(self, event: Event) -> bool:
-        """Return whether a read or the load of a kernel blocks the host now."""
-        computes = self.passed < len(self.waits)  # the compute stream has not passed all its waits
+        """Return whether the host's next event is a read or a load, and cannot be done yet.
+
+        A read has to wait while the compute stream waits, a load also while any queue has work.
+        """
+        computes = self.passed < len(self.waits)
         if event.kind == LOAD:
             return computes or any(self.queues.values())
         return event.kind == READ and computes
 
     def drain(self) -> None:
-        """Let the compute stream pass the operations that have ended."""
+        """Let the compute stream pass its next waits, up to an operation that has not ended."""
         while self.passed < len(self.waits) and self.waits[self.passed] in self.ended:
             self.passed += 1
 
@@ -264,7 +266,7 @@ class _Rank:
 def deadlock(world: World, blocking: bool = False) -> str | None:
     """Return a sentence on the ranks that wait for one another, and where; None: no deadlock.
 
-    blocking: as with --blocking, see above. `mismatches` must have found nothing.
+    blocking: as with --blocking. The world must have no mismatches.
     """
     return _Simulation(world, blocking).run()
 
@@ -273,16 +275,17 @@ class _Simulation:
     """Runs one rank of each kind until all are at their end, or none can continue."""
 
     def __init__(self, world: World, blocking: bool):
+        """Prepare the lowest rank of each kind, at the beginning of its trace."""
         self.world = world
         self.blocking = blocking
         self.kind_of = kinds(world)
+        # By kind, the lowest rank of the kind: of the reversed list, the last rank is kept.
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
-        self.arrived: dict[tuple, set] = {}  # "send" and "receive" hosts, by (role, kinds)
-        self.ready: dict[tuple, set] = {}  # kinds whose operation may run, by `_meeting`'s key
+        self.arrived: dict[tuple, set] = {}  # by (role, kinds): "send", "receive" if that end came
+        self.ready: dict[tuple, set] = {}  # by `_meeting`'s key: the kinds ready for the operation
         self.changed: deque[int] = deque()  # kinds that may be able to continue
-        # By (role, kind): the kinds of all members of the group.
-        self._members: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # kinds of a group's members
 
     def run(self) -> str | None:
         """Simulate until no rank can continue; return a sentence on a deadlock, or None."""
@@ -291,7 +294,7 @@ class _Simulation:
             kind = self.changed.popleft()
             rank = self.ranks[kind]
             rank.drain()
-            while self._host(kind, rank):
+            while self._host(kind, rank):  # until the host is blocked
                 pass
             self._streams(kind, rank)
         stuck = [k for k, r in self.ranks.items() if r.at < len(r.events) or any(r.queues.values())]
@@ -303,31 +306,31 @@ class _Simulation:
             return False
         event = rank.events[rank.at]
         if event.kind == "wait":
-            rank.waits.append(event.number)
+            rank.waits.append(event.number)  # the compute stream will wait; the host goes on
             rank.drain()
         elif rank.holds_host(event):
             return False
-        elif event.kind not in (READ, COPY, LOAD):
+        elif event.kind not in (READ, COPY, LOAD):  # a collective or a message
             if not rank.started:
                 if event.kind in MESSAGES and not self._connected(kind, event):
-                    return False
+                    return False  # the host waits for the other end of the message
                 queue = rank.queues.setdefault(event.role, deque())
-                queue.append((rank.at, len(rank.waits)))
+                queue.append((rank.at, len(rank.waits)))  # it begins after all waits so far
                 rank.started = True
             if self.blocking and rank.at not in rank.ended:
-                return False
+                return False  # --blocking: the host waits for the end of the operation
         rank.at += 1
         rank.started = False
         return True
 
     def _connected(self, kind: int, event: Event) -> bool:
-        """Note that a host is at a message; return whether both hosts reached their first one."""
+        """Note that a host has come to a message; return whether the other host has come too."""
         ends, _ = self._meeting(kind, event)
         arrived = self.arrived.setdefault((event.role, ends), set())
         if event.kind not in arrived:
             arrived.add(event.kind)
             if len(arrived) == 2:
-                self.changed.extend(ends)
+                self.changed.extend(ends)  # the hosts of both ends can go on
         return len(arrived) == 2
 
     def _streams(self, kind: int, rank: _Rank) -> None:
@@ -336,12 +339,12 @@ class _Simulation:
             while queue:
                 index, waits_before = queue[0]
                 if rank.passed < waits_before:
-                    break
+                    break  # the compute stream has not come to the operation yet
                 members, key = self._meeting(kind, rank.events[index])
                 ready = self.ready.setdefault(key, set())
                 ready.add(kind)
                 if len(ready) < len(members):
-                    break
+                    break  # another member has not come to the operation yet
                 for member in members:
                     other = self.ranks[member]
                     ended_index, _ = other.queues[role].popleft()
@@ -349,7 +352,7 @@ class _Simulation:
                     self.changed.append(member)
 
     def _meeting(self, kind: int, event: Event) -> tuple[tuple[int, ...], tuple]:
-        """Return the kinds of the ranks of an operation, and a key that these ranks share.
+        """Return the kinds of the ranks of an operation, and the operation's key in `ready`.
 
         The kinds ascend; those of a message are (sender, receiver).
         """
@@ -364,11 +367,9 @@ class _Simulation:
         members = self._members[event.role, kind]
         return members, ("collective", event.role, members, event.number)
 
-    # -- what stands still ------------------------------------------------------------------
-
     def _describe(self, stuck: list[int]) -> str:
         """Return a sentence on the ranks that wait in a circle; if none do, on all stuck kinds."""
-        path = [stuck[0]]
+        path = [stuck[0]]  # each kind is blocked by the next; a kind that comes again ends a circle
         while (blocking := self._blocked_by(path[-1])) is not None and blocking not in path:
             path.append(blocking)
         circle = path[path.index(blocking) :] if blocking in path else stuck
@@ -380,15 +381,15 @@ class _Simulation:
         rank = self.ranks[kind]
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
-            return event
+            return event  # the message's two hosts are not connected
         if event is not None and event.kind not in (READ, COPY, LOAD, "wait"):
-            role = event.role
+            role = event.role  # with --blocking the host waits for its operation
         elif rank.passed < len(rank.waits):
-            awaited = rank.waits[rank.passed]
+            awaited = rank.waits[rank.passed]  # the compute stream waits, and the host for it
             role = rank.events[awaited].role
         else:
             role = next(role for role, queue in rank.queues.items() if queue)
-        index, _ = rank.queues[role][0]
+        index, _ = rank.queues[role][0]  # the first operation in the queue holds up the others
         return rank.events[index]
 
     def _blocked_by(self, kind: int) -> int | None:
@@ -397,12 +398,12 @@ class _Simulation:
         members, key = self._meeting(kind, event)
         if event.kind in MESSAGES:
             sender, receiver = members
-            return receiver if event.kind == "send" else sender
+            return receiver if event.kind == "send" else sender  # the message's other end
         ready = self.ready.get(key, set())
         return next((member for member in members if member not in ready), None)
 
     def _where(self, kind: int) -> str:
-        """Return the predicate of a sentence on a stuck rank: the operation that it waits for."""
+        """Return the words that follow "rank 3" in a deadlock's sentence: what it waits for."""
         rank = self.ranks[kind]
         event = self._head(kind)
         if event is None:
@@ -419,12 +420,12 @@ class _Simulation:
 def kinds(world: World) -> list[int]:
     """Return the kind of every rank, a number.
 
-    At first, ranks with one trace have one kind. Kinds are split until all ranks of a kind have
-    groups with the same kinds of members.
+    At first, ranks with the same trace have the same kind. Kinds are split until all ranks of a
+    kind have groups with the same kinds of members, and with messages the same position in them.
     """
     numbers: dict[tuple, int] = {}
     kind_of = [numbers.setdefault((id(trace),), len(numbers)) for trace in world.traces]
-    roles_with_messages = set[str]()  # in their groups the members' positions make a difference
+    roles_with_messages = set[str]()
     for rank in range(len(kind_of)):
         roles_with_messages |= {role for role, _, _ in world.operations(rank).messages}
     while True:
@@ -438,12 +439,12 @@ def kinds(world: World) -> list[int]:
         numbers = {}
         refined = []
         for rank, kind in enumerate(kind_of):
-            neighbours: list = [kind]
+            neighbours: list = [kind]  # kind; for each role the kinds in the group, the position
             for role in world.rows:
                 row = world.row_of.get((role, rank), (rank,))
                 position = row.index(rank) if role in roles_with_messages else 0
                 neighbours += [kinds_of_row.get((role, row)), position]
             refined.append(numbers.setdefault(tuple(neighbours), len(numbers)))
         if len(set(refined)) == len(set(kind_of)):
-            return refined
+            return refined  # this round has split no kind
         kind_of = refined

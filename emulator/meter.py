@@ -2,6 +2,11 @@
 
 The bytes are the sizes of all living storages, rounded up like sizes in torch's caching allocator.
 So they equal torch.cuda.max_memory_allocated, without the workspaces that kernels allocate.
+
+A stop is a place where the host waits for the device; stops are written to the rank's trace
+(recording.py). A phase is a part of a run: build, forward, backward, optimizer, evaluation, check
+or save. The kind of a storage says what its bytes are: the action that allocated it, such as "F 3",
+or "=weights", "=gradients" and "=optimizer" for storages that `classify` has named.
 """
 
 import weakref
@@ -18,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config.messages import UserError
 from emulator.recording import COPY, LOAD, Trace, calling_line
 
-ROUNDED_TO = 512  # bytes
+ROUNDED_TO = 512  # sizes are rounded up to a multiple of this many bytes
 CPU = torch.device("cpu")
-# The meter's phase for each phase of the flight recorder outside of steps ...
+# The meter's phase, by the phase of the flight recorder; for a training step ACTIONS has it.
 PHASES = {"start": "build", "evaluate": "evaluation", "check replicas": "check", "save": "save"}
-# ... and for each action of a training step; other actions belong to the phase "optimizer".
+# The meter's phase, by the action of a training step; other actions belong to "optimizer".
 ACTIONS = {"data": "forward", "F": "forward", "B": "backward", "W": "backward"}
 ACTIONS |= {"E": "forward", "S": "forward", "T": "backward", "G": "backward"}
 ATEN = torch.ops.aten
@@ -44,8 +49,8 @@ class Peak(NamedTuple):
 class _Function(NamedTuple):
     """Facts about an operation of torch."""
 
-    view: bool  # whether all its results are views of its inputs
-    launches: bool  # whether it launches a kernel
+    view: bool  # whether all results of the operation are views of its inputs
+    launches: bool  # whether the operation launches a kernel
 
 
 class Meter(TorchDispatchMode):
@@ -57,6 +62,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, trace: Trace):
+        """Begin with an empty GPU; stops of the host are written to `trace`."""
         super().__init__()
         self.trace = trace
         self.recorder = trace.recorder
@@ -64,35 +70,42 @@ class Meter(TorchDispatchMode):
         self.peaks = defaultdict[str, Peak](Peak)
         self.kernels = 0
         self.pinned = weakref.WeakSet[Any]()
-        # By the address of a storage: (weak reference to the storage, bytes, kind of tensor). A
-        # kind that `classify` set begins with "=".
+        # The living storages by their address: (weak reference to the storage, bytes, kind).
         self._live: dict[int, tuple[Any, int, str]] = {}
-        self._held = Counter[str]()  # bytes allocated now, by kind of tensor
-        self._functions: dict[Any, _Function] = {}
-        # By autograd's sequence number: the source line of the forward operation.
+        self._held = Counter[str]()  # bytes allocated now, by the kind of their storage
+        self._functions: dict[Any, _Function] = {}  # the facts that `_facts` has found
+        # The source lines of forward operations, by the sequence number that autograd gives to an
+        # operation and its backward, so that a backward's allocation can name the forward's line.
         self._lines: dict[int, str] = {}
-        # Keys of the kernels that were launched before, see `_count`.
+        # The kernels that were launched before: a function, and its results' types and shapes.
         self._loaded: set[tuple] = set()
 
     def start(self) -> None:
-        """Begin to count peaks and kernels anew."""
+        """Forget the peaks and the kernels counted so far; called before each step."""
         self.peaks.clear()
         self.kernels = 0
 
     def phase(self) -> str:
-        """Return the phase to which an allocation counts that happens now."""
+        """Return the meter's phase in which the rank is now; a new allocation counts there."""
         phase, _, action, _ = self.recorder.place
         return PHASES.get(phase) or ACTIONS.get(action, "optimizer")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Run an operation on fake tensors, and count its allocations, its kernel and its stops.
+
+        torch calls this method for every operation while the meter is entered.
+        """
         if function is torch.ops.prim.device.default:
             return args[0].fake_device  # a short cut: torch asks this several times per operation
         kwargs = kwargs or {}
+        # tensor.item() and nonzero() need elements, which a fake tensor has not: their results are
+        # invented here, the number 1 and an empty list of indices.
         if function is ATEN._local_scalar_dense.default:
             return self._read_number(args[0])
         if function is ATEN.nonzero.default:
             self.stop("nonzero")
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        # Fake memory cannot be pinned, so the meter remembers which storages would be.
         if function is ATEN._pin_memory.default:
             return self._pin(ATEN.clone.default(args[0]))
         pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, CPU)
@@ -100,6 +113,7 @@ class Meter(TorchDispatchMode):
         facts = self._functions.get(function) or self._facts(function)
         if pinned:
             self._pin(result)
+        # A view allocates nothing and launches no kernel.
         if facts.view or (not facts.launches and not isinstance(result, Tensor)):
             return result
         if function in COPIES:
@@ -113,6 +127,7 @@ class Meter(TorchDispatchMode):
     def _facts(self, function: Any) -> _Function:
         """Return the facts about an operation from its schema, and store them in `_functions`."""
         schema = function._schema
+        # A result is a view if it aliases an input and the operation does not write to this input.
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         name = schema.name.partition("::")[2]
         launches = not name.startswith(("empty", "new_empty", "_unsafe_view", "lift_fresh"))
@@ -129,7 +144,7 @@ class Meter(TorchDispatchMode):
         """
         on_device = False
         # CUDA loads a kernel at its first launch. Each combination of a function and the types and
-        # shapes of its results is assumed to be a kernel of its own.
+        # shapes of its results is assumed to be a separate kernel.
         kernel = [function]
         results = result if isinstance(result, (tuple, list)) else (result,)
         for tensor in results:
@@ -143,6 +158,7 @@ class Meter(TorchDispatchMode):
         if on_device and facts.launches:
             self.kernels += 1
             self._load(tuple(kernel))
+            # In a forward pass, autograd has just given the operation its sequence number.
             if node is None and torch.is_grad_enabled():
                 last_number = torch.autograd._get_sequence_nr() - 1
                 self._lines[last_number] = calling_line(3)
@@ -163,8 +179,9 @@ class Meter(TorchDispatchMode):
 
         function: the operation that made the storage.
         """
-        key = storage._cdata
-        size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO
+        key = storage._cdata  # the storage's address
+        size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO  # bytes, rounded up
+        # The kind is the phase of the flight recorder, or in a training step the action.
         kind, _, action, micro_batch = self.recorder.place
         if kind == "train":
             kind = f"{action} {micro_batch}"
@@ -177,13 +194,13 @@ class Meter(TorchDispatchMode):
             self.peaks[phase] = self.peaks[phase]._replace(tensor=self._describe(function, size))
 
     def resized(self, storage: Any) -> None:
-        """Count a storage that was resized as freed, and as allocated with its new size."""
+        """Count a storage as freed, and as allocated with its new size; called after a resize."""
         if storage._cdata in self._live:
             self._free(storage._cdata)
             self._allocate(storage, "resize_")
 
     def _free(self, key: int) -> None:
-        """Stop counting a storage, given by its address."""
+        """Stop counting the storage at the address `key`, which was freed or is resized."""
         _, size, kind = self._live.pop(key, (None, 0, ""))
         self.now -= size
         self._held[kind] -= size
@@ -193,12 +210,17 @@ class Meter(TorchDispatchMode):
         name = str(function).removesuffix(".default")
         node = torch._C._current_autograd_node()
         line = calling_line(4)
+        # A backward operation of torch has no line of this project on its stack.
         if not line and node is not None:
             line = f"the backward of {self._lines.get(node._sequence_nr(), node.name())}"
         return f"{size / 1e6:.1f} MB by {name} at {line} ({self.trace.place()})"
 
     def classify(self, tensors: Iterator[Tensor], kind: str) -> None:
-        """Set the kind of living tensors, such as "weights"; a kind is set once for each tensor."""
+        """Set the kind of the storages of tensors, such as "weights", for the report.
+
+        The first call for a storage counts, since tensors of several kinds may share a storage.
+        Tensors outside of the GPU are passed over.
+        """
         new_kind = f"={kind}"
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
@@ -217,14 +239,17 @@ class Meter(TorchDispatchMode):
         self.trace.stop(kind, calling_line(2))
 
     def values(self, tensor: Tensor) -> Any:
-        """Return the value of tensor.tolist(): all ones, which are finite and true."""
+        """Return ones in place of tensor.tolist(), nested like the tensor: finite and true values.
+
+        Called for a fake tensor, which has no elements. Reading the device is a stop of the host.
+        """
         if tensor.is_cuda:
             self.stop("values of the device")
         number_type = float if tensor.is_floating_point() else int
         return np.ones(tuple(tensor.shape), number_type).tolist()
 
     def _read_number(self, tensor: Tensor) -> float:
-        """Return the value of tensor.item(): 1, or False for a boolean."""
+        """Return a number in place of tensor.item() of a fake tensor: 1, or False for a boolean."""
         if tensor.is_cuda:
             self.stop("a number of the device")
         if tensor.dtype == torch.bool:
@@ -236,11 +261,11 @@ class Meter(TorchDispatchMode):
 
         Raise UserError if the shape of the result depends on the values of the arguments.
         """
-        if function is ATEN.addmm.dtype_out:  # torch 2.11 has no fake version
+        if function is ATEN.addmm.dtype_out:  # torch 2.11 has no fake version of this operation
             return kwargs["out"]
         try:
             return function(*args, **kwargs)
-        except DataDependentOutputException:  # equal or allclose: the host reads the result
+        except DataDependentOutputException:  # torch.equal and allclose: the host reads the result
             if args[0].is_cuda:
                 self.stop("a comparison of values")
             return True
@@ -270,7 +295,8 @@ class Meter(TorchDispatchMode):
         """
         source = args[0] if result is not args[0] else args[1]  # copy_ returns its first argument
         if not isinstance(source, Tensor) or source.is_cuda == result.is_cuda:
-            return
+            return  # not a copy between host and device
+        # The third argument of copy_ is non_blocking.
         asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         if asynchronous and source.is_cuda and function is ATEN._to_copy.default:
             self._pin(result)  # torch allocates the result in pinned memory

@@ -5,7 +5,8 @@
     context.trace.events                  # every operation, wait and host read, in the host's order
 
 A trace names groups by their role, such as "dp", and ranks by their position in the group. So ranks
-that do the same have equal traces.
+that do the same have equal traces. An event has a place, which is the step, the action and the
+micro-batch, and a line, which is the source line of the engine that caused it.
 """
 
 import sys
@@ -25,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NEVER_NAMED = (str(ROOT / "emulator"), str(ROOT / "distributed"))
 MESSAGES = ("send", "receive")
 READ = "host read"  # the host waits for the device's stream
-COPY = "copy"  # out of host memory that is not pinned: the host waits for the copy alone
-LOAD = "load"  # of a kernel, at its first launch: the host waits for all streams of the device
+COPY = "copy"  # a copy out of memory that is not pinned: the host waits for this copy alone
+LOAD = "load"  # a kernel is loaded at its first launch: the host waits for all of the GPU's streams
 
 
 class Event(NamedTuple):
@@ -60,17 +61,22 @@ class Trace:
     """The events of one rank, in the order of its host."""
 
     def __init__(self, recorder: FlightRecorder):
+        """Begin without events; `recorder` tells what the rank does when an event happens."""
         self.recorder = recorder
         self.events = list[Event]()
+        # The number of operations so far: collectives by (role,), messages by (role, kind, peer).
         self._counts: dict[tuple, int] = {}
 
     def place(self) -> str:
-        """Return what the rank does now: step, action and micro-batch, as in "step 2, F 3"."""
+        """Return what the rank does now: step, action and micro-batch, as in "step 2, F 3".
+
+        Outside of training steps the phase of the run stands for the step, as in "evaluate, F 3".
+        """
         phase, step, action, micro_batch = self.recorder.place
         where = ""
         if phase == "train":
             where = f"step {step}, "
-        elif phase != action:
+        elif phase != action:  # a phase without actions is named once
             where = f"{phase}, "
         if micro_batch is None:
             return where + action
@@ -89,6 +95,7 @@ class Trace:
 
         The arguments are the fields of `Event`; rows: as in Group.all_to_all.
         """
+        # Messages are counted by peer and direction, the collectives of a group together.
         key = (role, kind, peer) if peer >= 0 else (role,)
         self._counts[key] = number = self._counts.get(key, 0) + 1
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -102,12 +109,12 @@ class Trace:
         return _RecordedHandle(self, len(self.events) - 1)
 
     def wait(self, index: int) -> None:
-        """Record that the stream waits for an operation; index: of its event in `events`."""
+        """Record that the stream waits for the operation whose event has this index in `events`."""
         role = self.events[index].role
         self.events.append(Event("wait", role, index, line=calling_line(), place=self.place()))
 
     def stop(self, what: str, line: str, kind: str = READ) -> None:
-        """Record that the host waits.
+        """Record that the host waits for the device; called by the meter of the fake GPU.
 
         what: the reason, in words. line: the source line. kind: READ, COPY or LOAD.
         """
@@ -115,9 +122,10 @@ class Trace:
 
 
 class _RecordedHandle:
-    """Records the first wait for an operation; index: of the operation's event in the trace."""
+    """Stands for torch's handle of an operation, and records the first wait for the operation."""
 
     def __init__(self, trace: Trace, index: int):
+        """Take the index of the operation's event in the trace."""
         self.trace = trace
         self.index = index
         self.waited = False
@@ -131,7 +139,8 @@ class _RecordedHandle:
 def calling_line(depth: int = 2) -> str:
     """Return the innermost source line of this project on the stack, as in "model.py:12", or "".
 
-    depth: the number of innermost frames to pass over.
+    Lines in the folders of NEVER_NAMED do not count. depth: the number of innermost frames to pass
+    over.
     """
     frame: Any = sys._getframe(depth)
     root = str(ROOT)
@@ -140,7 +149,7 @@ def calling_line(depth: int = 2) -> str:
         inside = name.removeprefix(root)
         in_project = name.startswith(root) and "site-packages" not in inside
         if in_project and not name.startswith(NEVER_NAMED):
-            return f"{inside[1:]}:{frame.f_lineno}"  # without the slash
+            return f"{inside[1:]}:{frame.f_lineno}"  # the path without its first slash
         frame = frame.f_back
     return ""
 
@@ -152,6 +161,7 @@ class RecordingGroup(Group):
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
+        """Keep the facts for events; rank: this rank's position in `ranks`."""
         super().__init__(ranks, rank)
         self.handle = handle
         self.role = role
@@ -193,13 +203,17 @@ class RecordingGroup(Group):
         peer: int = -1,
         rows: tuple[list[int], list[int]] | None = None,
     ) -> Handle:
-        """Record an operation (see `Trace`); ValueError if the tensor is not contiguous."""
+        """Record an operation in the trace, and return its handle.
+
+        op: the operator or the root. peer: a message's other rank. rows: see Group.all_to_all.
+        Raise ValueError if the tensor is not contiguous, because torch's groups refuse it.
+        """
         if not tensor.is_contiguous():
             raise ValueError(f"{kind} of a tensor that is not contiguous, at {calling_line()}")
         return self.trace.operation(kind, self.role, tensor, op, peer, rows)
 
     def _check(self, part: Tensor, whole: Tensor) -> None:
-        """Raise ValueError unless `whole` has the type and the size of all ranks' `part`."""
+        """Raise ValueError unless `whole` has the type of `part`, and `size` times its elements."""
         if (part.numel() * self.size, part.dtype) != (whole.numel(), whole.dtype):
             sides = f"{part.numel()} of {part.dtype} and {whole.numel()} of {whole.dtype}"
             raise ValueError(f"{sides} over {self.size} ranks, at {calling_line()}")
@@ -216,9 +230,10 @@ class RecordingContext(Context):
     has_handles: bool = False  # whether groups need torch's (fake) process groups, as for --zero 3
 
     def group(self, rows, role: str) -> Group:
-        """Return this rank's group, which records if it has another rank.
+        """Return this rank's group, and keep the ranks of all groups of this role.
 
-        rows: the ranks of each group of this role.
+        The mesh calls this method for each role. rows: the ranks of each group of the role. A group
+        that has this rank only does nothing, so it is not recorded.
         """
         self.rows[role] = list(rows)
         members = next((row for row in rows if self.rank in row), (self.rank,))
@@ -231,11 +246,12 @@ class RecordingContext(Context):
 
 
 def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
-    """Return the context of a rank that has a GPU of its own.
+    """Return the context of a rank in a world that does not exist, with a GPU for each rank.
 
     world: the number of ranks. nodes: the number of nodes, which divides `world`.
     """
     per_node = world // nodes
+    # Each rank has its own cores: one rank shares them, with the number 0.
     local = Local(rank % per_node, per_node, per_node == world, 1, 0)
     launch = Launch("srun", rank, world)
     device = torch.device("cuda", rank % per_node)

@@ -17,9 +17,10 @@ does.
     chosen(config)              # the ranks that are run
     taken_as(config, ran)       # for every rank of the world, the rank of `ran` that represents it
 
-The actions of a rank depend on its stage, on its place among the cp ranks that gather keys, and on
-whether it is first, last or between on an axis of the mesh: the first rank reports and holds the
-tensors that are not split, the last rank holds padding.
+The actions of a rank depend on its stage, on its key place, and on whether it is first, last or
+between on an axis of the mesh: the first rank reports and holds the tensors that are not split, the
+last rank holds padding. The key place is the rank's position among the cp ranks that gather the
+keys of a sample; cp ranks that split the heads have the same key place.
 """
 
 import contextlib
@@ -64,15 +65,14 @@ PAIRS = [
     for stage in (FIRST, BETWEEN, LAST)
     for replica in (FIRST, BETWEEN, LAST)
 ]
-# The last ranks of the first and of the last stage.
+# Two more ranks, given in the same way: the last rank of the first stage, and of the last stage.
 ENDS = [(stage, LAST, LAST, LAST) for stage in (FIRST, LAST)]
 
 
 def chosen(config: Config) -> list[int]:
     """Return the ranks to run, ascending.
 
-    They are the ranks of PAIRS and ENDS, and of each stage and each place among the ranks that
-    gather keys the first rank.
+    They are the ranks of PAIRS and ENDS, and the first rank of each stage and key place.
     """
     sizes = [config.layout.axes[axis] for axis in AXES]
     wanted = set()
@@ -81,7 +81,8 @@ def chosen(config: Config) -> list[int]:
     all_positions = _positions(config)
     ranks = {rank for rank, positions in enumerate(all_positions) if positions in wanted}
     if config.model.experts > 1:
-        # The last rank of a group of --ep is run too: its exchanges are compared with the first's.
+        # In each stage, the last rank of the first group of --ep is run too, so that its exchanges
+        # can be compared with the exchanges of the group's first rank.
         stage_size = len(all_positions) // config.layout.pp
         last_of_group = (config.layout.ep or 1) - 1
         ranks |= set(range(last_of_group, len(all_positions), stage_size))
@@ -91,9 +92,9 @@ def chosen(config: Config) -> list[int]:
 def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
     """Return, for every rank of the world, the rank of `ran` that represents it: (world,).
 
-    It has the same stage and the same place among the ranks that gather keys. Of several such
-    ranks it has the same kind of position on the most axes, and of these it is the lowest rank.
-    ran: the ranks that were run, at least those of `chosen`; they represent themselves.
+    A rank is represented by a rank with the same stage and key place: among several by the rank
+    that has the same kind of position on the most axes, and among equals by the lowest rank. ran:
+    the ranks that were run, at least those of `chosen`; they represent themselves.
     """
     all_positions = _positions(config)
     kinds = [_kinds(config, positions) for positions in all_positions]
@@ -101,10 +102,11 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
     representatives = list(range(len(all_positions)))
     for group in _similar_ranks(config, all_positions):
         candidates = [rank for rank in group if rank in ran_ranks]
-        nearest: dict[tuple[int, ...], int] = {}  # by kinds of position
+        nearest: dict[tuple[int, ...], int] = {}  # by kinds of position, the representing rank
         for rank in group:
             kind = kinds[rank]
             if kind not in nearest:
+                # By candidate, the number of axes on which its kind of position is the rank's.
                 common = [sum(map(operator.eq, kind, kinds[other])) for other in candidates]
                 nearest[kind] = candidates[common.index(max(common))]
             if rank not in ran_ranks:
@@ -113,7 +115,7 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
 
 
 def _positions(config: Config) -> list[tuple[int, ...]]:
-    """Return the position of every rank on each of AXES."""
+    """Return, by rank, its positions on AXES: (pp, dp, cp, tp)."""
     axes = config.layout.axes
     all_positions = []
     for rank in range(math.prod(axes.values())):
@@ -123,11 +125,11 @@ def _positions(config: Config) -> list[tuple[int, ...]]:
 
 
 def _similar_ranks(config: Config, all_positions: list[tuple[int, ...]]) -> list[list[int]]:
-    """Return groups of ranks with the same stage and place among the ranks that gather keys.
+    """Return the ranks in groups that have the same stage and the same key place.
 
     all_positions: see `_positions`. The ranks of each group ascend.
     """
-    heads = config.layout.over_heads(config.model)  # cp ranks that split heads, not keys
+    heads = config.layout.over_heads(config.model)  # adjacent cp ranks with the same key place
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, (stage, _, context, _) in enumerate(all_positions):
         groups.setdefault((stage, context // heads), []).append(rank)
@@ -137,7 +139,7 @@ def _similar_ranks(config: Config, all_positions: list[tuple[int, ...]]) -> list
 def _position(kind: int, size: int) -> int:
     """Return a position that is FIRST, BETWEEN or LAST (`kind`) on an axis with `size` ranks.
 
-    With size 1 or 2 no position is between; then the last position is returned.
+    With size 1 or 2 no position is BETWEEN, and the last position is returned for it.
     """
     return {FIRST: 0, BETWEEN: size // 2, LAST: size - 1}[kind]
 
@@ -160,7 +162,7 @@ class RankRecord:
     """The results of running one rank.
 
     events: its trace. rows: the ranks of every group, by role. peaks: the most bytes in each phase;
-    for the phases of a step, in the second step. seconds: the time that this took.
+    for the phases of a step (STEADY), in the second step. seconds: the time that this took.
     """
 
     rank: int
@@ -172,7 +174,7 @@ class RankRecord:
 
     @property
     def step_peak(self) -> int:
-        """The most bytes that were allocated at once in the second step."""
+        """The most bytes that were allocated at once in the phases of the second step."""
         return max(self.peaks[phase].bytes for phase in STEADY if phase in self.peaks)
 
     @property
@@ -230,7 +232,7 @@ def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Reh
     workers = min(len(ranks), len(allowed_cores()))
     torch.set_num_threads(1)
     with fake_devices(recording_context(1, 0, 1), case.gpu):
-        # torch imports modules at the first operation on fake tensors: here once for all processes.
+        # The first operation on fake tensors imports modules of torch: once here for all processes.
         torch.zeros(1, device="cuda").add_(1)
     with ProcessPoolExecutor(workers, forked) as pool:
         futures = []
@@ -242,6 +244,7 @@ def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Reh
             show(done)
         records = [future.result() for future in futures]
     events = {record.rank: record.events for record in records}
+    # A rank that was not run gets the trace of the rank that represents it.
     traces = [events[rank] for rank in taken_as(config, list(events))]
     largest_batch = max(level.batch for level in config.levels)
     return Rehearsal(
@@ -256,7 +259,7 @@ def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Reh
 
 
 def ranks_of(case: Case) -> Sequence[int]:
-    """Return the ranks of a case that are run."""
+    """Return the ranks of a case that are run: all with --all-ranks, else those of `chosen`."""
     return range(case.world) if case.all_ranks else chosen(case.config)
 
 
@@ -265,14 +268,16 @@ def shortened(config: Config) -> Config:
     layout = config.layout
     training = config.training
     micro_batches = config.micro_batches(max(level.batch for level in config.levels))
-    if layout.schedule != "gpipe":
+    if layout.schedule != "gpipe":  # GPipe keeps all micro-batches, so its peak needs all
         steady = layout.stages + 2
         if layout.vocab_pp:
             steady += 1  # the vocabulary's passes keep one more micro-batch in flight
         micro_batches = min(micro_batches, steady)
+    # Both steps have a batch of constant size, so a ramp and a number of samples are left out.
     constant: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
     constant["train_samples"] = None
     training = dataclasses.replace(training, **constant, steps=STEPS)
+    # An evaluation reaches its peak with two micro-batches on each replica.
     eval_samples = 2 * layout.micro_batch_size * layout.dp
     if not config.data.eval_data:
         eval_samples = min(config.data.eval_samples, eval_samples)
@@ -285,7 +290,7 @@ def shortened(config: Config) -> Config:
 
 
 def _with_micro_batches(config: Config, count: int) -> Config:
-    """Return the configuration with a batch of `count` micro-batches on each replica."""
+    """Return the configuration with a global batch of `count` micro-batches on each replica."""
     size = count * config.layout.micro_batch_size * config.layout.dp
     training = dataclasses.replace(config.training, global_batch_size=size)
     return dataclasses.replace(config, training=training)
@@ -310,22 +315,23 @@ def run_rank(
             stack.enter_context(_fake_process_groups(context))
         meter = stack.enter_context(fake_devices(context, gpu, routing))
         state = trainer.build(config, context)
-        _classify(state, meter, built=False)
+        _classify(state, meter, built=False)  # the first step makes the optimizer's state
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
         if start_checks.warms_up(config, "cuda"):
             trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             if step == 1:
                 record.peaks["build"] = meter.peaks["build"]
-            meter.start()
+            meter.start()  # forgets the peaks so far, so that those of the second step remain
             context.recorder.begin_step(step)
             micro_batches = config.micro_batches(config.training.global_batch_size)
-            if step == 1:
+            if step == 1:  # the first step only has to make the optimizer's state
                 micro_batches = min(2, micro_batches)
             state.config = _with_micro_batches(config, micro_batches)
             trainer.step(state, samples, 0, config.training.lr)
             _classify(state, meter, built=True)
-            # The ranks exchange statistics after a step, as in the trainer's loop.
+            # The ranks exchange statistics after a step, as in the trainer's loop. The values have
+            # no meaning here: the exchange is made for its collective.
             mesh = state.factory.mesh
             step_stats.seconds_since(0.0, context.device, mesh.recorder)
             mesh.recorder.at("statistics")
@@ -345,7 +351,7 @@ def _after_steps(
     samples: data.Samples,
     context: RecordingContext,
 ) -> None:
-    """Evaluate, check the replicas, sample and save, as at the end of a run."""
+    """Evaluate, check the replicas and generate text if the run's options ask for it, and save."""
     recorder = context.recorder
     if config.data.eval_samples:
         trainer.evaluate(state, samples, config.data.eval_samples)
@@ -359,7 +365,9 @@ def _after_steps(
         decoder = Decoder(state.pipeline, state.factory, config.model)
         # Two tokens take a pass over the prompt, and a pass that uses its cached keys and values.
         decoder.generate([0], 2, Choice())
-    disk = SimpleNamespace(free=2**60)  # room for any checkpoint
+    # The save does all but writing: the disk has room for any checkpoint, and the writer, which
+    # would store the tensors, only sets the seconds that the save has taken.
+    disk = SimpleNamespace(free=2**60)
     with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: disk):
         run = dataclasses.replace(config.run, out=out)
         config = dataclasses.replace(config, run=run)
@@ -375,7 +383,10 @@ def _after_steps(
 
 @contextlib.contextmanager
 def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
-    """Give torch.distributed process groups that transfer nothing; --zero 3 asks for them."""
+    """Inside this context, torch.distributed has process groups that transfer nothing.
+
+    torch's FSDP, which does --zero 3, needs process groups of torch.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -393,33 +404,35 @@ def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
 def _classify(state: trainer.TrainState, meter: Meter, built: bool) -> None:
     """Tell the meter which tensors are weights, gradients and optimizer state.
 
-    built: whether the optimizer's state exists, which the first step makes.
+    Called after the build and after each step. built: whether the optimizer's state exists, which
+    the first step makes.
     """
     optimizer = state.optimizer
     meter.classify((p.detach() for p in state.stages.parameters()), "weights")
     meter.classify((bucket.gradients for bucket in optimizer.buckets), "gradients")
     meter.classify((m for group in optimizer.groups for m in group.masters), "optimizer")
     if built:
-        # One element is enough: the meter classifies the whole storage of a tensor.
+        # `owned` gives this rank's shards of all parameters. Reading one element of a shard's state
+        # returns a view of the state tensor, by which the meter finds and names the whole storage.
         kinds = [(s, kind) for s in optimizer.owned() for kind in optimizer.state_kinds]
         meter.classify((s.read(kind, s.start, s.start + 1) for s, kind in kinds), "optimizer")
 
 
 def _named(peak: Peak) -> Peak:
-    """Return a peak whose bytes are held by kinds of tensors with the names of the report.
+    """Return the peak with the bytes that it holds under the names of the report.
 
-    Tensors that earlier forward passes allocated are activations. Tensors of the action at whose
-    time the peak was reached are temporaries.
+    The meter's kinds of tensors become these names. Tensors that earlier forward passes allocated
+    are activations. Tensors of the action in which the peak was reached are temporaries.
     """
-    # The description of the last tensor ends with its place: "... (step 2, F 3)".
+    # The description of the last tensor ends with its place, "... (step 2, F 3)": `current` is F 3.
     _, _, place = peak.tensor.rpartition("(")
     _, _, current = place.rstrip(")").rpartition(", ")
     held = Counter[str]()
     for kind, size in peak.held:
         name = "temporaries"
-        if kind.startswith("="):
+        if kind.startswith("="):  # the meter was told: "=weights", "=gradients" or "=optimizer"
             name = kind[1:]
-        elif kind == "start":
+        elif kind == "start":  # allocated by the build, and not classified
             name = "buffers"
         elif kind.split()[0] in ("F", "E", "S", "data", "evaluate") and kind != current:
             name = "activations"

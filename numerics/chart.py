@@ -18,12 +18,12 @@ from config.messages import printable
 from numerics.record import Record, differing, options, read_steps
 from planner.picture import LIGHT, SETTINGS, themed
 
-MOST_POINTS = 400  # of a curve: the points of a longer run are means of several steps
+MOST_POINTS = 400  # a curve has at most this many points, which are means of several steps
 AXES = ("tokens", "seconds of all steps", "FLOPs of the model")
 COLORS = [LIGHT[name] for name in ("mark", "orange", "good", "red", "violet")]
 DASHES = ("-", "--", ":")  # "-" for the first five runs, one per colour, "--" for the next five
-LEGEND = 150  # characters of a run's entry in the legend
-COLUMNS = 60  # characters of a line of bars
+LEGEND = 150  # a run's entry in the legend is cut to this many characters
+COLUMNS = 60  # the number of bars in a line of text
 BARS = "▁▂▃▄▅▆▇█"
 # The browser takes a dark background and light text on a dark screen.
 HEAD = """<!doctype html>
@@ -45,6 +45,7 @@ class Curve:
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
     """Return a curve per run; raise UserError if a folder is no run or has no step."""
     records = [read_steps(folder) for folder in folders]
+    # A curve's label has the values of the options in which the runs differ.
     tables = [options(record.facts) for record in records]
     names = list(differing(tables))
     curves = []
@@ -63,6 +64,7 @@ def _curve(record: Record, label: str) -> Curve:
     seconds = np.array([row["seconds"] for row in steps])
     tflops = np.array([row["tflops_model"] for row in steps])
     ranks = record.facts.get("cluster", {}).get("ranks", 1)
+    # A row has the rate of a rank, in TFLOPs per second; the sum over ranks and steps is needed.
     flops = tflops * 1e12 * seconds * ranks
     over = np.array([tokens, seconds.cumsum(), flops.cumsum()])
     points = min(len(loss), MOST_POINTS)
@@ -84,7 +86,10 @@ def page(curves: Sequence[Curve]) -> str:
 
 
 def _picture(curves: Sequence[Curve]) -> str:
-    """Return an SVG picture with a panel of curves per axis of AXES, and a legend below."""
+    """Return an SVG picture with a panel of curves per axis of AXES, and a legend below.
+
+    A run has the same colour and dashes in all panels. Raise UserError without matplotlib.
+    """
     with messages.installed("a picture needs matplotlib, `pip install matplotlib`"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -122,6 +127,7 @@ def bars(curves: Sequence[Curve]) -> str:
     for curve in curves:
         tokens = curve.over[0]
         bar_line = ""
+        # Each column shows the first point with at least the column's tokens.
         for point in np.searchsorted(tokens, tokens_of_columns):
             if point == len(curve.loss):
                 break  # this run has fewer tokens than the longest run

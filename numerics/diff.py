@@ -29,7 +29,10 @@ from planner import run_files
 # Columns of metrics.jsonl that are compared, and their names in the text.
 SETTINGS = {"learning_rate": "the learning rate", "consumed_samples": "the samples consumed"}
 LOSSES = {"loss": "the loss", "grad_norm": "the gradient norm"}
-NORM_OVER_LOSS = 8.0  # relative rounding of the gradient norm over that of the loss
+# The gradient norm may differ by rounding this many times as much as the loss, relatively.
+NORM_OVER_LOSS = 8.0
+# The text names this operation if the loss differs although no traced tensor does: it is computed
+# after all tensors.
 METRICS = "the sum over all ranks of losses and of gradients' squares, after all tensors"
 Rows = dict[int, dict[str, Any]]  # the rows of metrics.jsonl by the number of the step
 
@@ -43,6 +46,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     result = _compare_records(records, [str(a), str(b)])
     result |= _compare_traces(records)
     if not result["traces"]:
+        # No step is traced in both runs: name the commands that trace the step that differs.
         suffixes = ["-traced", "-traced"]
         result["commands"] = _tracing_commands(records, result["losses"], suffixes)
     differences = result["tensor"] or result["settings"] or result["losses"]
@@ -75,7 +79,10 @@ def compare_restart(folder: Path) -> dict[str, Any]:
 
 
 def _compare_records(records: list[Record], titles: list[str]) -> dict[str, Any]:
-    """Return the differences of two runs' options and metrics; titles: names of A and B."""
+    """Return the differences of two runs' options and metrics; titles: names of A and B.
+
+    The traces are not compared here.
+    """
     differing_options = differing([options(record.facts) for record in records])
     result: dict[str, Any] = {
         "runs": titles,
@@ -92,7 +99,7 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
     which the loss or the gradient norm differs by more than rounding explains, or None.
     """
     rows = []
-    epsilon = 0.0
+    epsilon = 0.0  # the relative rounding of a number in the coarser precision of the two runs
     for record in records:
         rows.append({row["iteration"]: row for row in record.steps})
         precision = record.facts["config"]["training"]["precision"]
@@ -116,8 +123,9 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
 def _first_difference(rows: list[Rows], name: str, unit: float) -> dict[str, Any] | None:
     """Return the first step at which a column of two runs differs, with both values, or None.
 
-    rows: those of run A and of run B. name: the column. Relative differences up to unit x (4 +
-    step), and at most 0.1, do not count: the differences of rounding grow from step to step.
+    rows: the rows of run A and of run B. name: the column. A relative difference up to
+    unit x (4 + step) does not count, since the differences of rounding grow from step to step; a
+    difference above 0.1 always counts.
     """
     rows_of_a, rows_of_b = rows
     for step in sorted(rows_of_a.keys() & rows_of_b.keys()):
@@ -142,7 +150,8 @@ def _compare_traces(records: list[Record]) -> dict[str, Any]:
     """Compare the steps that both runs have traced, up to the first step with a difference.
 
     Return traces: the names of the files that both runs have; tensor: the first tensor, in the
-    order of execution, that rounding does not explain, or None.
+    order of execution, that rounding does not explain, or None; measured_in_steps: the steps of A
+    and B in which the response to rounding was measured.
     """
     names = common_traces([record.folder for record in records])
     tensor = None
@@ -158,6 +167,7 @@ def _compare_traces(records: list[Record]) -> dict[str, Any]:
 
 def common_traces(folders: list[Path]) -> list[str]:
     """Return the names of the files of --trace-numerics that all runs have, by step."""
+    # A file's name has the number of its step, as in step-000020.npz.
     names = [{path.name for path in folder.glob("numerics/step-*.npz")} for folder in folders]
     return sorted(set.intersection(*names))
 
@@ -165,10 +175,11 @@ def common_traces(folders: list[Path]) -> list[str]:
 def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
     """Return how the first traced step of a run differs from transformers, as `compare` does.
 
-    folder: of transformers, with the weights from which that step begins. Raise UserError if the
-    run has no traces, or if transformers cannot read the folder.
+    folder: a folder of transformers, with the weights from which that step begins. transformers'
+    pass over the same samples takes the place of run B. Raise UserError if the run has no traces,
+    or if transformers cannot read the folder.
     """
-    # Imported here, because no other command needs torch.
+    # The module is imported here, because no other command needs torch.
     from telemetry.transformers_trace import activations
 
     record = read_steps(run)
@@ -177,13 +188,15 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
         raise UserError(f"{run} has no traces: train it with --trace-numerics STEP")
     ours = read(run / "numerics" / names[0])
     sketches = activations(str(folder), run_files.config_of(str(run)), ours.about)
+    # `theirs` becomes a trace like ours, of one rank. It has no parameters, so their sketches are
+    # 0, and the responses to rounding are taken from our trace.
     about = ours.about | {"layout": asdict(Layout(dp=1))}
     if about["precision"] != "fp64":
         about["precision"] = "fp32"
     weights = np.zeros_like(ours.parameters).reshape(-1, sketches.shape[1])
     responses = np.concatenate([ours.responses, ours.of_gradients])
     theirs = Trace(about, np.concatenate([sketches, weights]), responses)
-    whole = [sum(record.facts["blocks_per_stage"])]
+    whole = [sum(record.facts["blocks_per_stage"])]  # a pipeline of one stage with all blocks
     records = [record, replace(record, facts=record.facts | {"blocks_per_stage": whole})]
     tensor = _tensor(Pair(ours, theirs), records)
     return {
@@ -203,16 +216,18 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
     """Return the first tensor of a traced step that rounding does not explain, or None.
 
     The result is a dictionary for --json, with the operations and the ranks that compute the
-    tensor. records: those of the runs A and B.
+    tensor. records: the records of the runs A and B.
     """
     rows = pair.rows()
     wrong = [row for row in rows if row.differs]
     if not wrong:
         return None
     first = wrong[0]
+    # The last tensor before `first` that may be an input of it and is equal within rounding.
     last_good: Row | None = None
     for row in rows[: rows.index(first)]:
-        # A weight's gradient is computed from activations and their gradients alone.
+        # A weight's gradient is computed from activations and their gradients alone, so other
+        # weights' gradients are not its input.
         is_input = row.kind == "activation" or first.kind != "gradient"
         if is_input and row.kind != "weights before":
             last_good = row
@@ -241,9 +256,10 @@ def _tracing_commands(
 ) -> list[str]:
     """Return two commands that repeat the runs A and B with traces of two steps.
 
-    The runs begin at their last common checkpoint before the step at which the losses differ,
-    without such a checkpoint at step 1. losses: the first difference of losses, or None. suffixes:
-    the ends of the names of the new folders.
+    The repeated runs begin at the last checkpoint that both runs have before the step at which the
+    losses differ; without such a checkpoint they begin at step 1. They trace their first step, in
+    which the response to rounding is measured, and the step that differs. losses: the first
+    difference of losses, or None. suffixes: the ends of the names of the new folders.
     """
     step = 1
     if losses:
@@ -252,12 +268,12 @@ def _tracing_commands(
     for record in records:
         paths = record.folder.glob("checkpoints/step_????????")
         names.append({path.name for path in paths})
-    checkpoint = 0
+    checkpoint = 0  # the step of the checkpoint; 0: none
     for name in names[0] & names[1]:
         saved_step = int(name.removeprefix("step_"))
         if saved_step < step:
             checkpoint = max(checkpoint, saved_step)
-    first_traced = str(checkpoint + 1)
+    first_traced = str(checkpoint + 1)  # the first step after the checkpoint
     last_traced = str(max(step, checkpoint + 2))
     commands = []
     for record, suffix in zip(records, suffixes):
@@ -273,7 +289,7 @@ def _tracing_commands(
 
 
 def text(found: dict[str, Any]) -> str:
-    """Return one screen of text; found: the result of `compare` or `compare_restart`."""
+    """Return one screen of text; found: the result of one of the functions `compare...`."""
     lines = [f"{name}: {run}" for name, run in zip("AB", found["runs"])]
     for difference in found["settings"]:
         a, b = difference["values"]
@@ -282,6 +298,7 @@ def text(found: dict[str, Any]) -> str:
     lines += [f"note: {note}" for note in found["notes"]]
     lines += option_lines(found["options"], "option ")
     lines.append(_text_of_losses(found["losses"]))
+    # Then comes what the traces show: a tensor that differs, or none, or commands to trace.
     if found["tensor"]:
         lines += _text_of_tensor(found["tensor"])
     elif found["traces"]:
@@ -298,7 +315,10 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _text_of_losses(difference: dict[str, Any] | None) -> str:
-    """Return the line about the first difference of losses or gradient norms."""
+    """Return the line about the first difference of losses or gradient norms.
+
+    difference: "losses" of `_compare_metrics`; None if rounding explains all differences.
+    """
     if difference is None:
         return "losses and gradient norms: rounding explains all differences"
     a, b = difference["values"]
@@ -310,7 +330,12 @@ def _text_of_losses(difference: dict[str, Any] | None) -> str:
 
 
 def _text_of_tensor(tensor: dict[str, Any]) -> list[str]:
-    """Return the lines about the first tensor that rounding does not explain."""
+    """Return the lines about the first tensor that rounding does not explain.
+
+    They name the tensor, the last tensor before it that is equal within rounding, the operations
+    between the two, and for each run the ranks, micro-batches and samples with the difference.
+    tensor: the result of `_tensor`.
+    """
     relative = f"{tensor['relative']:.1e}"
     times = f"{tensor['times_explained']:.0f}"
     lines = [

@@ -36,6 +36,7 @@ def by_layer(a: Path, b: Path) -> dict[str, Any]:
     layers: list[str] = []
     shares: dict[tuple[int, str, int], float] = {}
     for name in names:
+        # A row is a tensor of the step, with its difference and the difference that is explained.
         pair = Pair(read(a / "numerics" / name), read(b / "numerics" / name))
         step = pair.a.about["step"]
         steps.append(step)
@@ -71,7 +72,7 @@ def _order(layer: str) -> tuple[int, int]:
 
 
 def _panel(row: Row) -> int:
-    """Return the index in PANELS of a tensor's kind."""
+    """Return the index in PANELS of the panel in which a tensor's difference is shown."""
     if row.kind == "gradient" or row.name.startswith("gradient of"):
         return PANELS.index("gradients")
     if row.kind == "activation":
@@ -89,7 +90,7 @@ def page(found: dict[str, Any], text: str) -> str:
         from matplotlib.figure import Figure
 
     shares = np.array(found["shares"])
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore"):  # a share may be 0
         powers = np.clip(np.log10(shares), -3.0, 3.0)
     with rc_context(SETTINGS):
         height = 1.5 + 0.16 * len(found["layers"])

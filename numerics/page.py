@@ -1,4 +1,8 @@
-"""One run on one screen: `python runs.py show RUN`."""
+"""One run on one screen: `python runs.py show RUN`.
+
+Each line of the text has a heading, such as "loss", and its value. The run is read from the files
+in its folder (numerics/record.py).
+"""
 
 import math
 import statistics
@@ -11,10 +15,11 @@ from config.messages import number_ranges, printable
 from numerics.record import DEFAULTS, Record, differing, options, read
 from supervisor.evidence import Files, read_evidence
 
-FACTS = ("started", "commit", "parameters", "blocks_per_stage", "kernels")  # of run.json
-WARM_UP_STEPS = 2  # at the start of a run; the medians leave them out
+# The facts of run.json that have a line of their own in the text.
+FACTS = ("started", "commit", "parameters", "blocks_per_stage", "kernels")
+WARM_UP_STEPS = 2  # the medians leave out this many first steps of a run, which are slow
 SPEEDS = ("seconds", "tokens_per_second", "tflops_model", "mfu", "peak_memory_bytes")
-MOST_LINES = 8  # of text below a heading; a longer text is cut and ends with [...]
+MOST_LINES = 8  # the text below a heading is cut to this many lines, and then ends with [...]
 
 
 def text(folder: Path) -> str:
@@ -22,7 +27,7 @@ def text(folder: Path) -> str:
     record = read(folder)
     facts = record.facts
     machine = dict(facts.get("cluster", {}))
-    machine.pop("places", None)
+    machine.pop("places", None)  # the place of every rank would fill the screen
     restarts = len(record.parts) - 1
     values_by_heading: dict[str, Any] = {
         "run": f"{folder}: {record.state}, resumed {restarts} times",
@@ -38,6 +43,7 @@ def text(folder: Path) -> str:
     lines = []
     for heading, value in values_by_heading.items():
         value_text = value
+        # A dictionary is written as "name value, name value".
         if isinstance(value, dict):
             value_text = ", ".join(f"{name} {value[name]}" for name in value)
         line = printable(f"{heading:18}{value_text}")
@@ -64,7 +70,7 @@ def _training(record: Record) -> dict[str, Any]:
     """
     steps = record.steps
     last = steps[-1]
-    comparable = [row for row in steps if not math.isnan(row["loss"])]
+    comparable = [row for row in steps if not math.isnan(row["loss"])]  # NaN has no order
     lowest = min(comparable or steps, key=itemgetter("loss"))
     losses = []
     for row in (steps[0], lowest, last):
@@ -104,11 +110,13 @@ def _events(record: Record) -> dict[str, Any]:
     for name, steps in steps_of_events.items():
         if steps:
             events[name] = f"at step {number_ranges(steps)}"
+    # case.json is what the run has written about the fault that ended it; empty files stand for
+    # the state before the start, so that every case counts as new.
     case = read_evidence(str(folder), 0, Files(b"", 0, b""))
     file = folder / "hang" / "case.json"
     if case.kind and file.exists():
         started = (folder / "run.json").stat().st_mtime
         ended = file.stat().st_mtime
-        if started <= ended:  # else the case is of an earlier start
+        if started <= ended:  # otherwise the case is of an earlier start
             events["fault"] = f"{case.kind}, ranks {number_ranges(case.ranks)}: {case.error}"
     return events

@@ -1,4 +1,10 @@
-"""Says which ranks compute a tensor of a trace, by which operations, and from which samples."""
+"""Says which ranks compute a tensor of a trace, by which operations, and from which samples.
+
+A row (numerics/traces.py) is a tensor of a traced step with its difference between two runs: it has
+a kind, such as "activation" or "gradient", a name, such as "blocks.3.attention", and the bins that
+differ. A bin is a range of the step's samples. words.toml has titles and operations in words.
+numerics/diff.py calls these functions.
+"""
 
 import re
 import tomllib
@@ -14,8 +20,9 @@ from schedules.partition import placement
 
 BLOCK = re.compile(r"blocks\.(\d+)")
 WORDS = Path(__file__).with_name("words.toml")
-# An entry of words.toml has further operations by option of the layout. A layout has them if the
-# option has at least this value, or if it is set at all for options that are not in this table.
+# An entry of words.toml has further operations by option of the layout. A layout has the operation
+# of an option of this table if its value is at least the one here, and of other options if it is
+# set: with pp 1 there is no message between stages.
 LEAST = {"pp": 2, "ep": 2}
 
 
@@ -27,12 +34,14 @@ def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str
     """
     words = tomllib.loads(WORDS.read_text())
     block = BLOCK.search(row.name)
+    # An entry's key is the kind, for activations the name as in "block.attention"; all kinds of
+    # optimizer state share the entry "state".
     key = row.kind
     if row.kind == "activation":
         key = BLOCK.sub("block", row.name)
     entry = words.get(key, words["state"])
     between = [entry["between"]]
-    for option, operation in entry.get("more", {}).items():
+    for option, operation in entry.get("more", {}).items():  # operations that only some layouts do
         values = [layout.get(option) or 0 for layout in layouts]
         if max(values, default=0) >= LEAST.get(option, 1):
             between.append(operation)
@@ -53,13 +62,14 @@ def place(row: Row, about: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
     count = about["samples"]
     samples = []
     for sample in range(count):
-        if sample * about["bins"] // count in row.bins:
+        if sample * about["bins"] // count in row.bins:  # whether the sample's bin differs
             samples.append(sample)
     micro_batches: dict[int, list[int]] = {}
     for number in sorted({sample // layout.micro_batch_size for sample in samples}):
-        # The replicas take the micro-batches of a step in turn.
+        # The replicas take the micro-batches of a step in turn: with dp 2, micro-batch 5 of the
+        # step is micro-batch 2 of replica 1.
         micro_batches.setdefault(number % layout.dp, []).append(number // layout.dp)
-    pp = placement(layout)[_stage_of(row, blocks)]
+    pp = placement(layout)[_stage_of(row, blocks)]  # the position on pp of the stage's ranks
     ranks = []
     for rank in range(prod(layout.axes.values())):
         position = coordinates(rank, layout.axes)
@@ -73,6 +83,7 @@ def _stage_of(row: Row, blocks: list[int]) -> int:
     """Return the index of the stage that computes a row; blocks: the number of blocks per stage."""
     block = BLOCK.search(row.name)
     if block:
+        # The stages before the block's stage are those whose last block is before the block.
         number = int(block[1])
         earlier_stages = [end for end in accumulate(blocks) if end <= number]
         return len(earlier_stages)

@@ -4,7 +4,8 @@
     differing([options(record.facts) for record in records])      {"lr": [0.001, 0.002], ...}
 
 A run that was resumed in its folder has earlier parts, metrics.jsonl.1 and so on. The rows of a
-part end where the next part begins, so no step is in the rows twice.
+part end where the next part begins, so no step is in the rows twice. The facts of a run are the
+contents of its run.json: configuration, machine and versions.
 """
 
 import math
@@ -20,11 +21,11 @@ from distributed.run_lock import in_use
 from planner import run_files
 from telemetry.row_file import earlier_parts, read_rows
 
-MOST_OPTIONS = 8  # a text names this many options that differ
-LAST_ROWS = 50  # of a part are read, if not the whole part is needed
+MOST_OPTIONS = 8  # a text names at most this many options that differ
+LAST_ROWS = 50  # this many last rows of a part are read, if the whole part is not needed
 # The options of the group `run` that can change a run's numbers or its speed.
 OF_RUN = ("device", "backend", "compile", "deterministic")
-ORDER = ("training", "data", "model", "program", "versions", "layout")  # groups in `options`
+ORDER = ("training", "data", "model", "program", "versions", "layout")  # the groups in `options`
 DEFAULTS = {name: {f.name: f.default for f in fields(cls)} for name, cls in GROUPS.items()}
 
 
@@ -33,9 +34,9 @@ class Record:
     """The contents of a run's folder."""
 
     folder: Path
-    facts: dict[str, Any]  # of run.json
-    rows: list[dict[str, Any]]  # of metrics.jsonl and its earlier parts, the oldest first
-    steps: list[dict[str, Any]]  # the rows of steps, without those of evaluations
+    facts: dict[str, Any]  # the contents of run.json
+    rows: list[dict[str, Any]]  # all rows of metrics.jsonl, its earlier parts first
+    steps: list[dict[str, Any]]  # the rows of steps, without rows of evaluations
     parts: list[str]  # endings of the files' names, newest first: an empty text, ".2", ".1"
     notes: list[str]  # sentences about missing or damaged files
 
@@ -72,7 +73,7 @@ class Record:
         if not self.steps:
             return "empty"
         last_step = self.steps[-1]
-        if self.total:
+        if self.total:  # the run ends after a number of steps
             is_complete = last_step["iteration"] >= self.total
         else:
             samples = self.facts["config"]["training"]["train_samples"]
@@ -109,6 +110,7 @@ def read(folder: Path, whole: bool = True) -> Record:
         raise UserError(f"{folder} is no folder of a run: {error}") from None
     config = facts["config"]
     notes: list[str] = []
+    # Another version's run.json may lack options of this version, and have options of its own.
     missing = 0
     unknown: list[str] = []
     for group, defaults in DEFAULTS.items():
@@ -120,6 +122,8 @@ def read(folder: Path, whole: bool = True) -> Record:
         notes.append(f"{whose} lacks {missing} options, whose defaults are taken")
     if unknown:
         notes.append(f"{folder}/run.json has options of another version: {', '.join(unknown)}")
+    # The newest part, then the earlier parts from the newest to the oldest. From each part only the
+    # rows before the first step of the part after it are kept.
     rows = _read_part(folder / "metrics.jsonl", whole, notes)
     endings = [""]
     earlier: list[Path] = []
@@ -139,7 +143,8 @@ def read(folder: Path, whole: bool = True) -> Record:
 def last_two_parts(folder: Path) -> list[Record]:
     """Return two records of a run: before its last start in its folder, and since that start.
 
-    Raise UserError if the folder has no earlier part, or if a part has no row of a step.
+    Steps that were trained in both parts are in both records, which are compared. Raise UserError
+    if the folder has no earlier part, or if a part has no row of a step.
     """
     earlier = earlier_parts(folder / "metrics.jsonl")
     if not earlier:
@@ -157,7 +162,7 @@ def last_two_parts(folder: Path) -> list[Record]:
 
 
 def _rows_of_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of steps, without those of evaluations."""
+    """Return the rows of steps, without the rows of evaluations, which have no loss."""
     return [row for row in rows if isinstance(row.get("loss"), float)]
 
 
@@ -195,6 +200,7 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
     for group, defaults in DEFAULTS.items():
         recorded = facts["config"].get(group, {})
         groups[group] = {name: recorded.get(name, default) for name, default in defaults.items()}
+    # Options whose value is what the shape of the model implies say nothing about the run.
     shape = groups["model"]
     model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
     derived = model.derived() | {"max_positions": model.seq_length}
@@ -211,9 +217,10 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return, by name whose values are not equal in all tables, the list of its value per table.
+    """Return the names whose values are not equal in all tables, each with its value per table.
 
-    tables: options by name, a table per run. The value is None in a table that lacks the name.
+    For example, {"lr": [0.001, 0.002]}. tables: options by name, a table per run. The value is None
+    in a table that lacks the name.
     """
     values_by_name: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for table in tables for name in table):
@@ -225,9 +232,10 @@ def differing(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def option_lines(unequal: Sequence[Sequence[Any]], word: str) -> list[str]:
-    """Return the lines about options that differ; unequal: name, value in A and value in B of each.
+    """Return the lines about options that differ between two runs A and B.
 
-    word: begins each line. Only the first MOST_OPTIONS are named.
+    unequal: for each option (name, value in A, value in B), of which the first MOST_OPTIONS get a
+    line. word: begins each line.
     """
     lines = [f"{word}{name}: {a} in A, {b} in B" for name, a, b in unequal[:MOST_OPTIONS]]
     if len(unequal) > MOST_OPTIONS:

@@ -11,7 +11,7 @@ from typing import Any
 from config.messages import number_ranges
 from numerics.record import read
 
-MOST_LAYERS = 3  # the text names this many layers of a spike
+MOST_LAYERS = 3  # the text names this many layers of a spike, those whose norm grew most
 
 
 def compare(run: Path) -> dict[str, Any]:
@@ -26,11 +26,12 @@ def compare(run: Path) -> dict[str, Any]:
 
 
 def _growth(row: dict[str, Any]) -> dict[str, float]:
-    """Return, by layer, the gradient norm over that of the step before.
+    """Return, by layer, the gradient norm over the norm in the step before.
 
     The layers with a ratio that is infinite or NaN come first, then the largest ratios. row: a
     spike's row of spikes.jsonl.
     """
+    # The result is empty without --on-spike, since then the row has no norms by layer.
     before = row.get("before", {}).get("layer_norms", {})
     growth: dict[str, float] = {}
     for layer, norm in row.get("layer_norms", {}).items():
@@ -38,13 +39,18 @@ def _growth(row: dict[str, Any]) -> dict[str, float]:
             growth[layer] = norm / before[layer]
 
     def place(layer: str) -> tuple[bool, float]:
+        """Return a key that sorts ratios: infinity and NaN, then from the largest on."""
         return growth[layer] < math.inf, -growth[layer]
 
     return {layer: growth[layer] for layer in sorted(growth, key=place)}
 
 
 def text(found: dict[str, Any]) -> str:
-    """Return lines for people; found: the result of `compare`."""
+    """Return lines for people; found: the result of `compare`.
+
+    A spike has lines with its loss, with the documents of its batch, and, if the run had
+    --on-spike, with the layers whose gradient norm grew most and the entropy of the tokens.
+    """
     lines = [f"{found['run']}: {len(found['spikes'])} spikes"]
     for row in found["spikes"]:
         lines.append(f"step {row['iteration']}: loss {row['loss']}, spike of {row['of']}")
@@ -59,8 +65,8 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _lines_of_documents(row: dict[str, Any]) -> list[str]:
-    """Return a line per corpus with the documents of a spike's batch; row: that of spikes.jsonl."""
-    documents: dict[str, set[int]] = {}
+    """Return a line per corpus with the documents of a spike's batch; row: of spikes.jsonl."""
+    documents: dict[str, set[int]] = {}  # by corpus, the numbers of its documents
     for sample in row["samples"]:
         for span in sample["text"]:
             of_corpus = documents.setdefault(span["prefix"], set())

@@ -76,7 +76,7 @@ def _compare_tensors(a: Index, b: Index) -> list[dict[str, Any]]:
     checkpoints have no tensor in common.
     """
     rows = []
-    for kind in a.kinds:
+    for kind in a.kinds:  # "weights", and the optimizer's state such as "exp_avg"
         for name, shape in a.shapes.items():
             if kind in b.kinds and b.shapes.get(name) == shape:
                 relative = _relative(a.read_whole(kind, name), b.read_whole(kind, name))
@@ -94,7 +94,7 @@ def _relative(a: np.ndarray, b: np.ndarray) -> float:
     """
     if np.array_equal(a, b):
         return 0.0
-    exact = a.astype(np.float64)
+    exact = a.astype(np.float64)  # the difference below is then computed in fp64 too
     norm = float(np.linalg.norm(exact))
     difference = float(np.linalg.norm(exact - b))
     if norm == 0.0 or not np.isfinite(difference):
@@ -103,7 +103,10 @@ def _relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Return one screen of text; found: the result of `compare`."""
+    """Return one screen of text: the checkpoints, their options, and the tensors that differ most.
+
+    found: the result of `compare`.
+    """
     checkpoints = zip("AB", found["checkpoints"], found["steps"])
     lines = [f"{name}: {path}, step {step}" for name, path, step in checkpoints]
     lines += option_lines(found["options"], "")
@@ -116,7 +119,7 @@ def text(found: dict[str, Any]) -> str:
 def _text_of_kind(kind: str, rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines about a kind of state: the tensors that differ most, the largest first.
 
-    rows: those of `compare` of that kind.
+    rows: the rows of `compare` with this kind.
     """
     unequal = [row for row in rows if row["relative"] != 0.0]
     if not unequal:

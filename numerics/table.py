@@ -4,6 +4,8 @@
     print(text(rows, notes))
 
 The last columns are the options in which the runs differ. Options that all runs share are left out.
+The columns of FORMATS come before them: a row is a dictionary with a value for each column of
+FORMATS, and "options", the values of the last columns.
 """
 
 import math
@@ -16,7 +18,7 @@ from numerics.record import Record, differing, find, options, read
 from planner.layout_table import columns
 
 MOST_OPTIONS = 8  # the text has this many columns of options; --json has all
-MOST_NOTES = 12  # the text has this many lines of notes
+MOST_NOTES = 12  # the text has at most this many lines of notes
 RECENT_STEPS = 20  # the speed is the median of these last steps
 SHOWN = ("tp", "pp", "cp", "dp", "steps")  # options that the columns of FORMATS show already
 # The columns of every run, with the format of their values.
@@ -55,11 +57,11 @@ def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
             notes += record.notes
     if not rows:
         raise UserError("; ".join([f"{folder} has no folder with a run.json to read", *notes]))
-    differing_options = differing(tables)
+    differing_options = differing(tables)  # by the option's name, a value for each run
     for number, row in enumerate(rows):
         shown = [name for name in differing_options if name not in SHOWN]
         row["options"] = {name: differing_options[name][number] for name in shown}
-    rows.sort(key=lambda row: (row[sort] is None, row[sort] or 0))
+    rows.sort(key=lambda row: (row[sort] is None, row[sort] or 0))  # rows without a value are last
     return rows, notes
 
 
@@ -92,10 +94,13 @@ def _row(record: Record, folder: Path) -> dict[str, Any]:
 
 
 def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
-    """Return the result of `table` as text: a line per run, and the notes below the lines."""
+    """Return the result of `table` as text: a line per run, and the notes below the lines.
+
+    The text has at most MOST_OPTIONS columns of options, and MOST_NOTES notes.
+    """
     names = list(rows[0]["options"])
     heads = [*FORMATS, *names[:MOST_OPTIONS]]
-    cells = [heads]  # a list per line
+    cells = [heads]  # a list of cells for each line
     for row in rows:
         values = row | row["options"]
         cells.append([_cell(values[name], FORMATS.get(name, "")) for name in heads])

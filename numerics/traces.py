@@ -4,7 +4,9 @@ A row of a file is a tensor's sketch: count, sum, sum of squares, largest magnit
 The norm of the differences of the projections estimates the norm of the difference of two tensors.
 `Pair.rows` compares this estimate with a tolerance, in the order of execution. A tensor's response
 is the relative norm by which it changed when the last bits of all weights were flipped, in the
-first traced step.
+first traced step. An activation has a sketch for each bin, a range of the step's samples. A kind is
+a tensor that belongs to a parameter: gradient, weights before, a state such as exp_avg, weights
+after. Masters are the weights that the optimizer updates. The tolerances are:
 
     weights before      the rounding of the masters, and a drift that grows with the steps
     activations,        FACTOR x the response x the norm, times the units in the last place by which
@@ -36,21 +38,24 @@ EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7
 # weights, whereas weights that have drifted apart differ most in a few tensors: of 278 pairs of
 # right runs, 11 differ by up to 12 times the response (benchmarks/results/planted_faults.md).
 FACTOR = 20.0
-OF_SKETCHES = 1e-14  # error of a sketch relative to the norm: ranks are added in different orders
-COUNT, SQUARES, LARGEST, PROJECTIONS = 0, 2, 3, 4  # columns of a sketch
+# The rounding error of a sketch itself, relative to the tensor's norm: layouts add the sketches of
+# the ranks in different orders.
+OF_SKETCHES = 1e-14
+# The places of these numbers in a sketch; the projections are the numbers from PROJECTIONS on.
+COUNT, SQUARES, LARGEST, PROJECTIONS = 0, 2, 3, 4
 EXACT = ("tokens", "labels")  # activations that must not differ at all
 SQUARED = ("exp_avg_sq", "row_var", "col_var")  # kinds of state that are means of squares
-# Indices in the first axis of Trace.parameters; the kinds between BEFORE and AFTER are the
-# optimizer's state.
+# The places of these kinds in every list of kinds: the gradient is first, the weights before the
+# step second, the weights after it last. The kinds between them are the optimizer's state.
 GRADIENT, BEFORE, AFTER = 0, 1, -1
-TINY = 1e-300  # is added to divisors that may be zero
+TINY = 1e-300  # this number is added to divisors that may be zero
 
 
 class Trace:
     """The sketches of one file, 12 numbers each, and the responses to rounding.
 
     activations: sketches, (tensors, bins of samples, 12). parameters: (kinds, tensors, 12).
-    responses, of_gradients: those of the activations and of the parameters' gradients, (tensors,).
+    responses, of_gradients: of the activations, and of the parameters' gradients, (tensors,).
     about: names, layout, precision, number of the step and of the step with the response.
     """
 
@@ -58,7 +63,7 @@ class Trace:
         """Take the contents of a file: facts, (rows, 12) sketches, (tensors,) responses."""
         self.about = about
         names = about["activations"]
-        rows = len(names) * about["bins"]
+        rows = len(names) * about["bins"]  # the rows of activations; the parameters' rows follow
         shape = len(about["kinds"]), len(about["parameters"]), values.shape[1]
         self.activations = values[:rows].reshape(len(names), -1, values.shape[1])
         self.parameters = values[rows:].reshape(shape)
@@ -67,7 +72,7 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Read a file; raise UserError if it is none of --trace-numerics, or of another format."""
+    """Read a file of --trace-numerics; raise UserError if it is another file, or another format."""
     try:
         with np.load(path) as arrays:
             about = json.loads(arrays["about"].tobytes())
@@ -114,9 +119,12 @@ class Pair:
         self.b = b
         precisions = {a.about["precision"], b.about["precision"]}
         self.epsilon = max(EPSILON[name] for name in precisions)
+        # Masters are in fp32, or in fp64 if both runs compute in fp64.
         self.of_masters = EPSILON["fp32"]
         if precisions == {"fp64"}:
             self.of_masters = EPSILON["fp64"]
+        # How the responses of both runs are combined: a fault may enlarge the response of one run,
+        # so the smaller one counts; with different precisions the coarser run's, the larger one.
         self.response: np.ufunc = np.minimum
         if len(precisions) > 1:
             self.response = np.maximum
@@ -125,7 +133,7 @@ class Pair:
         # tolerance grows with the number of units by which the weights differ before the step.
         weights_a, weights_b = (sketches[BEFORE] for sketches in self.both)
         distance = np.linalg.norm(norms(weights_a - weights_b))
-        unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])
+        unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])  # if all last bits differ
         units = float(distance / (unit + TINY))
         self.factor = FACTOR * max(1.0, units)
 
@@ -140,8 +148,9 @@ class Pair:
         b = self.b
         self.kinds, kinds_a, kinds_b = _common(a.about["kinds"], b.about["kinds"])
         names, tensors_a, tensors_b = _common(a.about["parameters"], b.about["parameters"])
-        in_a = a.parameters[np.ix_(kinds_a, tensors_a)]
+        in_a = a.parameters[np.ix_(kinds_a, tensors_a)]  # (kinds, tensors, 12)
         in_b = b.parameters[np.ix_(kinds_b, tensors_b)]
+        # The sketch of a gradient that does not exist has counted no element.
         counts = np.minimum(in_a, in_b)[GRADIENT, :, COUNT]
         has_gradient = counts > 0
         self.tensors = list(compress(names, has_gradient))
@@ -151,15 +160,21 @@ class Pair:
         self.responses = responses[has_gradient]
 
     def rows(self) -> list[Row]:
-        """Return the rows that both files have, in the order of execution."""
+        """Return the rows of tensors that both files have, in the order of execution.
+
+        A step reads the weights, computes activations and gradients, and updates state and weights.
+        """
         rows_of_kinds = self._parameters()
         weights_before = rows_of_kinds.pop(BEFORE)
         return weights_before + self._activations() + list(chain(*rows_of_kinds))
 
     def _parameters(self) -> list[list[Row]]:
-        """Return, per kind in the order of `self.kinds`, a row per parameter."""
+        """Return, per kind in the order of `self.kinds`, a row per parameter.
+
+        In place of the weights after the step, their updates (after less before) are compared.
+        """
         a, b = self.both
-        difference = norms(a - b)
+        difference = norms(a - b)  # (kinds, tensors)
         update_a = a[AFTER] - a[BEFORE]
         update_b = b[AFTER] - b[BEFORE]
         difference[AFTER] = norms(update_a - update_b)
@@ -178,19 +193,23 @@ class Pair:
     def _explained(self, norm_of_update: np.ndarray) -> np.ndarray:
         """Return the norms of differences that rounding explains, (kinds, tensors).
 
+        These are the tolerances of the file's docstring, where FACTOR stands for self.factor.
         norm_of_update: the larger norm of the parameters' updates in this step, (tensors,).
         """
+        # The relative difference that rounding makes in a gradient, and with it in the state.
         relative = np.minimum(1.0, self.responses + self.epsilon)
         rounding = self.of_masters * self.norm
         steps_before = self.a.about["step"] - 1
-        drift = norm_of_update * np.sqrt(relative)
+        drift = norm_of_update * np.sqrt(relative)  # how far rounding moves the update of a step
         of_gradients = self.factor * self.responses + self.epsilon
 
+        # All kinds get the tolerance of the optimizer's state; then the other kinds get theirs.
         explained = self.factor * relative * self.norm
         explained[GRADIENT] = of_gradients * self.norm[GRADIENT]
         explained[BEFORE] = rounding[BEFORE] + FACTOR * steps_before * drift
         explained[AFTER] = 2.0 * rounding[AFTER] + self.factor * drift
 
+        # State that holds squares changes twice as much, relative to the largest gradient.
         largest = np.maximum(*self.both)[GRADIENT, :, LARGEST]
         change = relative * self.norm[GRADIENT]
         share = 2.0 * change / (largest + TINY)
@@ -204,24 +223,26 @@ class Pair:
         if any(self.a.about[name] != self.b.about[name] for name in ("bins", "samples")):
             return []
         names, in_a, in_b = _common(self.a.about["activations"], self.b.about["activations"])
-        a = self.a.activations[in_a]
+        a = self.a.activations[in_a]  # (tensors, bins, 12)
         b = self.b.activations[in_b]
         norm = np.sqrt(np.maximum(a, b)[..., SQUARES])
         difference = norms(a - b)
         responses = self.response(self.a.responses[in_a], self.b.responses[in_b])
-        # The response is that of all bins. A bin whose norm is small may respond like the others.
+        # The response was measured over all bins together. A bin whose norm is small may change as
+        # much as the other bins, so the bins' root mean square is added to its norm.
         root_mean_square = np.sqrt(np.square(norm).mean(1, keepdims=True))
         explained = self.factor * responses[:, None] * (norm + root_mean_square)
         explained += self.epsilon * norm
         explained[[name in EXACT for name in names]] = 0.0
         explained += OF_SKETCHES * norm
+        # The row shows the bin that exceeds its tolerance most; NaN exceeds everything.
         ratio = difference / (explained + TINY)
         worst_bins = np.nan_to_num(ratio, nan=np.inf).argmax(1)
         counts = np.minimum(a, b)[..., COUNT]
         rows = []
         for i, name in enumerate(names):
             if not counts[i].all():
-                continue  # a run has no such activation
+                continue  # one of the runs has no such activation
             worst = i, worst_bins[i]
             is_explained = difference[i] <= explained[i]
             row = Row(

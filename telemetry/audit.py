@@ -2,9 +2,9 @@
 
 After every N-th step, and after the last one, one replica sends its data-parallel group one
 micro-batch of the step: the input of each stage, the tokens that the stage reads, and the gradient
-of its output. Every replica runs the stage forward and backward on them. All of them have the same
-weights, so the results of all products, the stage's output and all gradients must be equal bit for
-bit. The gradients go to a scratch buffer: weights and training do not change.
+of its output. Every replica runs the stage forward and backward on them. All results (of matrix
+products and attention, the output, the gradients) must be equal bit for bit, since all replicas
+have the same weights. The gradients go to a scratch buffer: training does not change.
 
 A wrong bit spreads to all later results of its rank, and by the next collective to the ranks of its
 tensor and context group. So the first result that differs from the majority names layer and rank.
@@ -56,10 +56,11 @@ class Results:
     """The names and hashes of the results of one audit on this rank, in the order of computing."""
 
     def __init__(self) -> None:
+        """Begin without results."""
         self.layer = ""  # the layer that is running now
         self.direction = ""  # " in the backward pass", or empty in the forward pass
         self.names: list[str] = []
-        self.hashes: list[Tensor] = []  # per name a number (), int64, on the device
+        self.hashes: list[Tensor] = []  # the hash of each name's result: an int64 scalar
 
     def add(self, result: str, tensor: Tensor) -> None:
         """Add the hash of a tensor of any shape; `result` is the tensor's name in messages."""
@@ -81,7 +82,7 @@ class Products(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch would load its compiler, some 50 MB, to exclude this class."""
+        """Return False: to exclude this class from compilation, torch would load its compiler."""
         return False
 
     def __torch_dispatch__(
@@ -95,7 +96,7 @@ class Products(TorchDispatchMode):
             return output
         outputs = output if isinstance(output, tuple) else (output,)
         if is_attention and "backward" not in name:
-            outputs = outputs[:1]  # further outputs have undefined padding, or are not numbers
+            outputs = outputs[:1]  # attention's others: undefined padding, or not numbers
         result = f"{self.results.layer}: {name}{self.results.direction}"
         for tensor in filter(_is_float_tensor, outputs):
             self.results.add(result, tensor)
@@ -120,11 +121,11 @@ class Captured:
         self.gradient = gradient.detach().clone()
 
     def broadcast(self, source: int, replicas: Group) -> None:
-        """Overwrite all tensors, tokens too, by those of the group's rank `source`. Collective."""
+        """Overwrite all tensors, also the tokens, by the tensors of rank `source`. Collective."""
         batch_values = vars(self.batch).values() if self.batch else ()
         batch_tensors = filter(torch.is_tensor, batch_values)
         for tensor in (self.x, *batch_tensors, self.gradient):
-            assert tensor is not None  # each forward pass has had its backward pass
+            assert tensor is not None  # the stage's backward pass has called `take_gradient`
             replicas.broadcast(tensor, source).wait()
 
 
@@ -148,24 +149,23 @@ class Audit:
         if self.mesh.rank == 0:
             path = Path(self.config.run.out, "audits.jsonl")
             self.rows = RowFile(str(path), log.note)
-            checkpoints.covered = last_clean(path, done.iteration)
+            checkpoints.covered = last_clean(path, done.iteration)  # later checkpoints may be wrong
             self.rows.write({"iteration": done.iteration})
         self.micro_batch = -1  # number of the micro-batch to capture in this step; -1: none
         self.passes: Counter[int] = Counter()  # by stage, the forward passes so far in this step
-        self.captured: dict[int, Captured] = {}  # by stage
+        self.captured: dict[int, Captured] = {}  # by stage, the chosen micro-batch
         state.before_passes.append(self.begin_passes)
         for index, stage in self.stages.items():
             stage.register_forward_hook(partial(self._capture, index))
 
-    # -- during the passes of a step --------------------------------------------------------
-
     def begin_passes(self, consumed: int, length: int) -> None:
-        """Choose the micro-batch to capture, if the step is audited; called before its passes."""
+        """Choose the micro-batch to capture in a step; consumed: the samples before the step."""
         self.passes.clear()
         self.captured.clear()
         self.micro_batch = -1
         iteration = self.mesh.recorder.place[1]
         if self._is_due(iteration):
+            # The next audit takes the next replica; when all have had a turn, the next micro-batch.
             count = self.config.micro_batches(self.config.batches.batch(consumed))
             self.micro_batch = self._round(iteration) // self.mesh.dp.size % count
 
@@ -175,28 +175,26 @@ class Audit:
 
     def _round(self, iteration: int) -> int:
         """Return the number of a step's audit, which chooses the replica and the micro-batch."""
-        return -(-iteration // self.config.run.audit_every)
+        return -(-iteration // self.config.run.audit_every)  # step 150 with --audit-every 100: 2
 
     def _capture(self, index: int, stage: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Capture the chosen micro-batch; torch calls this hook after a stage's forward passes."""
         if self.micro_batch < 0 or not output.requires_grad:
-            return
+            return  # the step is not audited, or this is an evaluation
         if self.passes[index] == self.micro_batch:
             x, batch = inputs
             self.captured[index] = Captured(x, batch)
             output.register_hook(self.captured[index].take_gradient)
         self.passes[index] += 1
 
-    # -- after a step -----------------------------------------------------------------------
-
     def after(self, iteration: int) -> None:
         """Audit a step if it is due; raise NodeError on all ranks if results differ. Collective."""
         if not self._is_due(iteration):
             return
         self.mesh.recorder.enter("audit")
-        self.micro_batch = -1
+        self.micro_batch = -1  # the repeated passes must not be captured
         results = Results()
-        source = self._round(iteration) % self.mesh.dp.size
+        source = self._round(iteration) % self.mesh.dp.size  # the replica whose micro-batch is sent
         self.optimizer.finish_gathering()
         with self._apart(results), _deterministic(self.factory.device):
             for index, captured in sorted(self.captured.items()):
@@ -204,6 +202,7 @@ class Audit:
                 self._repeat(self.stages[index], captured, results)
         self.captured.clear()
         differing = self._differing(results)
+        # All ranks must know whether any rank has a wrong result, since all raise the same error.
         worst = torch.tensor([EQUAL if differing is None else DIFFERS], device=self.factory.device)
         self.mesh.world.at_once.all_reduce(worst, MAX).wait()
         if self.mesh.world.values(worst)[0] == EQUAL:
@@ -214,8 +213,9 @@ class Audit:
     def _repeat(self, stage: Stage, captured: Captured, results: Results) -> None:
         """Run a stage forward and backward on a captured micro-batch, and add all results."""
         x = captured.x
-        if x.is_floating_point():
+        if x.is_floating_point():  # else the stage's input is tokens, which have no gradient
             x.requires_grad_()
+        # With a split schedule, layers put their weight gradients off to the factory's list.
         deferred = self.factory.deferred or DeferredGradients()
         with observed(stage, results), Products(results):
             y = stage(x, captured.batch)
@@ -228,7 +228,11 @@ class Audit:
 
     @contextmanager
     def _apart(self, results: Results) -> Iterator[None]:
-        """Inside this context gradients go to `results`; the optimizer does not count them."""
+        """Inside this context gradients go to `results`; the optimizer does not count them.
+
+        A parameter's main_grad is the optimizer's sum of gradients. It is replaced by a scratch
+        buffer, and restored afterwards. At --zero 2 the gradient is in p.grad, without main_grad.
+        """
         parameters: list[Any] = [p for stage in self.stages.values() for p in stage.parameters()]
         sums = [(p, p.main_grad) for p in parameters if hasattr(p, "main_grad")]
         scratch = torch.empty(0)  # shared by all parameters: `take` empties it after each gradient
@@ -239,6 +243,7 @@ class Audit:
             _set_gradient(p, scratch[: p.numel()].view(p.shape))
 
         def take(p: Any) -> None:
+            """Add a gradient to the results and clear it; the optimizer calls this function."""
             gradient = getattr(p, "main_grad", p.grad)
             results.add(f"gradient of {p.spec.name}", gradient)
             gradient.zero_()
@@ -251,26 +256,26 @@ class Audit:
         for p, total in sums:
             _set_gradient(p, total)
         if self.optimizer.balance:
-            self.optimizer.balance.discard()  # tokens per expert, counted in the repeated passes
+            self.optimizer.balance.discard()  # the repeated passes have counted tokens per expert
 
     def _differing(self, results: Results) -> tuple[int, bool] | None:
         """Return the place of this rank's first wrong result and whether it is a tie, or None.
 
-        Collective over the data-parallel group.
+        Collective over the data-parallel group: `vote` compares the hashes of all replicas.
         """
         group = self.mesh.dp
         device = self.factory.device
         number_of_hashes = len(results.hashes)
         longest = torch.tensor([number_of_hashes], device=device)
         group.at_once.all_reduce(longest, MAX).wait()
-        # A wrong choice of experts can change the number of products, so hashes are padded.
+        # A wrong choice of experts can change the number of products, so hashes are padded with 0.
         count = max(number_of_hashes, int(group.values(longest)[0]))
         hashes = torch.zeros(count, dtype=torch.int64, device=device)
         if results.hashes:
             hashes[:number_of_hashes] = torch.stack(results.hashes)
         gathered = hashes.new_empty(group.size * count)
         group.at_once.all_gather(gathered, hashes).wait()
-        by_rank = gathered.view(group.size, -1)
+        by_rank = gathered.view(group.size, -1)  # (replicas, results)
         unequal_columns = (by_rank != hashes).any(0).nonzero().flatten()
         places = group.values(unequal_columns)
         if not places:
@@ -280,8 +285,6 @@ class Audit:
             return None
         row, tied = wrong_members[group.rank]
         return places[row], tied
-
-    # -- the finding ------------------------------------------------------------------------
 
     def _note(self, iteration: int, results: int, finding: str) -> None:
         """Write an audit's row on rank 0; results: their number; finding: "" if all are equal."""
@@ -304,7 +307,7 @@ class Audit:
             # A place after the last name is padding: another rank has computed more products.
             names = [*results.names, "the number of products"]
             report = place, tied, names[min(place, len(results.names))]
-        reports = self.checkpoints.exchange.gather("audit", report)
+        reports = self.checkpoints.exchange.gather("audit", report)  # the reports of all ranks
         culprits = named(reports, self.config.layout.axes)
         nodes = self.log.context.nodes
         descriptions = [f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()]
@@ -314,23 +317,23 @@ class Audit:
         if any(ties):
             finding = f"in the audit after iteration {iteration} the results differ between {ranks}"
             finding += "; there is no majority, so nobody can say which is wrong"
-        self.checkpoints.close()
+        self.checkpoints.close()  # waits for a save that is running
         if self.rows is not None:
             self._note(iteration, len(results.names), finding)
             self.rows.finish()
             parent = checkpoints_folder(self.config)
             line = folders.set_aside(parent, self.checkpoints.covered)
             self.log.note(line or "all checkpoints are covered by audits")
-        # Wait for rank 0, which writes files: the launcher ends all ranks when one rank ends.
+        # Wait for rank 0's files: the launcher ends all ranks when one rank ends.
         self.checkpoints.exchange.gather("audited", None)
         raise NodeError(finding, {nodes[rank] for rank in culprits}, "audit", list(culprits))
 
 
 def _set_gradient(p: Any, total: Tensor) -> None:
     """Let the gradients of a parameter be added to `total`, which has the parameter's shape."""
-    p.main_grad = total
+    p.main_grad = total  # linear layers add their gradients here
     if p.grad is not None:
-        p.grad = total  # autograd itself adds to the sum
+        p.grad = total  # autograd adds its gradients here
 
 
 def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
@@ -346,7 +349,7 @@ def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
         common, votes = Counter(row[member] for member in voters).most_common(1)[0]
         if votes == len(voters):
             continue
-        if 2 * votes <= len(voters):
+        if 2 * votes <= len(voters):  # a tie: no later row can tell which member is wrong
             return wrong | dict.fromkeys(voters, (number, True))
         outvoted = [member for member in voters if row[member] != common]
         for member in outvoted:
@@ -359,8 +362,8 @@ def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
     """Return, by rank that computed a wrong result itself, the name of its first wrong result.
 
     reports: by rank, the place of its first wrong result, whether it is a tie, and the result's
-    name; None if no result is wrong. Collectives spread wrong bits to the other ranks of a stage's
-    replica later, so the ranks with the earliest wrong result of these ranks are named.
+    name; None if no result is wrong. A rank's wrong bits spread later to other ranks of its stage
+    and replica, so of these ranks only those with the earliest wrong result are named.
     """
     replicas: dict[tuple[int, int], list[int]] = {}
     for rank, report in enumerate(reports):
@@ -377,12 +380,9 @@ def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
     return culprits
 
 
-# ---- Contexts of the repeated passes -------------------------------------------------------------
-
-
 @contextmanager
 def observed(stage: Stage, results: Results) -> Iterator[None]:
-    """Inside, `results.layer` and `results.direction` name the pass of `stage` that is running."""
+    """Inside this context, `results` notes which layer of `stage` runs, and in which direction."""
     handles = []
     results.enter(f"stage {stage.spec.index}", "")
     for name, part in _layers(stage):
@@ -404,7 +404,7 @@ def _observe_gradient(
 
 
 def _layers(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name in the whole model and the module of each layer of a stage."""
+    """Yield each layer of a stage: its name, with the block's number in the model, and module."""
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     blocks: Iterable[Any] = stage.blocks

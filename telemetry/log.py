@@ -84,16 +84,16 @@ class Log:
         self.context = context
         self.stage_specs = stage_specs
         self.before = before
-        self.latest = before
+        self.latest = before  # every rank's statistics after the newest step
         self.is_writer = context.rank == 0
         self.total = config.total_steps
-        self.steps = Steps()
+        self.steps = Steps()  # seconds, samples and losses of the steps so far
         self.printed = Printed()
         self.epoch_tokens: Mapping[str, int] = {}
-        self.evaluations: dict[str, float] = {}
+        self.evaluations: dict[str, float] = {}  # the newest loss of each evaluation
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
-        self.trackers: dict[str, Tracker] = {}
-        self.text: IO[str] | None = None  # log.txt
+        self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
+        self.text: IO[str] | None = None  # the open log.txt
         if self.is_writer:
             self._open_files(kernels, checkpoint_bytes)
             facts = context.describe()
@@ -115,7 +115,7 @@ class Log:
 
         done: the progress after the step. batch: the number of samples in the step. lr: the
         learning rate. everyone: the statistics of all ranks, in rank order; the step's seconds in
-        the row are those of rank 0.
+        the row are the seconds of rank 0.
         """
         if not self.is_writer:
             return
@@ -146,6 +146,8 @@ class Log:
         if result.expert_loads is not None:
             row["expert_loads"] = result.expert_loads
             row["largest_expert_share"] = max(result.expert_loads) / self.config.model.experts
+        # A log line is due after the first and last step and every --log-every steps; without this
+        # option, if the last line is old enough. Rows that may have a line have the corpora.
         every = self.config.run.log_every
         is_first_or_last = iteration in (1, self.total)
         is_multiple = every is not None and iteration % every == 0
@@ -159,14 +161,14 @@ class Log:
             self._print_step(row)
 
     def _rates_of_flops(self, batch: int, seconds: float) -> dict[str, float | None]:
-        """Return a step's TFLOPs per second and rank, and its MFU, by name of column.
+        """Return a step's TFLOPs per second and rank, and its MFU, by the name of their columns.
 
         batch: the number of samples in the step. tflops_hardware includes recomputation. mfu: the
         model's FLOPs over the device's peak, or None if the peak is not known.
         """
         model = self.config.model
         recompute = self.config.layout.recompute
-        samples_per_second = batch / self.context.size / seconds  # of a rank
+        samples_per_second = batch / self.context.size / seconds  # samples per second and rank
         needed = model_stats.model_flops(model, 1, FORMULA) * samples_per_second
         recomputed = 0  # the number of recomputed blocks in all stages
         for spec in self.stage_specs:
@@ -193,6 +195,7 @@ class Log:
 
         row: the step's row of metrics.jsonl.
         """
+        # The line's loss and rates are means over the steps since the last line.
         steps_in_means = self.config.run.log_every or self.printed.steps_since
         samples_left = self.config.total_samples - row["consumed_samples"]
         line = log_lines.of_step(row, self.total, self.steps, steps_in_means, samples_left)
@@ -271,6 +274,7 @@ class Log:
         length = self.config.model.seq_length
         if not corpora:
             return {}
+        # `corpora` has (samples, tokens) by the prefix of each corpus.
         tokens = {prefix: count for prefix, (_, count) in corpora.items()}
         epochs = {}
         for prefix, epoch_tokens in self.epoch_tokens.items():
@@ -284,12 +288,13 @@ class Log:
         if not self.is_writer:
             return
         self.metrics.write(row)
+        # A tracker stays in the dictionary only if it has written the row without an error.
         trackers = self.trackers
         self.trackers = {}
         for name, tracker in trackers.items():
             with self.without(f"{name}, from here on"):
                 tracker.write(row["iteration"], row)
-                self.trackers[name] = tracker  # a tracker that fails is not called again
+                self.trackers[name] = tracker
 
     @contextlib.contextmanager
     def without(self, what: str) -> Iterator[None]:
@@ -328,10 +333,12 @@ class Log:
         new_file = os.path.join(out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
         if not self.config.run.resume:
-            # A run from step 0 must not add to the checkpoints and files of an earlier run.
+            # A run from step 0 must not add to the checkpoints and files of an earlier run, whereas
+            # a resumed run goes on with them.
             earlier += ["checkpoints", "audits.jsonl", "spikes.jsonl", TRACKED_RUNS]
         try:
             os.makedirs(out, exist_ok=True)
+            # If the disk is full, writing the new run.json fails before any old file is renamed.
             with open(new_file, "w") as file:
                 json.dump(facts, file, indent=1)
             _keep_earlier(out, earlier)
@@ -358,7 +365,10 @@ def _keep_earlier(out: str, names: list[str]) -> None:
 
 
 def _commit() -> str | None:
-    """Return the git commit of this code, with + if tracked files differ; None outside of git."""
+    """Return the git commit of this code, for run.json; None if the code is in no git repository.
+
+    A "+" follows the commit if files of the repository have changed since.
+    """
     folder = os.path.dirname(os.path.abspath(__file__))
     command = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:

@@ -21,20 +21,21 @@ FORMULA = "megatron-2025"  # how FLOPs are counted: one of FORMULAS in config/mo
 # The summary's rates leave these first steps out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
 RECENT_STEPS = 20  # the time left is estimated from the pace of these last steps
-MOST_SIZES = 6  # the start-up line names all batch sizes only if there are not more sizes
-FIRST_SIZES, LAST_SIZES = 3, 2  # the numbers of sizes named before and after "..." otherwise
+MOST_SIZES = 6  # the start-up line names up to this many batch sizes
+# With more batch sizes, the line names this many first and last sizes, and "..." between them.
+FIRST_SIZES, LAST_SIZES = 3, 2
 
 
 @dataclass
 class Steps:
     """The steps since the run was started or resumed; the lists have an entry per step."""
 
-    samples: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # the size of the step's batch
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     skipped: int = 0  # the number of steps without an update
     nan: int = 0  # the number of steps whose loss was not finite
-    began: float = field(default_factory=time.monotonic)  # clock reading at the start
+    began: float = field(default_factory=time.monotonic)  # clock reading when the run was started
 
     def add(self, samples: int, seconds: float, loss: float, skipped: bool) -> None:
         """Add a step with `samples` samples; skipped: the step made no update."""
@@ -56,9 +57,10 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
     """
     losses = steps.losses[-count:]
     loss = sum(losses) / len(losses)
-    mean_rate = sum(steps.samples[-count:]) / sum(steps.seconds[-count:])
+    # The row has the rates of this step alone. Times `ratio` they are means over `count` steps.
+    mean_rate = sum(steps.samples[-count:]) / sum(steps.seconds[-count:])  # samples per second
     row_rate = row["global_batch_size"] / row["seconds"]
-    ratio = mean_rate / row_rate  # turns a rate of this step into the mean over steps
+    ratio = mean_rate / row_rate
     recent_seconds = sum(steps.seconds[-RECENT_STEPS:])
     seconds_of_sample = recent_seconds / sum(steps.samples[-RECENT_STEPS:])
     seconds_left = max(0.0, samples_left * seconds_of_sample)
@@ -89,7 +91,7 @@ def of_step(row: dict[str, Any], total: int, steps: Steps, count: int, samples_l
 
 
 def of_corpora(row: dict[str, Any]) -> str:
-    """Return the line about the corpora that follows a step's log line, after a line's end.
+    """Return a line end and the line about the corpora, to be added to a step's log line.
 
     row: the step's row of metrics.jsonl. With fewer than two corpora the result is empty, since
     `of_step` shows the epoch of a run's only corpus.
@@ -144,7 +146,7 @@ def at_start(
 ) -> list[str]:
     """Return the lines that a run prints before its first step.
 
-    device: "cuda" or "cpu". facts: the result of Context.describe. stages: those of the whole
+    device: "cuda" or "cpu". facts: the result of Context.describe. stages: all stages of the
     pipeline. kernels: the implementation in use, by purpose.
     """
     lines = [_of_layout(config, facts), *_of_batches(config)]
@@ -153,11 +155,13 @@ def at_start(
     if config.run.saves:
         from config.families import export_note  # only runs that save need this module
 
+        # The note is a warning if the checkpoints cannot be exported to Hugging Face's format.
         note = export_note(config.model)
         if note:
             lines.append(note)
     lines.append(partition.stage_table(stages, config.model))
     if config.layout.pp > 1:
+        # Draw the schedule of the largest batch, with its idle share (the bubble).
         largest = max(level.batch for level in config.levels)
         count = config.micro_batches(largest)
         order = of_layout(config.model, config.layout, count, device)
@@ -177,6 +181,7 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
     axes = f"tp {layout.tp} x pp {layout.pp}"
     if layout.cp > 1:
         axes += f" x cp {layout.cp}"
+    # A level is a batch size of the run; each may have another number of micro-batches.
     counts = {config.micro_batches(level.batch) for level in config.levels}
     micro_batches = str(min(counts))
     if len(counts) > 1:
@@ -200,9 +205,10 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
 
 
 def _of_batches(config: Config) -> list[str]:
-    """Return the start-up lines about the batch sizes, and about the options that change them.
+    """Return the start-up lines about the batch sizes, and about samples that are passed over.
 
-    The line on several sizes gives the number of samples before the last size begins.
+    With several sizes, the line has the step at which each begins, and the number of samples before
+    the last size begins.
     """
     levels = config.batches.levels()
     last_level = levels[-1]

@@ -55,7 +55,8 @@ class LossMonitor:
         self.log = log
         self.spikes = RowFile(os.path.join(config.run.out, "spikes.jsonl"), log.note)
         self.bad: list[StepResult] = []
-        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._recent: deque[float] = deque(maxlen=WINDOW)  # losses of the last good steps
+        # The logarithms of the gradient norms of these steps.
         self._recent_log_norms: deque[float] = deque(maxlen=WINDOW)
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
@@ -75,7 +76,7 @@ class LossMonitor:
         loss, norm: the loss of the step and the norm of its gradient before clipping.
         """
         sigmas = self.config.run.spike_sigma
-        if not sigmas:
+        if not sigmas:  # --spike-sigma 0: no step is checked
             return None
         mean, sigma, limit = _usual(self._recent, sigmas, share=MIN_SIGMA)
         if not math.isfinite(loss) or loss > limit:
@@ -137,8 +138,9 @@ def _usual(
 ) -> tuple[float | None, float | None, float]:
     """Return the mean and sigma of the last values, and the limit above which a value is a spike.
 
-    With fewer than MIN_STEPS values they are None, None and infinity. sigmas: distance of the limit
-    from the mean, in sigmas. share, least: the least sigma, as a share of the mean and as a number.
+    With fewer than MIN_STEPS values the results are None, None and infinity. sigmas: the distance
+    of the limit from the mean, in sigmas. share, least: sigma is at least this share of the mean,
+    and at least this number.
     """
     if len(recent) < MIN_STEPS:
         return None, None, math.inf
@@ -150,10 +152,11 @@ def _usual(
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpoints) -> None:
     """End a run that has diverged: save the last good state, and raise UserError.
 
-    The state is saved only if the run saves checkpoints and the weights have not changed since the
-    last step with a finite loss. Raise RuntimeError, before anything is saved, if replicas of the
-    state differ: then hardware has failed and training has not diverged, and a restart continues
-    from the last checkpoint. Collective over all ranks.
+    Called by the trainer when `losses.diverged`; collective over all ranks. The state is saved only
+    if the run saves checkpoints and the weights have not changed since the last step with a finite
+    loss. Raise RuntimeError, before anything is saved, if replicas of the state differ: then
+    hardware has failed and training has not diverged, and a restart continues from the last
+    checkpoint.
     """
     checkpoints.check_replicas(now.iteration)
     can_save = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0

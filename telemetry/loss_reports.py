@@ -17,11 +17,12 @@ def row(
 ) -> dict[str, Any]:
     """Return the row of spikes.jsonl of a step that is a spike, with the documents of its samples.
 
-    iteration, loss: those of the step; a loss that is not finite is None in the row. spike: the
+    iteration, loss: the step's; a loss that is not finite is None in the row. spike: the
     result of LossMonitor.judge, and further fields. numbers: the numbers of the step's samples.
     """
     texts = []
     for number in numbers:
+        # A span is a part of a sample that comes from one document.
         spans = [span._asdict() for span in samples.spans(number)]
         texts.append({"sample": number, "text": spans})
     finite_loss = loss if math.isfinite(loss) else None
@@ -32,7 +33,8 @@ def row(
 def line(row: dict[str, Any], loss: float) -> str:
     """Return the beginning of the log's line about a spike: its value, the mean, and the samples.
 
-    row: the spike's row of spikes.jsonl. loss: the step's loss, also if it is not finite.
+    The caller adds where the samples are described. row: the spike's row of spikes.jsonl. loss: the
+    step's loss, also if it is not finite.
     """
     mean = row["mean"]
     sigma = row["sigma"]
@@ -41,6 +43,7 @@ def line(row: dict[str, Any], loss: float) -> str:
     if row["of"] == "loss":
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
         return f"loss spike at iteration {row['iteration']}: {loss:.4f}{usual}; {samples}"
+    # Mean and sigma are those of the norm's logarithm: exp() gives a norm and a factor.
     text = f"spike of the gradient norm at iteration {row['iteration']}: {row['grad_norm']:.4g}"
     usual = f" against {math.exp(mean):.4g} before, times or over {math.exp(sigma):.3g}"
     return f"{text}{usual}; {samples}"

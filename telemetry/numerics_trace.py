@@ -7,6 +7,9 @@ The file has a sketch (telemetry/sketches.py) of every named tensor. Its rows ar
     kinds x parameters                 gradients before clipping, weights before the step, state of
                                        the optimizer and weights after the step
 
+A bin is a range of the step's samples, whose sketches are added: with 8 samples and 4 bins, samples
+0 and 1 are bin 0. A kind is one of these tensors of a parameter, such as "gradient" or "exp_avg".
+
 All ranks' sketches are added, so the file does not depend on the layout, except for rounding. To
 measure how much rounding is to be expected, the passes of the first traced step run twice, the
 first time with the last bit of every weight flipped. `response` is the norm of the resulting change
@@ -39,10 +42,12 @@ from zero import Optimizer, StepResult
 
 FORMAT = 2
 MOST_BINS = 32
-MOST_BYTES = 950_000  # of a file's arrays: larger models get fewer bins; names need 40,000 more
-# Bits of a number below those that a precision keeps, of the 52 that fp64 keeps.
+# The arrays of a file have at most this many bytes, for which larger models get fewer bins. The
+# names of tensors need some 40,000 bytes more, so that a file stays below 1 MB.
+MOST_BYTES = 950_000
+# By precision, how many bits fewer than fp64 the mantissa of a number has.
 LOST_BITS = {torch.float64: 0, torch.float32: 29, torch.float16: 42, torch.bfloat16: 45}
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the type by an element's bytes
 GRADIENT, BEFORE, AFTER = "gradient", "weights before", "weights after"
 
 
@@ -98,8 +103,8 @@ class NumericsTrace:
         self.passes = passes
         self.take_step = step
         self.writing = writing
-        self.iteration = 0  # the number of the step
-        self.response: Any = None  # on rank 0 from the first traced step on: an array, as in files
+        self.iteration = 0  # the number of the running step
+        self.response: Any = None  # the array `response` of the files, on rank 0
         self.response_step = 0  # the step in which the response was measured; 0: none yet
         self.activations = activation_names(self.config.model.layers)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
@@ -122,11 +127,14 @@ class NumericsTrace:
         self._add(real, BEFORE)
         measured_before = self.response_step > 0
         if not measured_before:
+            # In the first traced step, run the passes once with flipped bits, to measure how
+            # tensors respond to rounding; their gradients are discarded.
             self._flip_last_bits()
             with self._observing(perturbed, consumed):
                 self.passes(self.state, samples, consumed, keep=True)
                 self.optimizer.discard()
             self._flip_last_bits()
+        # Then do the real step; hooks add activations and gradients, the loop below the new state.
         with self._observing(real, consumed):
             result = self.take_step(self.state, samples, consumed, lr)
         self.optimizer.finish_gathering()
@@ -144,16 +152,19 @@ class NumericsTrace:
         return result
 
     def _response(self, real: np.ndarray, perturbed: np.ndarray) -> np.ndarray:
-        """Return the relative change of each activation and each parameter's gradient.
+        """Return the relative change of each activation and each parameter's gradient: (tensors,).
 
-        real, perturbed: sketches without and with flipped bits, (rows, 12). A tensor that is 0 has
-        the response 1, since its rounding cannot be measured.
+        It is the norm of the change over the norm of the tensor, with the bins of an activation
+        together. real, perturbed: sketches without and with flipped bits, (rows, 12). A tensor that
+        is 0 has the response 1, since its rounding cannot be measured.
         """
+        # The table begins with the activations, a row per bin, then the gradients, a row each.
         count = len(self.activations) * self.bins
         gradients = slice(count, count + len(self.parameters))
         ratios = []
         for part, bins_of_part in ((slice(count), self.bins), (gradients, 1)):
             squares = real[part, SQUARES].reshape(-1, bins_of_part).sum(1)
+            # Squared differences of projections estimate the squared norm of the change.
             changes = np.square((perturbed - real)[part, PROJECTED]).sum(1)
             squared_changes = changes.reshape(-1, bins_of_part).sum(1)
             is_zero = squares == 0.0
@@ -170,10 +181,11 @@ class NumericsTrace:
 
         kind: one of `self.kinds`. An element that several ranks have is added on one rank.
         """
+        # The row of the kind's first parameter, after the activations and the kinds before.
         first = len(self.activations) * self.bins + self.kinds.index(kind) * len(self.parameters)
         for shard in self.optimizer.owned():
             if shard.spec.copy or shard.copy > 0:
-                continue
+                continue  # another rank adds these elements
             if kind == GRADIENT:
                 gradients = shard.group.own_gradients()
                 if not gradients:  # no gradient updates these tensors
@@ -189,10 +201,13 @@ class NumericsTrace:
             table.add(row.to(values.device), *sketch)
 
     def unscaled(self, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sketches of gradients, given those of the gradients times the loss scale."""
+        """Return the sketches of gradients, given sketches of the gradients times the loss scale.
+
+        sums: (n, SUMS), changed in place. largest: (n,).
+        """
         scale = self.optimizer.scale.value
-        sums[:, 1:] /= scale
-        sums[:, SQUARES] /= scale
+        sums[:, 1:] /= scale  # all but the count, which has no scale
+        sums[:, SQUARES] /= scale  # once more: squares have the scale's square
         return sums, largest / scale
 
     def _flip_last_bits(self) -> None:
@@ -206,6 +221,8 @@ class NumericsTrace:
                 local: Any = p.data
                 if hasattr(local, "to_local"):  # at --zero 3 the rank has a shard
                     local = local.to_local()
+                # A weight that is kept in fp32 and computed in bf16 loses its last 16 bits, so the
+                # lowest bit above them is flipped.
                 bits = max(0, LOST_BITS[self.factory.dtype] - LOST_BITS[local.dtype])
                 local.view(INTEGERS[local.element_size()]).bitwise_xor_(1 << bits)
 
@@ -213,7 +230,8 @@ class NumericsTrace:
     def _observing(self, table: Sketches, consumed: int) -> Iterator[None]:
         """Inside this context, add the activations and gradients of all passes to the table.
 
-        consumed: samples before the step.
+        The optimizer calls `observe` when the gradients are reduced. consumed: samples before the
+        step.
         """
         observe = partial(self._add, table, GRADIENT)
         handles = list(_Observer(self, table, consumed).hooks(self.state.pipeline.stages))
@@ -226,7 +244,8 @@ class NumericsTrace:
     def _write(self, sketches: np.ndarray, about: dict[str, Any]) -> None:
         """Write the file of a step; called on rank 0.
 
-        sketches: (rows, 12). about: facts of the step for the file.
+        sketches: (rows, 12). about: facts of the step; the facts that a reader of the file needs to
+        find its rows are added, and the whole is stored as JSON.
         """
         config = self.config
         about |= {"format": FORMAT, "step": self.iteration, "bins": self.bins}
@@ -247,14 +266,14 @@ def _place(name: str) -> tuple[int, int, str]:
     """Return a key that sorts parameters in the order of execution.
 
     The key has the part of the model (0 embedding, 1 blocks, 2 head), the number of the block, and
-    a name. For a parameter of a block the name is empty: Python's stable sort then keeps the order
-    in which the block was built.
+    a name. Parameters of the same block have equal keys, so that Python's stable sort keeps them in
+    the order in which the block was built.
     """
     if name.startswith("blocks."):
         _, block, *_ = name.split(".")
         return 1, int(block), ""
     if name.split(".")[0] == "embedding":
-        return 0, 0, name.replace("tokens", "")  # sorts the embedding of tokens first
+        return 0, 0, name.replace("tokens", "")  # so that the embedding of tokens is sorted first
     return 2, 0, name
 
 
@@ -274,10 +293,11 @@ class _Observer:
         self.batch = trace.config.batches.batch(consumed)
         length = trace.config.model.seq_length
         positions = torch.arange(length, device=trace.factory.device)
-        self.positions = self.mesh.cp.balanced_shard(positions, 0)  # of this rank's tokens
+        # The positions, in a sample, of the tokens that this rank has.
+        self.positions = self.mesh.cp.balanced_shard(positions, 0)
         self.passes: dict[int, int] = {}  # forward passes so far, by stage
         self.embedded = 0  # passes E of --vocab-pp so far
-        self.micro_batch: int | None = None  # of the running forward pass; None outside of passes
+        self.micro_batch: int | None = None  # the running pass's micro-batch; None between passes
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
         """Register hooks on this rank's stages, by index of the stage; yield the hooks' handles."""
@@ -294,7 +314,7 @@ class _Observer:
         """Count a forward pass and add its tokens; torch calls this hook before a stage's pass."""
         self.micro_batch = self.passes.get(index, 0)
         self.passes[index] = self.micro_batch + 1
-        batch: Batch | None
+        batch: Batch | None  # None for a stage that reads neither tokens nor labels
         _, batch = inputs
         if batch is not None:
             self._add_batch(index, stage, self.micro_batch, batch)
@@ -322,7 +342,7 @@ class _Observer:
     def _after(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         """Add the output of a part of a stage, and later its gradient.
 
-        torch calls this hook after the part's forward pass. name: that of the activation.
+        torch calls this hook after the part's forward pass. name: the activation's name.
         """
         if self.micro_batch is None:
             return
@@ -339,13 +359,15 @@ class _Observer:
     def _add(self, name: str, micro_batch: int, x: Tensor) -> None:
         """Add an activation of a micro-batch to the table.
 
-        x: (s, b, h), or (s, b) for numbers of tokens such as labels and losses, with this rank's
+        x: (s, b, h), or (s, b) with a number per token, such as labels and losses; s is this rank's
         part of the sequence.
         """
         trace = self.trace
         tp = self.mesh.tp
+        # With sequence parallelism each tensor rank has a part of the positions of (s, b, h).
         split = trace.factory.sequence_parallel and x.dim() == 3
         positions = tp.shard(self.positions) if split else self.positions
+        # The numbers of the samples in the step, and for each sample the row of its bin.
         first = first_of_micro_batch(0, micro_batch, trace.config.layout, self.mesh.dp.rank)
         samples = torch.arange(first, first + x.shape[1], device=x.device)
         rows = samples * trace.bins // self.batch + trace.activations.index(name) * trace.bins
@@ -355,13 +377,18 @@ class _Observer:
         if name.startswith("gradient"):
             sums, largest = trace.unscaled(sums, largest)
         if not split:
-            # Every tensor rank adds the same sums; a wrong rank changes the total nevertheless.
+            # Every tensor rank adds its sums, which are equal unless a rank computes wrongly: then
+            # the total shows it, which it would not if one rank added its sums for all.
             sums /= tp.size
         self.table.add(rows, sums, largest)
 
 
 def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name of the activation and the module of each observed part of a stage."""
+    """Yield each observed part of a stage: the name of its output in the trace, and its module.
+
+    Blocks are numbered in the whole model. With --vocab-pp the last stage has no head, but the norm
+    of the head (`output_norm`).
+    """
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for number, block in enumerate(stage.blocks, stage.spec.first):

@@ -62,13 +62,13 @@ def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) ->
     measured times is returned as it is.
     """
     layout = config.layout
-    searches = layout.schedule == "auto" and layout.pp > 1
+    searches = layout.schedule == "auto" and layout.pp > 1  # only a search needs the times
     if layout.schedule_costs != "measured" or not searches:
         return config
     exchange = StoreExchange(
         context.store, context.rank, context.size, "pass times", context.recorder
     )
-    # Rank 0's times count for all ranks, since other nodes may not see its run.json.
+    # Rank 0 reads the times in run.json for all ranks, since other nodes may not see the file.
     costs = exchange.agree(_earlier(config), lambda values: values[0])
     if costs is None:
         seconds_of_ranks = exchange.gather("seconds", _measure(config, context, dtype))
@@ -88,8 +88,8 @@ def _earlier(config: Config) -> str | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(config.run.out, "run.json"), "rb") as file:
             earlier = read_object(file.read())["config"]
-        now = json.loads(json.dumps(asdict(config)))  # lists for tuples, as in run.json
-        earlier_layout = {"cp": 1} | earlier["layout"]  # old files have no cp
+        now = json.loads(json.dumps(asdict(config)))  # JSON turns tuples into lists, as in run.json
+        earlier_layout = {"cp": 1} | earlier["layout"]  # older files have no cp
         names = ["tp", "cp", "pp", "micro_batch_size", "sequence_parallel", "recompute"]
         same_layout = all(earlier_layout.get(name) == now["layout"][name] for name in names)
         same_model = earlier["model"] == now["model"]
@@ -102,21 +102,23 @@ def _earlier(config: Config) -> str | None:
 def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float]:
     """Return this rank's six times in seconds: three for a block, then three for the head.
 
-    The three times are those of the forward pass, of the gradients of the inputs, and of the
+    The three times are the seconds of the forward pass, of the inputs' gradients, and of the
     gradients of the weights. Collective over all ranks.
     """
-    # A layout of three stages: the embedding, one block, the head.
+    # This layout has three stages: the embedding, one block, the head.
     layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0", vocab_pp=False)
     if layout.recompute_layers is not None:
         # The search prices every block without recomputation, since not all are recomputed.
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
-    # The groups of ranks are those of the real layout: a rank measures with its tensor shards.
+    # The groups of ranks are those of the real layout, in which pp is not 3: a rank measures with
+    # the tensor shards that it will have.
     axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.cp * layout.dp)}
     deferred = DeferredGradients()
     device = context.device
     split = layout.sequence_parallel
     mesh = Mesh(axes, context, over_heads=layout.over_heads(config.model))
+    # The seed 0 and the standard deviation 0.02 have no influence on the times.
     factory = ParamFactory(mesh, dtype, device, 0, 0.02, split, deferred)
     _, block, head = stage_specs(config.model, layout)
     return [*_seconds(config, factory, block), *_seconds(config, factory, head)]
@@ -129,13 +131,15 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
     divided by cp, and by tp with sequence parallelism.
     """
     stage = Stage(factory, config.model, config.layout, spec).to(factory.dtype)
+    # Layers add gradients to `main_grad` and then call `gradient_added`, as in training; there is
+    # no optimizer here that would make these attributes.
     for p in stage.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         p.gradient_added = lambda p: None
     model = config.model
     layout = config.layout
     deferred = factory.deferred
-    assert deferred is not None  # _measure has passed it to the factory
+    assert deferred is not None  # _measure has given the factory this list
     s = model.seq_length // layout.cp
     b = layout.micro_batch_size
     rows_of_x = s // layout.tp if layout.sequence_parallel else s

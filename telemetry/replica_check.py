@@ -22,9 +22,9 @@ HASHED_AT_ONCE = 2**20  # elements per chunk on a GPU; hashing needs some 60 byt
 HASHED_ON_CPU = 2**16  # elements per chunk on a CPU, so that the chunk stays in a core's cache
 # The supervisor blames the rank that fails first, so the other ranks fail this much later.
 SECONDS_FOR_THE_OUTVOTED = 5.0
-MOST_SHOWN = 5  # differences in an error
-# A rank's verdict on its replicas. EQUAL is 1 because in a rehearsal every number that is read from
-# a device is 1.
+MOST_SHOWN = 5  # an error names this many tensors
+# A rank's verdict on its replicas; the largest verdict of all ranks counts. EQUAL is 1 because in a
+# rehearsal every number that is read from a device is 1.
 EQUAL = 1
 DIFFERS = 2
 OUTVOTED = 3
@@ -48,10 +48,10 @@ class Difference:
 def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -> None:
     """Raise RuntimeError on every rank if replicas differ on any rank; collective over the world.
 
-    A rank compares only the replicas in its groups, so all ranks all-reduce their verdicts. The
-    outvoted ranks raise first, the others after SECONDS_FOR_THE_OUTVOTED: the case (the evidence of
-    a failure that the supervisor reads) names the rank and node that failed first, and the
-    supervisor counts failures by node.
+    A rank compares only the replicas in its groups, so the largest verdict of all ranks is taken,
+    in the order EQUAL, DIFFERS, OUTVOTED. Ranks with this verdict raise at once, the others after
+    SECONDS_FOR_THE_OUTVOTED: the supervisor blames the node of the rank that failed first, which
+    must be an outvoted rank if there is one.
     """
     differences = differing_replicas(stages, optimizer, mesh)
     verdict = DIFFERS if differences else EQUAL
@@ -75,7 +75,10 @@ def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -
 
 
 def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """Return a sentence per tensor whose replicas differ in any bit. Collective over the mesh."""
+    """Return a sentence per tensor whose replicas differ in any bit. Collective over the mesh.
+
+    It raises no error; tests call it.
+    """
     return [difference.sentence for difference in differing_replicas(stages, optimizer, mesh)]
 
 
@@ -93,12 +96,15 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
         weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}
     hashes = weights | _state_hashes(optimizer)
     differences = []
+    # Each tensor is compared over every group of ranks that must have the same tensor. Over the
+    # data-parallel groups only weights are compared if ZeRO shards the state there.
     name_of_replicas = "dp" if mesh.cp.size == 1 else "dp x cp"
     names = {"replicas": name_of_replicas, "expert_replicas": "the replicas of experts"}
     for role, name in names.items():
         compared = weights if _shards_state(optimizer, role) else hashes
         replicated = {key: compared[key] for key in compared if key[0].reduce_over[0] == role}
         differences += _compare(name, mesh.group(role), replicated)
+    # Tensors that are not split are compared over tp, and tied matrices over their two stages.
     not_sharded = {key: hashes[key] for key in hashes if key[0].dim is None}
     differences += _compare("tp", mesh.tp, not_sharded)
     tied = {key: hashes[key] for key in hashes if key[0].tied}
@@ -141,7 +147,7 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[Difference]:
     hashes_of_rank = torch.stack(list(hashes.values()))
     gathered = hashes_of_rank.new_empty(group.size * len(hashes))
     group.at_once.all_gather(gathered, hashes_of_rank).wait()
-    by_rank = gathered.view(group.size, -1)
+    by_rank = gathered.view(group.size, -1)  # (ranks, tensors)
     unequal_columns = (by_rank != hashes_of_rank).any(0).nonzero().flatten()
     differences = []
     for column in group.values(unequal_columns):
@@ -150,6 +156,7 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[Difference]:
         [(common, _)] = Counter(values).most_common(1)
         with_other_value = [rank for rank, v in zip(group.ranks, values) if v != common]
         with_common_value = [rank for rank, v in zip(group.ranks, values) if v == common]
+        # Only a majority tells which ranks are wrong.
         outvoted: tuple[int, ...] = ()
         conjunction = "and"
         if len(with_common_value) > len(with_other_value):

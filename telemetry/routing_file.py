@@ -31,9 +31,9 @@ class RoutingFile:
     """The open file, in which the routers of this rank record their choices, or read choices."""
 
     def __init__(self, config: Config, factory: ParamFactory, routers: dict[int, Router]):
-        """Open the file of --pin-routing, or make that of --record-routing; collective.
+        """Open the file of --pin-routing, or make the file of --record-routing; collective.
 
-        routers: those of this rank, by the number of the block; they get a BlockRouting. Raise
+        routers: this rank's routers, by the number of the block; they get a BlockRouting. Raise
         UserError if the file does not have the shape that this run needs.
         """
         model = config.model
@@ -47,11 +47,11 @@ class RoutingFile:
         is_missing = not self.pinned and not os.path.exists(self.path)
         if is_missing and self.mesh.rank == 0:
             _make(self.path, shape)
-        # An all-reduce as a barrier: the other ranks open the file when rank 0 has made it.
+        # This all-reduce is a barrier: the other ranks open the file when rank 0 has made it.
         self.mesh.world.at_once.all_reduce(torch.zeros((), device=factory.device)).wait()
         self.table = _opened(self.path)
         samples, *axes_of_sample = self.table.shape
-        # A run may read a file with more samples than its own.
+        # A run may read a file with more samples than the run has.
         is_long_enough = samples == shape[0] or (self.pinned and samples > shape[0])
         if not is_long_enough or tuple(axes_of_sample) != shape_of_sample:
             axes = "samples, blocks, seq-length, experts-per-token"
@@ -59,8 +59,9 @@ class RoutingFile:
                 f"{self.path} has {self.table.shape} ({axes}), but this run has {shape}"
             )
         self.descriptor = -1 if self.pinned else os.open(self.path, os.O_WRONLY)
-        self.first_sample = 0  # number of the first sample in the step's global batch
-        self.positions = np.zeros(0, np.int64)  # by row of this rank, the position in its sample
+        self.first_sample = 0  # the number, in the run, of the first sample of the step
+        # The positions in a sample of this rank's part of the sequence; `begin_step` sets them.
+        self.positions = np.zeros(0, np.int64)
         self.blocks = [BlockRouting(self, block) for block in routers]
         for router, block in zip(routers.values(), self.blocks):
             router.routing = block
@@ -79,7 +80,10 @@ class RoutingFile:
         self.positions = positions.numpy()
 
     def first_of(self, micro_batch: int) -> int:
-        """Return the number of the first sample of this replica's micro-batch in the step."""
+        """Return the number, in the run, of the first sample of this replica's micro-batch.
+
+        micro_batch: the number of the micro-batch in the step, on this replica.
+        """
         dp_rank = self.mesh.dp.rank
         return first_of_micro_batch(self.first_sample, micro_batch, self.layout, dp_rank)
 
@@ -91,11 +95,13 @@ class RoutingFile:
         pages, and so would overwrite what other nodes have written to the same page.
         """
         _, blocks, length, k = self.table.shape
-        cuts = np.flatnonzero(np.diff(positions) != 1) + 1  # between positions with a gap
+        # Each range of adjacent positions is one write: 0 1 2 6 7 is cut at index 3.
+        cuts = np.flatnonzero(np.diff(positions) != 1) + 1
         for adjacent, experts in zip(np.split(positions, cuts), np.split(chosen, cuts)):
+            # The index of the first element in the array (samples, blocks, length, k).
             element = ((sample * blocks + block) * length + int(adjacent[0])) * k
             data = (experts + 1).astype("<u2").tobytes()
-            os.pwrite(self.descriptor, data, self.table.offset + 2 * element)
+            os.pwrite(self.descriptor, data, self.table.offset + 2 * element)  # 2 bytes an element
 
 
 def _make(path: str, shape: tuple[int, ...]) -> None:
@@ -143,6 +149,7 @@ class BlockRouting:
         file = self.file
         first_sample = file.first_of(self.passes)
         self.passes += 1
+        # In the order (s, b), token i is of sample i % b, at row i // b of this rank's positions.
         indices = places.cpu().numpy()
         sample_of_token = indices % samples
         positions = file.positions[indices // samples]

@@ -40,14 +40,17 @@ class RowFile:
     """Appends rows to a file; the first row creates the file if there is none."""
 
     def __init__(self, path: str, print_line: Callable[[str], None]):
-        """print_line: called with a message when rows begin to wait, and when they are written."""
+        """Prepare to write to the file at `path`, which is opened by the first row.
+
+        print_line: called with a message when rows begin to wait, and when they are written.
+        """
         self.path = path
         self.print_line = print_line
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
         self._size = 0  # bytes of the whole lines in the file
-        self._missing = 0  # the number of rows that are not in the file
+        self._missing = 0  # rows that are not in the file: those that wait, and those that are lost
         self._problem = ""  # the reason why rows wait; "" if no rows wait
-        self._descriptor = -1  # of the open file; -1 before the first row
+        self._descriptor = -1  # the descriptor of the open file; -1 before the first row
 
     def write(self, row: dict[str, Any]) -> None:
         """Write the rows that wait, then this row; if the disk is full, the row waits too."""
@@ -57,7 +60,7 @@ class RowFile:
 
     def _write_waiting(self) -> None:
         """Write the rows that wait, oldest first, until all are written or an attempt fails."""
-        count = len(self._waiting)
+        count = len(self._waiting)  # for the message that the file is written again
         try:
             if self._descriptor < 0:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -67,7 +70,7 @@ class RowFile:
                 self._waiting.popleft()
                 self._missing -= 1
         except OSError as error:
-            if not self._problem:
+            if not self._problem:  # the first failure: print why, once
                 why = f"{error.strerror or error}; rows wait in memory until it can be written"
                 self.print_line(f"cannot write {self.path}: {why}")
             self._problem = error.strerror or str(error)
@@ -77,7 +80,10 @@ class RowFile:
             self.print_line(f"{self.path} is written again: {count} rows had to wait")
 
     def _append(self, line: bytes) -> None:
-        """Append a whole line to the file, or nothing; raise OSError if it cannot be written."""
+        """Append a whole line to the file, or nothing; raise OSError if it cannot be written.
+
+        The line is written at the end of the whole lines; a write may take only a part of it.
+        """
         offset = self._size
         try:
             while line:

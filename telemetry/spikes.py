@@ -40,14 +40,15 @@ from telemetry.loss_monitor import WINDOW, LossMonitor
 from telemetry.row_file import earlier_parts, read_rows
 from zero import Optimizer, StepResult
 
-# A step: the numbers of its samples, and by shard on this rank the sum of squares of the gradient.
+# A judged step: the numbers of its samples, and by shard the sum of squares of the gradient.
 Judged = tuple[range, list[float]]
 
 
 def passing_over(config: Config) -> Config:
-    """Return a resumed run's configuration with the samples that earlier starts have left out.
+    """Return a resumed run's configuration with the samples that the run passes over.
 
-    They are left out because of spikes, as spikes.jsonl has them. Called on every rank.
+    Earlier starts of the run have written them to spikes.jsonl, with the action skip or rollback.
+    Called on every rank before the data set is built.
     """
     rows: list[dict[str, Any]] = []
     with suppress(FileNotFoundError):  # a run without a spike has no such file
@@ -71,13 +72,15 @@ class SpikeMonitor(LossMonitor):
         self.checkpoints = checkpoints
         self.exchange = checkpoints.exchange
         optimizer: Optimizer = state.optimizer
-        optimizer.accepts = self._accepts
+        optimizer.accepts = self._accepts  # the optimizer calls it before each update
+        # The optimizer gives the sums of squares of the gradient in the order of these shards.
         shards = chain(*(group.counted_shards() for group in optimizer.groups))
         self.layers = [layer_of(shard.spec.name) for shard in shards]  # the layer of each shard
         self.spike: dict[str, Any] | None = None  # why the running step is a spike, or None
         self.squares: list[float] = []  # sums of squares of the step's gradients, by shard
-        self.before: Judged | None = None  # the step before
+        self.before: Judged | None = None  # the step before the running step
         self.left_out = len(self.config.passed_over)  # spikes so far whose batches were left out
+        # The losses and norms of earlier starts, which rank 0 reads for all ranks.
         steps: list[tuple[float, float]] = []
         if log.is_writer:
             steps = earlier_steps(self.config.run.out, done.iteration)
@@ -98,8 +101,9 @@ class SpikeMonitor(LossMonitor):
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
         """Count a step and record it if it is a spike; collective over all ranks.
 
-        done: the progress after the step. batch: the number of samples in the step. Raise NodeError
-        or UserError if the spike ends this start of the run.
+        The trainer calls this method after each step, which `_accepts` has judged before the
+        update. done: the progress after the step. batch: the number of samples in the step. Raise
+        NodeError or UserError if the spike ends this start of the run.
         """
         self.count(done, result)
         samples = range(done.consumed_samples - batch, done.consumed_samples)
@@ -115,10 +119,10 @@ class SpikeMonitor(LossMonitor):
         self.squares = []
 
     def _decision(self, samples: range) -> dict[str, Any]:
-        """Return the fields of a spike's row: the action, and the samples [A, B) it leaves out.
+        """Return the fields of a spike's row: the action, and the samples [A, B) to pass over.
 
-        samples: those of the step. Only rank 0 knows the newest checkpoint, so only its result is
-        right.
+        samples: the step's samples. With rollback, A is the first sample after the newest
+        checkpoint, which only rank 0 knows; its result is the one that is written.
         """
         action = self.config.run.on_spike
         if action == "record":
@@ -128,7 +132,7 @@ class SpikeMonitor(LossMonitor):
         if self.left_out > self.config.run.spike_limit:
             return {"action": "end"}
         first = samples.start
-        if action == "rollback":
+        if action == "rollback":  # from the newest checkpoint, or the begin of this start
             first = (self.checkpoints.newest or self.begin).consumed_samples
         return {"action": action, "passed_over": [first, samples.stop]}
 
@@ -152,7 +156,7 @@ class SpikeMonitor(LossMonitor):
         Collective over all ranks.
         """
         samples, squares = step
-        totals: dict[str, float] = {}
+        totals: dict[str, float] = {}  # by layer, the sum of squares over all ranks
         squares_of_ranks = self.exchange.gather("norms", list(zip(self.layers, squares)))
         for layer, square in chain(*squares_of_ranks):
             totals[layer] = totals.get(layer, 0.0) + square
@@ -174,7 +178,7 @@ def layer_of(name: str) -> str:
 def sketch(samples: Samples, numbers: range) -> dict[str, Any]:
     """Return facts of a batch's tokens: the number of distinct tokens, the entropy, and a hash.
 
-    The entropy is that of the tokens' frequencies, in nats. numbers: those of the batch's samples.
+    The entropy of the tokens' frequencies is in nats. numbers: the numbers of the batch's samples.
     """
     arrays = [np.asarray(samples.sample(number), dtype="<i8") for number in numbers]
     tokens = np.concatenate(arrays)
@@ -191,13 +195,14 @@ def earlier_steps(out: str, done: int) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of the last WINDOW steps up to step `done`, oldest first.
 
     Only steps that have updated the weights count. The steps are read from the metrics.jsonl of
-    earlier starts in the folder `out`; of a step that was trained twice the later row counts.
+    earlier starts in the folder `out`. If a step was trained twice, the later row counts.
     """
     rows_by_step: dict[int, dict[str, Any]] = {}
     for path in earlier_parts(Path(out, "metrics.jsonl")):
         for row in read_rows(path.read_bytes()):
-            if "loss" in row or "skipped_samples" in row:  # not the row of an evaluation
+            if "loss" in row or "skipped_samples" in row:  # a step's row, not an evaluation's
                 rows_by_step[row["iteration"]] = row
     rows = [rows_by_step[step] for step in sorted(rows_by_step) if step <= done]
+    # A row without "skipped" is of a step whose batch was passed over.
     updates = [row for row in rows if not row.get("skipped", True)]
     return [(row["loss"], row["grad_norm"]) for row in updates[-WINDOW:]]

@@ -3,7 +3,9 @@
     stats = measure(device, seconds=..., waiting=..., requested_action=RequestedAction.GO_ON)
     everyone = exchange(stats, mesh.world, device)   # all ranks' statistics, in rank order
 
-All values that ranks must agree on between steps go through this one all-gather.
+All values that ranks must agree on between steps go through this one all-gather. A requested action
+is a number: to go on, to save, or to save and stop (distributed/stop_conditions.py); the trainer
+carries out the largest action that any rank requests.
 
 `table` has the peak memory of each pipeline stage, which is that of its fullest rank: allocated
 bytes on a GPU, resident bytes on a CPU, with the resident bytes before the model was built beside
@@ -75,8 +77,8 @@ def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepSta
     """
     if world.size == 1:
         return [own]
+    row = torch.tensor(astuple(own), dtype=torch.float64)  # a number for each field of StepStats
     # From pinned memory, the copy to a GPU does not make the host wait for the device.
-    row = torch.tensor(astuple(own), dtype=torch.float64)
     if device.type == "cuda":
         row = row.pin_memory().to(device, non_blocking=True)
     rows = row.new_empty(world.size * len(row))
@@ -98,6 +100,7 @@ class StatsExchange:
         conditions: StopConditions,
         checkpoints: Checkpoints,
     ):
+        """Keep the two that request actions: `conditions` (signals, limits), and `checkpoints`."""
         self.mesh = mesh
         self.device = device
         self.conditions = conditions
@@ -106,8 +109,8 @@ class StatsExchange:
     def after_step(self, seconds: float, seconds_to_evaluate: float) -> list[StepStats]:
         """Return every rank's statistics of a step that took `seconds` on this rank.
 
-        seconds_to_evaluate: the expected seconds of the evaluation after this step, 0 without one.
-        --exit-after-minutes stops the run early enough for the evaluation and a save.
+        seconds_to_evaluate: the expected seconds of the evaluation after this step; 0 if there is
+        none. --exit-after-minutes stops the run early enough for the evaluation and a save.
         """
         recorder = self.mesh.recorder
         seconds_ahead = self.checkpoints.seconds_to_save + seconds_to_evaluate
@@ -120,9 +123,9 @@ class StatsExchange:
         return stats_of_ranks
 
     def largest_request(self) -> float:
-        """Return the largest action that any rank requests, without a step before the call.
+        """Return the largest action that any rank requests, from statistics without a step.
 
-        Called before the first step and after an evaluation.
+        Called before the first step and after an evaluation, where no step's exchange brings it.
         """
         own_stats = measure(self.device, 0.0, requested_action=self.conditions.requested_action())
         stats_of_ranks = exchange(own_stats, self.mesh.world, self.device)
@@ -139,7 +142,7 @@ class StragglerCheck:
     """
 
     def __init__(self, config: Config, nodes: list[str]):
-        """nodes: the node of every rank, in rank order."""
+        """Begin without steps; nodes: the node of every rank, in rank order."""
         self.every = config.run.check_speed_every
         self.percent = config.run.slow_rank_percent
         self.layout = config.layout
@@ -147,7 +150,7 @@ class StragglerCheck:
         # By rank, the seconds of computing in the steps whose waits were timed.
         self.computing = [0.0] * len(nodes)
         self.steps = 0  # the number of steps since the last check
-        self.timed = 0  # the number of these steps whose waits were timed
+        self.timed = 0  # the number of steps since the last check whose waits were timed
 
     def add(self, everyone: list[StepStats]) -> list[str]:
         """Count a step; every --check-speed-every steps, return a line for each slow rank.
@@ -155,7 +158,7 @@ class StragglerCheck:
         The trainer prints the lines. In other steps the list is empty. If the waits of none of the
         steps were timed, the check is made after the next step whose waits are timed.
         """
-        if not self.every:
+        if not self.every:  # --check-speed-every 0: no check
             return []
         self.steps += 1
         if not any(math.isnan(stats.waiting) for stats in everyone):
@@ -178,6 +181,7 @@ class StragglerCheck:
             steps = f"{self.timed} measured steps of {steps}"
         for ranks in ranks_of_stages(self.layout):
             for rank in ranks:
+                # A rank without peers is compared with itself, and so is never slow.
                 seconds_of_peers = [seconds[peer] for peer in ranks if peer != rank]
                 seconds_of_rank = seconds[rank]
                 median = statistics.median(seconds_of_peers or [seconds_of_rank])
@@ -219,9 +223,9 @@ def per_stage(everyone: list[StepStats], layout: Layout) -> tuple[list[int], lis
 def table(config: Config, device: str, before: list[StepStats], after: list[StepStats]) -> str:
     """Return a table of the stages' memory in MB, as text.
 
-    Beside the peak stand the reserved bytes on a GPU, and the bytes before the model was built on a
-    CPU. device: "cuda" or "cpu". before, after: all ranks' statistics before the model was built,
-    and after the last step.
+    The first column is the peak. The second is the reserved bytes on a GPU, and on a CPU the
+    resident bytes before the model was built. device: "cuda" or "cpu". before, after: all ranks'
+    statistics before the model was built, and after the last step.
     """
     peaks, second_column = per_stage(after, config.layout)
     kind = "allocated"

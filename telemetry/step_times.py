@@ -5,7 +5,17 @@ time from the end of the step before to the end of the measured step: the passes
 rank, and rank 0's seconds by phase since the row before. On a GPU, CUDA events on the stream give
 the times; they are read when the step has ended. Then the rows of the ranks are gathered through
 the store; the next step is not measured, so no row has this time. Read watchdog/flight_recorder.py
-first: its spans (kind, subject, start, end) are the measurements.
+first: its spans (kind, subject, start, end) are the measurements. A span is an action of the rank,
+such as ("F", 3, ...) for the forward pass of micro-batch 3, or a wait inside of an action, such as
+("wait", "receive 7 of forward from 0", ...). A row has for each rank, in microseconds from the
+row's start:
+
+    passes   a list per pass: start (with its data loading), end, duration of data loading, end of
+             the last receive from another stage (0: none), then the waits in the order of WAITS
+    around   a list per phase (log: between steps; begin, reduce, optimizer, statistics): duration
+             without waits, then the waits
+    apart    duration of evaluations and saves before the step
+    total    end of the last span that is not a wait
 """
 
 import os
@@ -38,7 +48,7 @@ class StepTimes:
     """Writes times.jsonl; every rank calls `after` at the end of every step."""
 
     def __init__(self, exchange: StoreExchange, log: Log):
-        """exchange: passes values between all ranks through the store.
+        """Prepare to measure; exchange: passes values between all ranks through the store.
 
         On GPUs with gloo (ranks that share a GPU) nothing is measured, because the host's times
         would not be the device's.
@@ -63,7 +73,7 @@ class StepTimes:
         """
         self.steps += 1
         recorder = self.recorder
-        if recorder.spans is not None:
+        if recorder.spans is not None:  # the recorder has kept the spans of this step
             self._write(step)
         due = step + 1 in FIRST_STEPS or (step + 1) % self.interval == 0
         if self.measures and due:
@@ -82,9 +92,10 @@ class StepTimes:
         recorder = self.recorder
         context = self.log.context
         spans = recorder.spans or []
-        recorder.spans = None
+        recorder.spans = None  # the recorder keeps no more spans
         recorder.stamp = None
         own = rank_row(spans, self._seconds_of(spans))
+        # `began` plus `offset` is a time on a clock that is common to all ranks, up to `error`.
         offset, error = context.clock()
         own |= {"node": context.node, "began": self.began, "offset": offset, "error": error}
         self.exchange.tell("times", own)
@@ -96,7 +107,7 @@ class StepTimes:
             return
         ranks = self.exchange.collect("times")
         now = time.monotonic()
-        spent = recorder.spent
+        spent = recorder.spent  # rank 0's seconds by phase since the run began
         row: dict[str, Any] = {"iteration": step, "steps": self.steps, "elapsed": now - self.since}
         spent_before = self.spent
         row["spent"] = {name: spent[name] - spent_before.get(name, 0.0) for name in spent}
@@ -115,34 +126,31 @@ class StepTimes:
             return lambda mark: mark - self.began
         _, _, first_start, _ = spans[0]
         _, _, _, last_end = spans[-1]
-        last_end.synchronize()
+        last_end.synchronize()  # an event has a time when the stream has passed it
         return lambda mark: first_start.elapsed_time(mark) / 1e3
 
 
 def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str, Any]:
-    """Return a rank's part of a row, in microseconds from the start of the row.
+    """Return a rank's part of a row: passes, around, apart and total (see the file's docstring).
 
     spans: (kind, subject, start, end), in order; seconds_of: turns a start or end into seconds.
-    passes: a list per pass, in order: start (with its data loading), end, duration of data loading,
-    end of the last receive from another stage (0: none), then the waits in the order of WAITS.
-    around: for the phases `log` (between steps), `begin`, `reduce`, `optimizer` and `statistics`:
-    duration without waits, then the waits. apart: duration of evaluations and saves before the
-    step. total: the end of the last span that is not a wait.
     """
     passes: list[list[int]] = []
     around: dict[str, list[int]] = {}
     apart = 0
     total = 0
-    # The waits, the data loading and the last receive since the last phase or pass.
+    # The waits, the data loading and the last receive since the last phase or pass. They happened
+    # inside of the next phase or pass of the list, since a span is added when it ends.
     waits: Counter[str] = Counter()
     data_start = 0
     data_duration = 0
     received = 0
+    # True until the loop has come to the span "begin", with which the measured step begins.
     before_step = any(kind == "begin" for kind, *_ in spans)
     for kind, subject, start_mark, end_mark in spans:
         start = round(1e6 * seconds_of(start_mark))
         end = round(1e6 * seconds_of(end_mark))
-        if kind == "wait":
+        if kind == "wait":  # its subject is, for example, "receive 7 of forward from 0"
             operation = subject.split(" ")[0]
             role = subject.split(" of ")[1].split(" ")[0]
             name = ROLE_WAITS.get(role, "p2p")
@@ -154,16 +162,16 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
         waited = [waits[name] for name in WAITS]
         is_apart = before_step and kind not in ("begin", "log")
         before_step = before_step and kind != "begin"
-        if is_apart:
+        if is_apart:  # an evaluation or a save
             apart += end - start
-        elif kind == "data":
+        elif kind == "data":  # loading for the next pass, which takes these seconds and waits
             data_start = start
             data_duration = end - start
             continue
         elif kind in PASSES:
             pass_start = data_start if data_duration else start
             passes.append([pass_start, end, data_duration, received, *waited])
-        else:
+        else:  # a phase, which may have several spans: they are added
             numbers = [end - start - sum(waited), *waited]
             sums = around.get(kind, [0] * len(numbers))
             around[kind] = [earlier + number for earlier, number in zip(sums, numbers)]

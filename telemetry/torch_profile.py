@@ -21,19 +21,22 @@ class TorchProfile:
     """
 
     def __init__(self, log: Log, finish_sending: Callable[[], None]):
-        """Read the step to profile from the run's options; log: the run's log."""
+        """Read the step to profile from the run's options; log: the run's log.
+
+        The profile of this rank is a file in the folder of the run.
+        """
         run = log.config.run
         self.log = log
         self.finish_sending = finish_sending
         self.recorder = log.context.recorder
-        self.step = run.torch_profile
+        self.step = run.torch_profile  # the number of the step
         name = f"torch_step_{self.step}_rank_{log.context.rank}.json"
         self.path = os.path.join(run.out, name)
         self.profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
         """Start the profiler if the step is to be profiled and this is a stage's first rank."""
-        position = self.recorder.coordinates
+        position = self.recorder.coordinates  # this rank's position on each axis of the mesh
         is_first = position["tp"] == position["dp"] == position.get("cp", 0) == 0
         if step == self.step and is_first:
             self.profiler = torch.profiler.profile()

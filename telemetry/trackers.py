@@ -92,7 +92,7 @@ class WeightsAndBiases:
 
 def check(config: Config) -> None:
     """Raise UserError if a tracker that the options ask for could not start on this node."""
-    # Looked for and not imported, because torch.utils.tensorboard would import torch.
+    # The package is looked for and not imported, since torch.utils.tensorboard would import torch.
     if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--tensorboard needs the package tensorboard")
     if not config.run.wandb:
@@ -100,7 +100,7 @@ def check(config: Config) -> None:
     module = _package("wandb", "wandb")
     option = f"--wandb {config.run.wandb}"
     with _sentences(option, module.errors.Error):
-        is_local = module.setup().settings.mode in ("offline", "disabled")
+        is_local = module.setup().settings.mode in ("offline", "disabled")  # these need no API key
         if not is_local and not module.login(prompt=False):
             raise UserError(
                 f"{option}: Weights & Biases has no API key here: run `wandb login`, or set "
@@ -165,9 +165,10 @@ def _package(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def _sentences(option: str, failure: type[Exception]) -> Iterator[None]:
-    """Inside, turn an exception of type `failure`, or of a missing package, into a UserError.
+    """Inside this context, turn an exception of a tracker's package into a UserError of one line.
 
-    option: the option and its value, with which the error's line begins.
+    failure: the type of the package's exceptions. option: the option and its value, with which the
+    line begins. An exception of another missing package is turned into a UserError too.
     """
     try:
         yield

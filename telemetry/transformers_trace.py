@@ -19,15 +19,17 @@ from config.schema import Config, Layout
 from distributed.collectives import Group
 from telemetry.sketches import Sketches, of_activation
 
-DTYPES = {"fp64": torch.float64}  # by the run's precision; other runs are compared with fp32
+# transformers' model computes in fp64 if the run does, and otherwise in fp32.
+DTYPES = {"fp64": torch.float64}
 
 
 @torch.no_grad()
 def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarray:
     """Return sketches of the activations that transformers' model has, (activations x bins, 12).
 
-    folder: of transformers, with config.json and weights. config: that of the run. about: the facts
-    of the run's trace. Sketches of other activations, such as gradients, are 0. Raise UserError if
+    folder: a folder of transformers, with config.json and weights. config: the configuration of the
+    run. about: the facts of the run's trace, which give names, bins and samples. Sketches of
+    activations that are not computed here, such as gradients, are 0. Raise UserError if
     transformers is not installed, or cannot read the folder.
     """
     with installed("a comparison needs transformers, `pip install transformers`"):
@@ -51,8 +53,9 @@ def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarra
     one_sample = Layout(dp=1, micro_batch_size=1)
 
     def add(number: int, name: str, x: Tensor) -> None:
-        """Add an activation of sample `number` of the step: (1, s, h), or (1, s)."""
-        with_channels = x.reshape(1, len(positions), -1).transpose(0, 1)
+        """Add an activation of sample `number` of the step to the table: (1, s, h), or (1, s)."""
+        with_channels = x.reshape(1, len(positions), -1).transpose(0, 1)  # (s, 1, h) or (s, 1, 1)
+        # The rows of an activation are its bins, each of which adds up a range of samples.
         row = names.index(name) * bins + number * bins // about["samples"]
         sketch = of_activation(with_channels, positions, torch.tensor([number]))
         table.add(torch.tensor([row]), *sketch)
@@ -73,7 +76,9 @@ def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarra
 def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
     """Inside this context, call add(name, x) with the outputs of a pass through the model.
 
-    Raise UserError if the model has not one list of `layers` layers.
+    The names are as in a run's trace. The outputs of the embedding and of the final norm are read
+    as the inputs of the first layer and of the head. Raise UserError if the model has not exactly
+    one list of `layers` layers with attention.
     """
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     of_layers = [part for part in lists if len(part) == layers and _attention(part[0])]
@@ -92,11 +97,12 @@ def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
     for number, block in enumerate(blocks):
         handles.append(block.register_forward_hook(partial(after, f"blocks.{number}")))
         attention = _attention(block)
-        if not hasattr(attention, "hidden_dropout"):  # BLOOM's attention adds its input
+        # BLOOM's attention adds its input to its output, so it cannot be compared.
+        if not hasattr(attention, "hidden_dropout"):
             after_attention = partial(after, f"blocks.{number}.attention")
             handles.append(attention.register_forward_hook(after_attention))
     get_head: Any = model.get_output_embeddings
-    head = get_head()
+    head = get_head()  # the output matrix
     handles.append(head.register_forward_pre_hook(partial(before, "head.norm")))
     yield
     for handle in handles:
