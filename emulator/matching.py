@@ -406,8 +406,6 @@ class _Simulation:
         """Return the words that follow "rank 3" in a deadlock's sentence: what it waits for."""
         rank = self.ranks[kind]
         event = self._head(kind)
-        if event is None:
-            return "has ended"
         row = self.world.row_of[event.role, rank.rank]
         peer = f" with rank {row[event.peer]}" if event.kind in MESSAGES else ""
         name = f"waits for {event.kind} {event.number} of {event.role}{peer}: {describe(event)}"

@@ -26,9 +26,9 @@ ENGINE = (
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
 
 # These limits may only fall, except for what an issue adds to the program.
-MOST_NODES = 255_600
+MOST_NODES = 256_000
 MOST_ENGINE_NODES = 24_350
-MOST_NODES_PER_LINE = 7.0
+MOST_NODES_PER_LINE = 6.5
 MOST_NODES_PER_STATEMENT = 11.0
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

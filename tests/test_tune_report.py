@@ -1,12 +1,16 @@
 """If this failed, the tuner's table and picture would contradict what was measured."""
 
 import csv
+from types import SimpleNamespace
 
 import pytest
 from test_tune import SHAPE, tuned
 
-from config import command_line, model_stats
+from config import command_line, model_stats, validation
 from planner import picture
+from tuner import result_tables
+from tuner.result_tables import LayoutResult
+from tuner.search_space import Candidate
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,17 @@ def test_every_row_of_the_results_agrees_with_itself(finished):
         rate = flops / float(row["sec_per_it"]) / 8 / 1e12
         assert float(row["tflops"]) == pytest.approx(rate, rel=1e-4)
         assert float(row["size_b"]) == pytest.approx(model_stats.parameters(model) / 1e9, rel=1e-4)
+
+
+def test_the_notes_of_a_row_have_the_options_without_a_column():
+    """With cp the label has a word between those of the columns."""
+    words = f"{SHAPE} --steps 1 --tp 2 --cp 2 --dp 2 --zero 1 --micro-batch-size 1 --schedule 1f1b"
+    candidate = Candidate(validation.check(command_line.parse(words.split()), 8), None)
+    trial = SimpleNamespace(status="failed", started="2026-11-26")
+    result = SimpleNamespace(machine=SimpleNamespace(node=8))
+    row = result_tables._markdown_row(LayoutResult(candidate, [trial], []), result)
+    assert row[2:6] == ["2", "2", "1", "1"], "dp, tp, pp and micro-batch size"
+    assert row[-1].startswith("cp2 zero1; "), row[-1]
 
 
 def test_the_picture_has_every_layout_that_ran(finished):

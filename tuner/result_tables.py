@@ -10,6 +10,7 @@ result.rows         the layouts that ran, fastest first, then the layouts that f
 import csv
 import io
 import math
+import re
 import shlex
 import statistics
 import time
@@ -27,7 +28,7 @@ from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
-WORDS_OF_COLUMNS = 4  # the first words of a layout's label are columns of table.md: tp pp dp mbs
+WORD_OF_COLUMN = re.compile(r"(tp|pp|dp|mbs)[0-9]+")  # in a layout's label; table.md has columns
 # The columns of results.csv. A column with the name of an option has the option's value.
 # fmt: off
 COLUMNS = (
@@ -189,7 +190,7 @@ def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
         memory = max(row.memory) / GIGA
         size = f"{memory:.0f}GB" if memory >= 10 else f"{memory:.2f}GB"
         measured = [size, format_number(row.seconds), rate]
-    options = " ".join(label.split()[WORDS_OF_COLUMNS:])
+    options = " ".join(word for word in label.split() if not WORD_OF_COLUMN.fullmatch(word))
     shape = f"h {model.hidden}, {model.heads} heads, {model.layers} layers"
     months_and_days = {trial.started[5:10] for trial in row.trials}
     dates = ", ".join(sorted(months_and_days))
