@@ -288,7 +288,8 @@ class ExpertMLP(nn.Module):
         """
         places = torch.arange(start, start + len(x), device=x.device)
         experts, weights, counts = self.router(x, places, samples, chosen_experts)
-        # Row i is of token i // k. T = 2, k = 2, experts [[0, 2], [0, 1]]: order is [0, 2, 3, 1].
+        # Before sorting, row i is for token i // k. If experts is [[0, 2], [0, 1]], for two tokens
+        # with k = 2, order is [0, 2, 3, 1]: rows 0 and 2 go to expert 0, 3 to 1, and 1 to 2.
         order = experts.flatten().argsort(stable=True)
         back = inverse(order)
         rows = Repeat.apply(x, order, back, self.experts_per_token)

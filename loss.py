@@ -144,7 +144,9 @@ class LocalLoss(NamedTuple):
         logits = self.logits
         largest = self.sums[0]
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
-        scale = share * weight  # softmax - one-hot, times weight = exponential * scale - one_hot
+        # The gradient of the logits is weight * softmax, minus the weight at the label (`one_hot`).
+        # As softmax = exponential * share, the first term is exponential * scale.
+        scale = share * weight
         one_hot = weight.masked_fill(self.absent, 0.0)
         at_label = logits.gather(-1, self.columns)[..., 0]
         function = _scale

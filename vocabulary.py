@@ -205,6 +205,7 @@ class VocabularyEnds(Ends):
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         part = self.part
         logits = part.logits(x)
+        # Pass T starts the backward pass at this edge; the logits themselves need not be kept.
         edge = get_gradient_edge(logits) if torch.is_grad_enabled() else None
         labels = self.batches[micro_batch].labels.t()
         local_loss = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)

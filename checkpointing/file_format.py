@@ -83,7 +83,8 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         first += 1
     if first < last:  # rows that are in the range as a whole
         yield ((first, last), *((0, size) for size in row_shape))
-    if last >= first:  # the range may end inside row `last`
+    # The range may end inside row `last`, whose box has 0 elements if it ends at a row's end.
+    if last >= first:
         for box in split_into_boxes(row_shape, 0, stop - last * row_size):
             yield ((last, last + 1), *box)
 

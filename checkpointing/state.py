@@ -65,7 +65,10 @@ class Progress:
         return Progress(self.iteration + 1, begin + batch, skipped_samples, usage)
 
     def counts(self) -> dict[str, int]:
-        """Return the attributes of a checkpoint's group /progress: all fields but `usage`."""
+        """Return all fields but `usage`, by name.
+
+        A checkpoint stores them as the attributes of the HDF5 group /progress.
+        """
         values = dataclasses.asdict(self)
         return {name: value for name, value in values.items() if name != "usage"}
 

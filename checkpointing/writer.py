@@ -236,7 +236,9 @@ class Writer:
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
-        if self.other_course:  # the first save after a resume
+        # The run was resumed from an earlier checkpoint than its newest one. At the first save, the
+        # later checkpoints, which do not lead to the present state, are set aside.
+        if self.other_course:
             step, why = self.other_course
             note = folders.set_aside(self.parent, step)
             if note:

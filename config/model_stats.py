@@ -126,10 +126,11 @@ def block_flops(model: ModelShape) -> float:
 def _block_flops(model: ModelShape) -> float:
     """Forward FLOPs of one block for one token, of a model whose blocks are alike.
 
-    A multiplication and an addition are 2 FLOPs. A token uses each weight of the shared MLP once,
-    so the number of these weights is the number of the multiplications with them.
+    A multiplication and an addition are 2 FLOPs. A token uses each weight of a GEMM once, so the
+    number of multiplications is the number of weights. `shared_parameters` are the weights of the
+    MLP that every token of a model with experts takes.
     """
-    # Per hidden unit: the columns of the GEMMs of attention, and of an MLP.
+    # Weights of attention's GEMMs, and of an MLP's GEMMs, divided by the hidden size.
     attention = model.qkv_width + model.attention_width
     mlp = model.up_width + model.ffn_hidden
     mlps, active = model.mlps  # the number of experts, and of those that compute a token

@@ -133,7 +133,9 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
     written = " ".join([flag, *values])
     if name in NAMES["instead"]:
         entry = NAMES["instead"][name]
-        accepted = entry.get("accepts")  # the values that ask for what Trine does; None: all values
+        # With one of these values the foreign option asks for what Trine does anyway; any other
+        # value is a mistake. None: every value is taken, and a note says what there is instead.
+        accepted = entry.get("accepts")
         if accepted is None:
             translation.instead.append(f"{written}: {entry['text']}")
         elif values and values[0] in accepted:

@@ -128,11 +128,15 @@ class Blend:
     """
 
     def __init__(self, parts: list[GPTSamples], order: BlendOrder, num_samples: int):
-        """Keep the parts and their order, after checking that each part has enough samples."""
+        """Keep the parts and their order, after checking that each part has enough samples.
+
+        parts: for each epoch of the blend, a part of each corpus: [a, b, a, b] for two corpora and
+        two epochs.
+        """
         self.parts = parts
         self.order = order
         self.num_samples = num_samples
-        # The parts are in the order of epochs, and every epoch takes the same numbers of samples.
+        # Every epoch takes the same number of samples from a corpus, `order.taken`.
         for part, taken in zip(parts, order.taken * self._epochs(num_samples)):
             if taken > len(part):
                 asked = f"the blend takes {taken} samples from {part.dataset.prefix}"

@@ -141,8 +141,8 @@ class Prefetcher:
 
         Raise the error of the read, or UserError, with the file's name, if the read takes too long.
         """
-        # A micro-batch whose read has not been put into the queue before is put there now. Then
-        # further reads are put into the queue, in place of the one that is taken out.
+        # Usually the read of this micro-batch was put into the queue earlier; otherwise it is put
+        # there now. Then later micro-batches are queued, so that the queue is full again.
         read = self._reads.setdefault(id(samples), {}).pop(first, None)
         read = read or self._begin(samples, first)
         self._fill(samples)

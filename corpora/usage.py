@@ -55,7 +55,7 @@ class Usage:
             for samples, tokens in corpora.values():
                 numbers += [samples, tokens]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            numbers = [-1]  # a text of another form is refused as a wrong number is
+            numbers = [-1]  # the next lines refuse this number, and so a text of another form
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError(f"{text:.80} is no count of tokens")
         return cls(values["tokens"], corpora)

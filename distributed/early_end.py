@@ -94,9 +94,10 @@ class StartWatch:
         self._tell({"met": True})
 
     def outlive(self) -> None:
-        """Tell the watch that this rank ends on purpose, with a status that the launcher reports.
+        """Tell the watch process that this rank ends on purpose, with a status other than 0.
 
-        If the launcher does not end the other ranks, the watch ends the job some seconds later.
+        The watch process outlives the rank. If the launcher does not end the other ranks because of
+        that status, the watch process ends the job some seconds later.
         """
         self._tell({"outlives": True})
 

@@ -250,7 +250,9 @@ def _ended_by_signals() -> Iterator[None]:
     """
     numbers = signal.SIGTERM, signal.SIGINT
     handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    time.sleep(SECONDS_FOR_SIGNALS)  # a signal that came before is handled by its thread now
+    # A signal may have arrived before the handlers were replaced. In this pause the thread that
+    # handles signals (stop_conditions.Signals) acts on it.
+    time.sleep(SECONDS_FOR_SIGNALS)
     try:
         yield
     finally:

@@ -79,8 +79,9 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
 def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
     """Raise UserError if a kernel needs torch.compile and this node lacks a compiler or triton.
 
-    kernels: the chosen kernels by kind, "attention" among them. device: cpu or cuda. node: the name
-    of this node, for the message. Without this check the run would fail in the first step.
+    kernels: a text about the chosen kernels by kind: "attention", and with --compile "compiled".
+    Attention by torch's flex_attention is compiled too. device: cpu or cuda. node: the name of this
+    node, for the message. Without this check the run would fail in the first step.
     """
     if "flex_attention" not in kernels["attention"] and "compiled" not in kernels:
         return

@@ -94,7 +94,7 @@ class Signals:
         """
         if launch.size > 1:
             self._meeting, self.end = True, functools.partial(end_job, launch.watch)
-        self._end_meeting()  # a signal may have been received already
+        self._end_meeting()  # if a signal came before this line, it ends the meeting now
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -186,7 +186,9 @@ class StopConditions:
         boundary. None: no step has just ended; called after an evaluation or before the first step.
         """
         now = time.monotonic()
-        if self._boundary is not None and ahead is not None:  # a step has just ended
+        # `ahead` is None before the first step; otherwise a step has just ended, and the time since
+        # the last boundary is its time.
+        if self._boundary is not None and ahead is not None:
             self._steps.append(now - self._boundary)
         self._boundary = now
         self.reason = self.reason or self._reason_to_stop(ahead or 0.0)

@@ -301,7 +301,7 @@ class _Simulation:
         return self._describe(stuck) if stuck else None
 
     def _host(self, kind: int, rank: _Rank) -> bool:
-        """Do the host's next event; return False if the host is blocked, or at its end."""
+        """Do the host's next event; return False if it is blocked (`started`), or at its end."""
         if rank.at == len(rank.events):
             return False
         event = rank.events[rank.at]
@@ -310,7 +310,7 @@ class _Simulation:
             rank.drain()
         elif rank.holds_host(event):
             return False
-        elif event.kind not in (READ, COPY, LOAD):  # a collective or a message
+        elif event.kind not in (READ, COPY, LOAD):  # so it is a collective or a message
             if not rank.started:
                 if event.kind in MESSAGES and not self._connected(kind, event):
                     return False  # the host waits for the other end of the message

@@ -125,10 +125,14 @@ class Meter(TorchDispatchMode):
         return result
 
     def _facts(self, function: Any) -> _Function:
-        """Return the facts about an operation from its schema, and store them in `_functions`."""
+        """Return whether an operation's results are all views and whether it launches a kernel.
+
+        Both follow from the operation's schema, and are kept in `_functions` for its next call.
+        """
         schema = function._schema
         # A result is a view if it aliases an input and the operation does not write to this input.
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
+        # Operations that allocate, or that only look at a tensor in another way, launch no kernel.
         name = schema.name.partition("::")[2]
         launches = not name.startswith(("empty", "new_empty", "_unsafe_view", "lift_fresh"))
         facts = _Function(bool(views) and all(views), launches)
@@ -158,7 +162,8 @@ class Meter(TorchDispatchMode):
         if on_device and facts.launches:
             self.kernels += 1
             self._load(tuple(kernel))
-            # In a forward pass, autograd has just given the operation its sequence number.
+            # A backward operation is reported with the line of its forward operation. In a forward
+            # pass, autograd has just given the operation its sequence number, which both have.
             if node is None and torch.is_grad_enabled():
                 last_number = torch.autograd._get_sequence_nr() - 1
                 self._lines[last_number] = calling_line(3)

@@ -161,7 +161,11 @@ class RecordingGroup(Group):
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
-        """Keep the facts for events; rank: this rank's position in `ranks`."""
+        """Make a group whose collectives are written into `trace` and not done.
+
+        ranks: the group's members in the world. rank: this rank's position among them. handle: the
+        handle that each collective returns. role: the group's name in the events, such as "tp".
+        """
         super().__init__(ranks, rank)
         self.handle = handle
         self.role = role

@@ -65,7 +65,7 @@ PAIRS = [
     for stage in (FIRST, BETWEEN, LAST)
     for replica in (FIRST, BETWEEN, LAST)
 ]
-# Two more ranks, given in the same way: the last rank of the first stage, and of the last stage.
+# Two more places (stage, dp, cp, tp): the last rank of the first stage and that of the last stage.
 ENDS = [(stage, LAST, LAST, LAST) for stage in (FIRST, LAST)]
 
 
@@ -226,8 +226,8 @@ def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Reh
     config = case.config
     short = shortened(config)
     ranks = ranks_of(case)
-    # A single rank is forked too: autograd's threads, which a pass starts here, would not be there
-    # in a process that is forked later.
+    # Even a single rank runs in a forked process: a pass in this process would start autograd's
+    # threads, and a process that a later rehearsal forks would lack them.
     forked = multiprocessing.get_context("fork")
     workers = min(len(ranks), len(allowed_cores()))
     torch.set_num_threads(1)

@@ -29,7 +29,8 @@ from planner import run_files
 # Columns of metrics.jsonl that are compared, and their names in the text.
 SETTINGS = {"learning_rate": "the learning rate", "consumed_samples": "the samples consumed"}
 LOSSES = {"loss": "the loss", "grad_norm": "the gradient norm"}
-# The gradient norm may differ by rounding this many times as much as the loss, relatively.
+# By rounding alone, the relative difference of two gradient norms may be this many times that of
+# the losses.
 NORM_OVER_LOSS = 8.0
 # The text names this operation if the loss differs although no traced tensor does: it is computed
 # after all tensors.

@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def key_of(spec: ParamSpec, optimizer: str) -> Key:
-    """Return the key of the parameter with this `spec`; optimizer: the value of --optimizer."""
+    """Return the key of a parameter: parameters with equal keys are put into the same buckets."""
     return Key(spec.reduce_over, not spec.decay, update_rules.family(optimizer, spec))
 
 

@@ -161,8 +161,8 @@ def _device_mesh(group: Group, factory: ParamFactory) -> DeviceMesh:
 def _communicate_over(replicas: Group, part: Any) -> None:
     """Have a sharded part call this project's collectives over `replicas` in place of torch's own.
 
-    Gradients are summed and not averaged over the replicas, because the factor by which the loss is
-    multiplied divides them by the number of targets already.
+    Gradients are summed over the replicas, not averaged: each loss was already divided by the
+    number of targets in the whole batch. Called for each part of a stage when --zero 3 shards it.
     """
     part.set_gradient_divide_factor(1.0)
     part.set_force_sum_reduction_for_comms(True)

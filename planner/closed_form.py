@@ -132,8 +132,8 @@ class ClosedForm:
         vocab_pp = np.bool_(job.layout.vocab_pp)
         _, block_activations = memory_terms.kept_of_block(job)
         flying = memory_terms.in_flight(job, ranks.rank)
-        # The head's outputs are kept for every micro-batch in flight if the rank has a single
-        # stage.
+        # A rank with a single stage keeps the logits of every micro-batch in flight. With several
+        # stages the backward pass follows the head at once, so that it keeps those of one.
         keeps_heads = ranks.head & (job.layout.stages_per_rank == 1) & ~vocab_pp
         heads = np.where(keeps_heads, flying, 1)
         kept = ranks.blocks * block_activations
@@ -215,11 +215,13 @@ class ClosedForm:
         return likely, least
 
     def _pipeline(self, recomputed: np.ndarray) -> np.ndarray:
-        """Return the pipeline's seconds if no rank waits longer than it must: (rows, 1).
+        """Return the pipeline's seconds, without waits that the order of passes causes: (rows, 1).
 
         For each rank three times are added: until the first micro-batch has come from the first
         rank, the rank's own passes, and until the last micro-batch's gradients have gone back to
-        the first rank. The slowest rank determines the result. recomputed: as in `seconds`.
+        the first rank. The second time is longer if the rank has to wait for round trips of its
+        micro-batches to the last rank and back. The slowest rank determines the result. recomputed:
+        as in `seconds`.
         """
         job = self.job
         layout = job.layout
@@ -279,10 +281,10 @@ class ClosedForm:
     def _waiting(self, folded: float, uneven: float) -> np.ndarray:
         """Return the waiting due to the order of passes, as a share of the pipeline's time.
 
-        The shape is (rows, 1). In zb-v the share is always `folded`. A rank of an interleaved
-        schedule waits while another rank runs a stage with more blocks, so the share is `uneven`
-        times the excess of the largest stage over the mean. Other schedules have 0. folded, uneven:
-        a number of FOLDED and of UNEVEN.
+        The shape is (rows, 1). folded: the share of the schedule zb-v. In the interleaved schedule
+        a rank waits while another rank runs a stage with more parts: its share is `uneven` times
+        the excess of the rank's largest stage over the mean of its stages: with stages of 3 and 1
+        parts the excess is 3 / 2 - 1 = 0.5. Other schedules have the share 0.
         """
         name = self.job.layout.schedule
         ranks = self.ranks

@@ -82,10 +82,11 @@ class Job(NamedTuple):
 
     @property
     def ep(self) -> Column:
-        """The number of ranks over which a block's experts are divided; it divides dp x cp x tp.
+        """The number of ranks over which a block's experts are divided; 1 without experts.
 
         Without --ep it is the greatest common divisor of the experts and the GPUs of a node, so
-        that tokens are sent to experts within a node.
+        that tokens are sent to experts within a node. If that number, or --ep, does not divide the
+        ranks of a stage, dp x cp x tp, their greatest common divisor is taken.
         """
         experts = self.model.experts
         if experts == 1:

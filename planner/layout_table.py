@@ -105,7 +105,9 @@ def _commands(
     """Return the commands that train on the first layout and on the recommended one, if any.
 
     They are returned as entries of the answer's data, and as printed lines. A plain layout that is
-    nearly as fast as the first one is recommended. plain: the fastest plain layout, or empty.
+    nearly as fast as the first one is recommended; a line says how much speed it gives up. Further
+    lines name the options for which a command has stand-ins, such as synthetic data. plain: the
+    fastest plain layout, or empty.
     """
     launcher = _launcher(question)
     words = _command(question, first.layout)
@@ -278,7 +280,8 @@ def _risky_lines(
     for risky_line in faster[:SHOWN_RISKY]:
         layout = risky_line.layout
         p = risky_line.prediction
-        over = (machine.memory - p.margin - allowed) / BILLION
+        needed = machine.memory - p.margin  # bytes of the fullest GPU
+        over = (needed - allowed) / BILLION
         same_place = [line for line in safe if _place(line.layout) == _place(layout)]
         advice = ""
         if same_place:

@@ -178,7 +178,8 @@ def sharded_parameters(job: Job, held: Column, blocks: Column) -> Column:
 def state_bytes(job: Job) -> float:
     """Return the bytes of one parameter's optimizer state, with its FP32 master.
 
-    In fp32 there are no masters, only AdamW's two moments: 8 bytes.
+    `sharded_bytes` is its size with AdamW in this training program. In fp32 there are no masters:
+    AdamW's two moments have 8 bytes. Other optimizers have less, by the bytes in SAVED_STATE.
     """
     with_adamw = 8.0 if job.number_bytes == 4 else job.machine.software.sharded_bytes
     return with_adamw - SAVED_STATE.get(job.training.optimizer, 0.0)
@@ -215,8 +216,7 @@ def kept_of_block(job: Job) -> tuple[Column, Column]:
     # Kept tensors are allocated between tensors that are freed soon, and the freed memory leaves
     # gaps in the allocator: `activation_overhead` is a factor above 1.
     recomputed = kept_bytes(job) * job.machine.activation_overhead
-    whole = block_activations(job, True)
-    return recomputed, whole
+    return recomputed, block_activations(job, True)
 
 
 def kept_bytes(job: Job) -> Column:

@@ -124,6 +124,7 @@ def search(task: Task) -> Choice:
     The steps are those at the beginning of this file. Raise ScheduleError if every schedule holds
     more.
     """
+    # The candidates are compared with few micro-batches first, which takes less time.
     few = min(task.micro_batches, SCREENED * task.ranks)
     screened = [_priced(task, *candidate, few) for candidate in _candidates(task)]
     fitting = [choice for choice in screened if choice]

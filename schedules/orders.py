@@ -233,7 +233,8 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
         waiting: deque[int] = deque()  # the W that are still to do, in the order of their B
         for number in numbers:
             row.append(number)
-            # Numbers from `of_kind` on are B; the W of the same micro-batch is `of_kind` further.
+            # Actions are numbered: first every F, then every B, then every W, `of_kind` of each. So
+            # the W of the same micro-batch and stage as a B has the number B + of_kind.
             if number >= of_kind:
                 waiting.append(number + of_kind)
             if len(waiting) > rank:

@@ -46,7 +46,7 @@ class PassCosts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds of F, B and W together."""
+        """The seconds of all passes of a micro-batch: forward, and both parts of the backward."""
         return self.forward + self.inputs + self.weights
 
 

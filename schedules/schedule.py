@@ -109,7 +109,8 @@ class Schedule(Pipeline):
             counts = accumulate(action.kind == "G" for action in row)
             ended_before.append([count for count, action in zip(counts, row) if action.kind == "S"])
         ended_by_all = map(min, zip(*ended_before))
-        # Each rank does its G in the order of micro-batches, so a count gives the micro-batches.
+        # Each rank does its passes G in the order of micro-batches. So if all ranks have ended 3 of
+        # them after one pass T, and 5 after the next, then the micro-batches 3 and 4 are new there.
         return [range(first, end) for first, end in pairwise([0, *ended_by_all])]
 
     # ---- What is held -------------------------------------------------------------------------

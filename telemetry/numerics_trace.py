@@ -296,7 +296,7 @@ class _Observer:
         # The positions, in a sample, of the tokens that this rank has.
         self.positions = self.mesh.cp.balanced_shard(positions, 0)
         self.passes: dict[int, int] = {}  # forward passes so far, by stage
-        self.embedded = 0  # passes E of --vocab-pp so far
+        self.embedded = 0  # micro-batches so far whose tokens were embedded with --vocab-pp
         self.micro_batch: int | None = None  # the running pass's micro-batch; None between passes
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
@@ -320,9 +320,11 @@ class _Observer:
             self._add_batch(index, stage, self.micro_batch, batch)
 
     def _begin_embedding(self, index: int, stage: Any, part: Any, inputs: tuple) -> None:
-        """Add the tokens and labels of a pass E of --vocab-pp; torch calls this hook before it.
+        """Add the tokens and labels of a micro-batch to the table, before they are embedded.
 
-        With --vocab-pp the stages get no batch. The passes E have the order of the micro-batches.
+        torch calls this hook before the embedding of --vocab-pp, which every pipeline rank does
+        once for each micro-batch, in order: so a count gives the micro-batch. With --vocab-pp the
+        stages get no batch, and `_begin` cannot add its tokens.
         """
         (batch,) = inputs
         self._add_batch(index, stage, self.embedded, batch)

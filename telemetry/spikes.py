@@ -99,11 +99,12 @@ class SpikeMonitor(LossMonitor):
         return self.spike is None or self.config.run.on_spike == "record"
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
-        """Count a step and record it if it is a spike; collective over all ranks.
+        """Take a step into the statistics, and record it if it is a spike; collective.
 
-        The trainer calls this method after each step, which `_accepts` has judged before the
-        update. done: the progress after the step. batch: the number of samples in the step. Raise
-        NodeError or UserError if the spike ends this start of the run.
+        The trainer calls this method after each step. Before the update `_accepts` has judged the
+        step and left its verdict in `self.spike` and the squared gradient norms of its layers in
+        `self.squares`. done: the progress after the step. batch: the number of samples in the step.
+        Raise NodeError or UserError if the spike ends this start of the run.
         """
         self.count(done, result)
         samples = range(done.consumed_samples - batch, done.consumed_samples)

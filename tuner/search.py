@@ -143,8 +143,9 @@ class Search:
         if not means:
             return min(untried, key=self.predicted.__getitem__)
         mean, deviation = self.posterior()
-        # The logarithm of the seconds below which a layout is faster enough than the best one, and
-        # its distance from each layout's mean in standard deviations: the larger, the likelier.
+        # goal: a layout with fewer seconds than exp(goal) is faster than the best by `min_gain`.
+        # margin: by how many standard deviations goal is above a layout's mean; the larger, the
+        # likelier the layout reaches it.
         goal = min(means.values()) + math.log1p(-self.min_gain)
         margin = (goal - mean) / deviation
         likeliest = max(untried, key=margin.__getitem__)

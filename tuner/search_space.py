@@ -46,7 +46,7 @@ class Space(NamedTuple):
 
     found: "list[Candidate]"  # layouts that can run, the fastest predicted first
     rejected: list[Rejected]  # layouts that cannot run, with reasons
-    slower: int  # the number of further layouts, which are likely slower and were not predicted
+    slower: int  # further layouts: by the planner's closed forms slower, so they were not predicted
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,9 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
         for number in numbers_of_blocks:
             yield fixed | {"recompute_layers": number}, 1.0
         return
-    yield fixed, 1.0  # the planner chooses to recompute the fewest blocks with which a layout fits
+    # With these options the planner recomputes the fewest blocks with which a layout fits. The
+    # second value is a share of the largest number of layouts to predict: here all of it.
+    yield fixed, 1.0
     if "full" in given.get("recompute", ["full"]):
         # Layouts that recompute all blocks, in case that a run needs more memory than predicted.
         yield fixed | {"recompute": ["full"], "recompute_layers": None}, ALL_BLOCKS

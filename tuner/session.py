@@ -240,7 +240,7 @@ class Session:
         if training.steps is None and training.train_samples is None:
             training = dataclasses.replace(training, steps=DEFAULT_STEPS)
         config = dataclasses.replace(config, training=training, run=run)
-        *launcher, _ = self.runner.launch_command(candidate.ranks)
+        *launcher, _ = self.runner.launch_command(candidate.ranks)  # its last word is the program
         words = ["python" if word == sys.executable else word for word in launcher]
         return [*words, "train.py", *search_space.to_cli_args(config)]
 

@@ -414,9 +414,9 @@ def noise(trials: list[Trial]) -> float:
     repeated = [group for group in medians.values() if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeated)
     squares = sum((len(group) - 1) * statistics.variance(group) for group in repeated)
-    # `trial.spread` is the range of a trial's timed steps, three by default. Three normal values
-    # with standard deviation s have on average a range of 1.7 s, and a median with standard
-    # deviation 0.67 s: the median's standard deviation is 0.67 / 1.7 = 0.4 of the range.
+    # `trial.spread` is the range of a trial's timed steps, three by default. If three values have a
+    # normal distribution, their range is on average 1.7 times its standard deviation, and the
+    # standard deviation of their median is 0.67 times it: 0.67 / 1.7 = 0.4 of the range.
     deviations = [0.4 * trial.spread for trial in trials if trial.status == "ok"]
     prior = statistics.median(deviations or [LEAST_NOISE])
     weight = 3

@@ -347,8 +347,10 @@ class MemoryReader:
 
     def read(self) -> dict[str, int]:
         """Return the bytes that are resident in this process, and available on its node."""
+        # The second word of /proc/self/statm is the number of this process's resident pages.
         pages = int(os.pread(self._own, 100, 0).split()[1])
-        # The file begins: MemTotal: n kB MemFree: n kB MemAvailable: n kB. Word 7 is the last n.
+        # /proc/meminfo begins: MemTotal: n kB MemFree: n kB MemAvailable: n kB. Counted from 0,
+        # word 6 is "MemAvailable:" and word 7 its number.
         words = os.pread(self._node, 200, 0).split()
         available = 1024 * int(words[7]) if words[6:7] == [b"MemAvailable:"] else 0
         return {"resident": pages * os.sysconf("SC_PAGE_SIZE"), "available": available}
