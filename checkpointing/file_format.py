@@ -83,7 +83,8 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         first += 1
     if first < last:  # rows that are in the range as a whole
         yield ((first, last), *((0, size) for size in row_shape))
-    # The range may end inside row `last`, whose box has 0 elements if it ends at a row's end.
+    # What is left of the range begins row `last`. Nothing is left if the range ends at a row's end
+    # (0 elements, so no box), or if it was inside one row (then `first` is after `last`).
     if last >= first:
         for box in split_into_boxes(row_shape, 0, stop - last * row_size):
             yield ((last, last + 1), *box)

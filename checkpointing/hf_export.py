@@ -138,7 +138,8 @@ def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
-    os.chmod(path, 0o666 & ~_umask())  # safetensors writes it for its user alone
+    # safetensors gives the file rights for its owner only: set the rights of an ordinary new file.
+    os.chmod(path, 0o666 & ~_umask())
     file_format.flush(path)
 
 
@@ -174,7 +175,9 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
         "clean_up_tokenization_spaces": False,
     }
     end = loaded.token_to_id("<|endoftext|>")
-    if end is not None:  # only a default: a chat template may end an answer with another token
+    # The end of a document is the eos_token unless the tokenizer's settings have another, such as
+    # the token with which a chat template ends an answer.
+    if end is not None:
         settings.setdefault("eos_token", "<|endoftext|>")
     _write_json(folder, "tokenizer_config.json", settings)
     # A generation is to end at the eos_token of the settings and at the end of a document.
@@ -361,6 +364,7 @@ def _open_tensors(folder: str) -> dict[str, Any]:
         path = _path_in(folder, name)
         try:
             file = safe_open(path, "pt")
+            # `file` is not a dictionary and cannot be iterated over, only its keys (noqa: SIM118).
             slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None

@@ -76,7 +76,7 @@ def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
 def _selected_box(space: h5py.h5s.SpaceID) -> Box:
     """Return the box that an HDF5 selection covers; raise ValueError if it is not one box."""
     box = tuple((low, high + 1) for low, high in zip(*space.get_select_bounds()))
-    # A list of points has bounds too, but its elements may be in any order.
+    # Refuse a selection of single points: it may fill its bounds, but in another order than a box.
     is_in_order = space.get_select_type() in (h5py.h5s.SEL_HYPERSLABS, h5py.h5s.SEL_ALL)
     if not is_in_order or space.get_select_npoints() != elements_in(box):
         raise ValueError("a selection is not a box")
@@ -239,7 +239,7 @@ class Index:
         """
         shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
         if all(a < b for a, b in shared):  # the boxes overlap in every dimension
-            # The places of the shared elements, counted from the corner of `stored` and of `box`.
+            # Slices of the elements that both boxes have, as indices inside `stored` and `box`.
             source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, stored))
             target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box))
             flat = self._arrays_in(file)[kind][start : start + elements_in(stored)]
@@ -287,7 +287,7 @@ class Index:
         return sources
 
     def _sources_of(self, name: str) -> list[tuple[str, int, Box]]:
-        """Return the result of `_sources`, which is the same for every kind of state."""
+        """Return (shard, first index in its flat array, box) per box, the same for every kind."""
         if name not in self._known_sources:
             self._known_sources[name] = self._sources("weights", name)
         return self._known_sources[name]
@@ -425,7 +425,7 @@ def _check_attributes(index: Index, step: int) -> None:
     progress, optimizer, data, run = map(index.attributes, ("progress", "optimizer", "data", "run"))
     text = {"kind": optimizer.pop("kind", None), "fingerprint": data.get("fingerprint")}
     text["config"] = run.get("config")
-    counts = {"iteration": None} | progress  # None is found wrong below if there is no iteration
+    counts = {"iteration": None} | progress  # must be whole numbers: None, if missing, is refused
     if len(index.kinds) > 1:  # the checkpoint has an optimizer's state
         counts["step"] = optimizer.get("step")
     wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]

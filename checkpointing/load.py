@@ -165,7 +165,8 @@ class Loader:
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
         positions = self.config.model.positions
-        # Fields of the shape that have no effect with this kind of positions: they may differ.
+        # Fields of the shape that may differ, because they have no effect: the options of rotary
+        # positions if positions are learned, the lengths if they are rotary, both if there are none.
         unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
@@ -306,7 +307,8 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
         box = [(0, size) for size in spec.shape]
         if spec.dim is not None:
             box[spec.dim] = (spec.start, spec.stop)
-            weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)  # without padding
+            # The indices of `dim` from spec.stop - spec.start on are padding: no checkpoint has it.
+            weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)
         loaded = buffer[: weights.nbytes].view(p.dtype)
         index.read("weights", spec.name, [tuple(box)], loaded.numpy())
         weights.copy_(loaded.view(weights.shape))

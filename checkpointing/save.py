@@ -51,7 +51,7 @@ from zero import Optimizer
 # How long `finish` waits, with the state in memory, if the disk has no room for the last save.
 SECONDS_FOR_ROOM = 1800.0
 SECONDS_BETWEEN_LOOKS = 1.0  # the pause of `finish` between two looks at the disk's free bytes
-# The least time between two attempts to save: a user's full quota does not show in the free bytes.
+# The least time between two attempts to save; a full quota fails them although bytes are free.
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
@@ -163,7 +163,7 @@ class Checkpointer:
 
     @property
     def _newest_step(self) -> int:
-        """The step of `newest`; -1: there is none."""
+        """The step of this run's newest complete save or loaded checkpoint, on rank 0; else -1."""
         return -1 if self.newest is None else self.newest.iteration
 
     @property
@@ -212,12 +212,12 @@ class Checkpointer:
         # The folder has a hidden name until the checkpoint is complete. Only rank 0 makes it.
         hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
-            return
-        attributes = self._attributes(progress) if self.is_rank_0 else {}
+            return  # rank 0 has printed why; training goes on
+        attributes = self._attributes(progress) if self.is_rank_0 else {}  # of index.h5
         shards = shards_to_write(self.optimizer)
         save = PendingSave(progress, self.kinds, hidden, attributes, shards, began)
-        save.checks = ("replicas",) if self._check_replicas else ()
-        self._pending = save
+        save.checks = ("replicas",) if self._check_replicas else ()  # the manifest names them
+        self._pending = save  # `_report` prints later how the save ended
         if self.run.async_save:
             arguments = (save, self._copy_to_host(save))
             self._thread = threading.Thread(target=self.writer.write, args=arguments, daemon=True)
@@ -293,7 +293,7 @@ class Checkpointer:
 
     def _is_visible(self, progress: Progress) -> bool:
         """Return whether this run's folder has a complete checkpoint of this state. Collective."""
-        # The folder may be older than this run's resume; then `newest` is not of this step.
+        # A folder that another course of the run left has the name too, but is not `newest`.
         complete = os.path.isdir(self.writer.folder_of(progress))
         return self._broadcast(complete and self._newest_step == progress.iteration)
 
@@ -315,7 +315,7 @@ class Checkpointer:
         progress = loader.resume()
         self.begin_pinning()
         self.saves.step = progress.iteration
-        if loader.chosen:  # a checkpoint was loaded: `why` tells the user why others are moved
+        if loader.chosen:  # a checkpoint was loaded: `why` is printed if later ones are set aside
             why = f"this run continues from {loader.chosen}"
             if loader.damaged:
                 why += f"; {', '.join(loader.damaged)} cannot be loaded"
@@ -379,7 +379,7 @@ class Checkpointer:
         return action == try_again
 
     def _may_have_room(self, next_attempt: float) -> bool:
-        """Return whether the disk has room, at time `next_attempt` or later; only rank 0 looks."""
+        """Return whether rank 0 asks for the next attempt: it is time, and the disk has room."""
         if not self.is_rank_0 or time.monotonic() < next_attempt:
             return False
         with contextlib.suppress(OSError):  # a file system that fails now may answer the next look

@@ -22,8 +22,8 @@ from corpora.usage import Usage
 from data import Samples
 from zero import Optimizer, ParamShard
 
-# Several ranks may hold copies of a shard. If it has at least this number of elements, each of them
-# writes an equal part of it to the checkpoint; a smaller shard is written by the first of them.
+# Several ranks may hold copies of a shard. If the shard has at least this number of elements, each
+# of these ranks writes an equal part of it; a smaller shard is written by the first of these ranks.
 SPREAD_ELEMENTS = 2**18
 # The write speed of one rank that is assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
@@ -110,7 +110,7 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
     digest = hashlib.sha256()
     number = 1
     while number <= min(consumed, len(samples)):
-        # The number of a sample counts from 1 here, its index from 0.
+        # `number` counts samples from 1, but `sample` takes an index, which counts from 0.
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2
     return digest.hexdigest()[:16]
@@ -155,8 +155,8 @@ def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtyp
 def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
     """Return the bytes that an element of a parameter takes in a checkpoint: the sum over `kinds`.
 
-    Return 0 on a rank that owns no parameter, because the dtypes are those of a parameter there;
-    rank 0 always owns some.
+    The dtypes are read from a parameter that this rank owns. A rank that owns none returns 0; rank
+    0, which asks whether the disk has room, always owns some.
     """
     shards = optimizer.owned()
     if not shards:
@@ -203,9 +203,10 @@ def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
 def check_begin(config: Config, done: Progress) -> None:
     """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples.
 
-    A run may consist of stages with different layouts. --begin-at-samples is where the stage of
-    this start begins; its layout was not checked for the batch sizes of earlier steps. done: the
-    progress in the checkpoint.
+    A run may be trained in several periods with different layouts, each by a launch of its own.
+    --begin-at-samples is where the period of this launch begins. The layout of this launch was
+    checked for the batch sizes from there on, not for those of earlier steps. done: the progress in
+    the checkpoint.
     """
     begin = config.run.begin_at_samples
     if done.consumed_samples < begin:

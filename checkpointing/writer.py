@@ -310,7 +310,9 @@ def origin(config: dict[str, Any]) -> dict[str, str]:
 # ---- Host memory that a save copies the state into -----------------------------------------------
 
 
-SMALL_PINNED_BUFFER = 2**18  # the most elements of the last buffer, see `_pinned_sizes`
+# The most elements of the last of several pinned buffers, which may be of any size. The buffers
+# before it are powers of two (`_pinned_sizes`).
+SMALL_PINNED_BUFFER = 2**18
 
 
 class HostBuffers:
@@ -354,7 +356,7 @@ class HostBuffers:
             self._buffers[kind] = self._allocate(count, dtype)
         if self.pinned:
             _copy_to_pinned(runs, self._buffers[kind])
-        else:  # torch.cat takes half the time of a copy for each run
+        else:  # the state is on the CPU: one torch.cat takes half the time of a copy for each run
             torch.cat(list(runs), out=self._buffers[kind][0])
 
     def finish(self) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**20  # size of the largest TOML file that is read
 BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # the two options for the global batch size
-# `--precision auto` counts as not given: a program's default or a resumed run may replace it.
+# `--precision auto` counts as not given, so a program's default or the resumed run's value holds.
 AUTOMATIC = ("precision", "auto")
 # The words of error messages for the types of options.
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -303,7 +303,7 @@ def _options() -> dict[str, dataclasses.Field[Any]]:
 def options_help(*groups: str) -> str:
     """Return the help text of the options in `groups`, keys of GROUPS; for plan.py's help."""
     text = _parser("", groups, lists_models=True).format_help()
-    return text[text.index("  --config") :]  # without usage and description
+    return text[text.index("  --config") :]  # options only: cut off usage and description
 
 
 def _parser(
@@ -393,7 +393,7 @@ def _options_of_file(path: str) -> dict[str, Any]:
     places: dict[str, str] = {}
     for place, key, value in entries:
         name = key.replace("-", "_")
-        if name in options:  # in two tables, or with "-" and with "_"
+        if name in options:  # the option stands in two tables, or once with "-" and once with "_"
             where = f"{places[name]} and {place}"
             raise UserError(f"--config {path} gives {key!r} twice: {where}")
         places[name] = place

@@ -37,8 +37,10 @@ if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(2)
 
 for stream in ("stdin", "stdout", "stderr"):
-    if getattr(sys, stream) is None:  # closed, as by >&-: the next file would get its number
-        setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115
+    # A stream is None if the shell closed it (>&-). The next opened file would get its descriptor
+    # number, and so what is printed. /dev/null takes this number.
+    if getattr(sys, stream) is None:
+        setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115 (stays open on purpose)
 
 
 class UserError(Exception):
@@ -188,7 +190,8 @@ def check_file(path: str | None) -> None:
         if os.path.isfile(target) or os.path.isdir(target):  # for a folder `open` raises OSError
             with open(target, "ab"):
                 pass
-        elif not os.path.exists(target):  # try whether its folder takes a file without a name
+        elif not os.path.exists(target):
+            # A temporary file without a name shows whether its folder takes files.
             tempfile.TemporaryFile(dir=os.path.dirname(target)).close()
             with contextlib.suppress(FileNotFoundError):
                 os.stat(target)  # OSError if a name is too long

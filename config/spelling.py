@@ -82,17 +82,20 @@ def translate(words: list[str]) -> Translation:
     option asks for, or if an option is given by two names. Called if a command line has an unknown
     flag.
     """
-    # A parser that knows only their options leaves our words over: these are the list `ours`.
+    # This parser knows only Megatron-LM's options. parse_known_args returns the words that it does
+    # not know as the list `ours`: they are flags of Trine and their values.
     parser = Parser(add_help=False, allow_abbrev=False)
     theirs = ["lr-warmup-fraction"]
     for table in ("same", "words", "iterations", "instead"):
         theirs += NAMES[table]
-    for name in theirs:  # with any number of values; an option that is not given is left out
+    # Each option takes any number of values, and is not in `given` if it is not on the command line.
+    for name in theirs:
         parser.add_argument(f"--{name}", nargs="*", default=argparse.SUPPRESS)
     given, ours = parser.parse_known_args(list(map(_with_dashes, words)))
     translation = Translation(ours)
     # For each of our options that is given, such as --bias, the flag that gave it: --no-bias or
-    # --disable-bias-linear. A second flag for the same option is an error that shows both.
+    # --disable-bias-linear. A second flag for the same option is an error that shows both. First
+    # come the flags of Trine, then the translated options of Megatron-LM.
     names = {}
     for word in filter(FLAG.match, ours):
         flag = word.partition("=")[0]
@@ -178,8 +181,9 @@ def _number(name: str, values: list[str]) -> float:
 def _resumed(translation: Translation) -> Translation:
     """Turn --load FOLDER into --resume auto if --save has the same folder; return the translation.
 
-    In Megatron-LM a first start with both is no error; --resume FOLDER would be one here, because
-    FOLDER has no checkpoint yet. --load was translated to --resume before, and --save to --out.
+    With both options, the first start in Megatron-LM begins at step 0. Here --resume FOLDER would
+    be an error, because FOLDER has no checkpoint yet; --resume auto begins at step 0. --load was
+    translated to --resume before, and --save to --out.
     """
     words = translation.words
     if "--load" not in translation.ours or "--out" not in words:
@@ -198,7 +202,7 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     options: the names of all options. Names that other programs use lead to our option.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
-    dashes = "--" if name.startswith("-") else ""  # a key of a TOML file has none
+    dashes = "--" if name.startswith("-") else ""  # a name without dashes is a TOML file's key
     meant = NAMES["meant"]  # our option for each name of other programs
     alike = difflib.get_close_matches(plain, meant, 1, 0.8)
     close = nearest(plain, list(options), 0.8)
