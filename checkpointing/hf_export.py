@@ -45,7 +45,8 @@ def hf_config(model: ModelShape, dtype: torch.dtype, name: str | None = None) ->
 
     dtype: the type of the exported weights. name: the name of a family, see hf_rules.rules.
     """
-    # transformers would otherwise take the ids of the tokenizer that the family was trained with.
+    # Without these two fields transformers would take the family's default ids of the tokens that
+    # begin and end a text, which belong to another tokenizer.
     config = families.to_config(model, name) | {"bos_token_id": None, "eos_token_id": None}
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
@@ -364,7 +365,7 @@ def _open_tensors(folder: str) -> dict[str, Any]:
         path = _path_in(folder, name)
         try:
             file = safe_open(path, "pt")
-            # `file` is not a dictionary and cannot be iterated over, only its keys (noqa: SIM118).
+            # `file` is no dictionary: only the list `keys()` of its tensors' names can be iterated.
             slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None

@@ -160,11 +160,11 @@ def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
 
 
 def _rule_of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
-    """Return the rule of our tensor for all experts, of which they have a tensor for each expert.
+    """Return the rule of one tensor of ours with all experts; they have one tensor per expert.
 
-    theirs: the name of their tensor, or the names of gate and up, with "#" for the expert's number.
-    Ours is (experts, ...), or with gate and up (experts, 2, ...); their order is gate and up of
-    expert 0, gate and up of expert 1, ...
+    theirs: the name of an expert's tensor, or the two names of its gate and up, with "#" for the
+    expert's number. Our tensor is (experts, ...), or with gate and up (experts, 2, ...). The rule
+    lists their tensors in this order: gate and up of expert 0, gate and up of expert 1, ...
     """
     names: list[str] = []
     for expert in range(experts):

@@ -144,6 +144,7 @@ class Index:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        """Unmap the shards and close index.h5; open arrays would keep the mapped memory."""
         self._arrays.clear()
         self.file.close()
         self._raw.close()
@@ -223,10 +224,9 @@ class Index:
             first = 0
             for box in boxes:
                 stop = first + elements_in(box)
-                part = out[first:stop].reshape([b - a for a, b in box])
-                # Each stored box that overlaps with this box fills a part of it.
+                part = out[first:stop].reshape([b - a for a, b in box])  # a view of `out`
                 for file, start, stored in sources:
-                    self._read_overlap(kind, file, start, stored, box, part)
+                    self._read_overlap(kind, file, start, stored, box, part)  # if there is any
                 first = stop
 
     def _read_overlap(
@@ -277,7 +277,7 @@ class Index:
             if stop - start != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             sources.append((file, start, box))
-        # Read after the loop: for a selection without limits, refused there, HDF5 opens shards.
+        # Only after the loop has refused unlimited boxes: HDF5 opens shards to find their shape.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:
@@ -430,17 +430,17 @@ def _check_attributes(index: Index, step: int) -> None:
         counts["step"] = optimizer.get("step")
     wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
     wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]
-    # The hysteresis may be negative: each overflow in a row subtracts 1.
+    # Only fp16's hysteresis, the overflows until the loss scale falls, may count below 0.
     smallest = {"hysteresis": -(2**63)}
     for name, value in (progress | optimizer).items():
         if isinstance(value, str) or not smallest.get(name, 0) <= value < math.inf:
             wrong.append((name, value))
     try:
-        dict(json.loads(str(text["config"])).get("training", {}))
+        dict(json.loads(str(text["config"])).get("training", {}))  # as Loader reads the options
     except (ValueError, TypeError, AttributeError, RecursionError):
         wrong.append(("config", text["config"]))
     try:
-        Usage.from_text(str(data.get("usage", Usage().text())))
+        Usage.from_text(str(data.get("usage", Usage().text())))  # the tokens that were trained on
     except ValueError:
         wrong.append(("usage", data["usage"]))
     if wrong:

@@ -44,8 +44,8 @@ from zero import Optimizer
 # Options of a model that do not change any tensor if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
 WIDEST = torch.float64.itemsize  # the most bytes that an element of a saved tensor takes
-# The options of the group "data" that a resumed run prints if they have changed. All options of the
-# group "training" are printed in this case.
+# A resumed run prints which of these options of the group "data", and which options of the group
+# "training", have other values than in the run that saved.
 DATA = ("data", "split", "order", "skip_samples")
 
 
@@ -165,8 +165,8 @@ class Loader:
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
         positions = self.config.model.positions
-        # Fields of the shape that may differ, because they have no effect: the options of rotary
-        # positions if positions are learned, the lengths if they are rotary, both if there are none.
+        # Fields of the shape without effect, which may differ: the options of rotary positions if
+        # positions are learned, the lengths if they are rotary, both with alibi.
         unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
@@ -279,7 +279,7 @@ class Loader:
             )
         saved_config = json.loads(index.attributes("run")["config"])
         theirs = _options(saved_config)
-        # The round trip through JSON makes tuples into lists, as in the checkpoint.
+        # JSON makes tuples into lists, as in the checkpoint: so equal options compare as equal.
         ours = _options(json.loads(json.dumps(self.config.as_dict())))
         changed = [
             f"{name} {theirs[name]} before, {ours[name]} now"

@@ -390,7 +390,7 @@ class Checkpointer:
         """Wait until this rank's part of the running save has ended, and print how it ended."""
         if self._thread is not None:
             with self.recorder.waiting_for("writer"):
-                self._thread.join(self.exchange.seconds)
+                self._thread.join(self.exchange.seconds)  # at most as long as ranks wait for a rank
             if self._thread.is_alive():
                 minutes = self.exchange.seconds / 60
                 raise TimeoutError(f"step {self.saves.step} is not saved after {minutes:g} minutes")

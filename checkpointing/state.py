@@ -134,7 +134,7 @@ def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
                 shard,
                 start=shard.start + part_start,
                 stop=shard.start + part_stop,
-                offset=shard.offset + part_start,
+                offset=shard.offset + part_start,  # index of the part's start in its master tensor
             )
             shards.append(part)
         elif shard.copy == 0:
@@ -148,7 +148,10 @@ def count_elements(shards: list[ParamShard]) -> int:
 
 
 def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
-    """Return the dtype of each kind of state, which is the same in every shard of a run."""
+    """Return the dtype of each kind of state, from one element that is read of each.
+
+    It is the same in every shard of a run. kinds: such as ("weights", "exp_avg").
+    """
     return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
 
 

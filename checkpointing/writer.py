@@ -203,7 +203,7 @@ class Writer:
             for start in range(0, len(whole), RECORDED_ELEMENTS):
                 self.recorder.background_at("writes its shard")
                 run = whole[start : start + RECORDED_ELEMENTS]
-                # An infinity or a NaN makes the sum so too; np.isfinite would make an array.
+                # The sum is finite only if all elements are. np.isfinite would allocate an array.
                 with np.errstate(invalid="ignore"):
                     total = run.sum(dtype=np.float64)
                 if not math.isfinite(total):
@@ -323,7 +323,8 @@ class HostBuffers:
         self.device = device
         self.pinned = device.type == "cuda"
         self._buffers: dict[str, list[Tensor]] = {}  # by kind of state
-        # The result of `begin_pinning`, until the first `copy` takes it.
+        # The buffers by kind that the thread of `begin_pinning` allocates; None once the first
+        # `copy` has moved them to `_buffers`, or if there is no such thread.
         self._pinning: Future[dict[str, list[Tensor]]] | None = None
 
     def begin_pinning(self, count: int, types: dict[str, torch.dtype]) -> None:
@@ -360,7 +361,7 @@ class HostBuffers:
             torch.cat(list(runs), out=self._buffers[kind][0])
 
     def finish(self) -> None:
-        """Wait until every copy has ended."""
+        """Wait until the copies from the GPU have ended, after which `arrays` may be read."""
         if self.pinned:
             torch.cuda.synchronize(self.device)
 

@@ -369,7 +369,7 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name} is not TOML: line {line} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:  # also for 5,000 digits or open brackets
+    except (ValueError, RecursionError) as error:  # not TOML, or thousands of digits, of brackets
         raise UserError(f"{name} is not TOML: {error}") from None
 
 

@@ -316,7 +316,8 @@ def check_paths(config: Any) -> None:
         if path and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder, not a file that may appear")
         folder = os.path.dirname(os.path.abspath(path)) if path else os.sep
-        out = os.path.join(os.path.abspath(run.out), "")  # with "/" at its end, as `folder` below
+        # Both paths get a "/" at their ends, so that `folder` matches whole names only.
+        out = os.path.join(os.path.abspath(run.out), "")
         made_by_run = out.startswith(os.path.join(folder, ""))
         if not os.path.isdir(folder) and not made_by_run:
             raise UserError(f"{flag} {path} can never appear: there is no folder {folder}")

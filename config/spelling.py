@@ -69,7 +69,7 @@ class Translation:
         finished = values | {name: round(count * size) for name, count in self.iterations.items()}
         if self.warmup_fraction is not None:
             total = values.get("train_samples") or values.get("steps", 0) * size
-            # By default the decay lasts for the whole run.
+            # Unless it was given, the learning rate's decay lasts for the whole run.
             decay = finished.get("lr_decay_samples", total)
             finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
         return finished
@@ -88,7 +88,7 @@ def translate(words: list[str]) -> Translation:
     theirs = ["lr-warmup-fraction"]
     for table in ("same", "words", "iterations", "instead"):
         theirs += NAMES[table]
-    # Each option takes any number of values, and is not in `given` if it is not on the command line.
+    # Each option takes any number of values. `given` has only those on the command line.
     for name in theirs:
         parser.add_argument(f"--{name}", nargs="*", default=argparse.SUPPRESS)
     given, ours = parser.parse_known_args(list(map(_with_dashes, words)))
