@@ -42,12 +42,13 @@ class Checkpoints:
     ):
         """Keep what a Checkpointer needs, and make it if the run saves or resumes. Collective."""
         self.config = config
-        self.enabled = config.run.saves
+        self.enabled = config.run.saves  # whether the run saves regularly
         self.optimizer = optimizer
         self.recorder = mesh.recorder
         store = context.store
         rank = context.rank
         size = context.size
+        # The ranks of the run exchange values through the store with it, apart from the saves.
         self.exchange = StoreExchange(store, rank, size, "run", mesh.recorder)
         self._check_replicas = check_replicas
         # The arguments with which `_checkpointer` makes the Checkpointer, perhaps much later.

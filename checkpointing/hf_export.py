@@ -384,7 +384,8 @@ def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[s
     tensors = {}
     missing = []
     for name in sorted(name for rule in all_rules for name in rule.theirs):
-        _, _, short_name = name.partition(".")  # some files omit the first component
+        # Some files omit the first component of names, as in h.0.ln_1 for transformer.h.0.ln_1.
+        _, _, short_name = name.partition(".")
         spellings = [name, short_name, _OTHER_NAMES.get(name, name)]
         name_in_file = next((spelling for spelling in spellings if spelling in slices), None)
         if name_in_file is None:

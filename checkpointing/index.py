@@ -144,7 +144,7 @@ class Index:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """Unmap the shards and close index.h5; open arrays would keep the mapped memory."""
+        """Forget the mapped shards, and close index.h5."""
         self._arrays.clear()
         self.file.close()
         self._raw.close()
@@ -168,7 +168,7 @@ class Index:
             shapes = {}
             for name in self._tensors["weights"]:
                 _, mapping = self._mapping("weights", name)
-                shapes[name] = mapping.get_virtual_vspace(0).shape
+                shapes[name] = mapping.get_virtual_vspace(0).shape  # read without opening shards
             return shapes
 
     @functools.cached_property
@@ -206,7 +206,7 @@ class Index:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
-        """Raise ValueError unless a tensor's parts are in listed files, at its weights' places."""
+        """Raise ValueError unless a kind of a tensor lies where its weights do, in `files`."""
         if self._sources(kind, name) != self._sources_of(name):
             raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
         for file, start, box in self._sources_of(name):

@@ -97,7 +97,7 @@ class Loader:
         with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
-            if weights_only:  # otherwise the models are equal, and so are the tensors' shapes
+            if weights_only:  # otherwise `_check_model` has made sure that all shapes are equal
                 self._check_tensors(index, folder)
             self._read(index, ("weights",) if weights_only else self._kinds_of(index, folder))
             # `after_load` makes the weights in compute precision from the masters that were read.

@@ -92,7 +92,7 @@ class Checkpointer:
         else:
             store = context.store
             self.exchange = StoreExchange(store, context.rank, context.size, name, self.recorder)
-        # A random text of rank 0 in the names of hidden folders, so that no two starts share one.
+        # Rank 0's random text in the names of hidden folders: no other start writes to the same.
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
         self.kinds = saved_kinds(config, optimizer)
@@ -144,7 +144,7 @@ class Checkpointer:
 
     @property
     def requested_action(self) -> RequestedAction:
-        """On rank 0 a request to save every --save-every-minutes; on other ranks always GO_ON."""
+        """SAVE on rank 0 after --save-every-minutes, else GO_ON; all ranks do rank 0's action."""
         minutes = (time.monotonic() - self.saves.began) / 60
         is_due = 0 < self.run.save_every_minutes <= minutes
         if is_due and self.is_rank_0:
@@ -158,7 +158,7 @@ class Checkpointer:
     def _largest(self, answer: int) -> int:
         """Return the largest answer of all ranks. Collective."""
         answers = torch.tensor([answer], device=self.optimizer.device)
-        self.mesh.world.at_once.all_reduce(answers, MAX).wait()
+        self.mesh.world.at_once.all_reduce(answers, MAX).wait()  # nothing overlaps with it
         return int(self.mesh.world.values(answers)[0])
 
     @property
@@ -293,7 +293,7 @@ class Checkpointer:
 
     def _is_visible(self, progress: Progress) -> bool:
         """Return whether this run's folder has a complete checkpoint of this state. Collective."""
-        # A folder that another course of the run left has the name too, but is not `newest`.
+        # A folder of this step from before a resume at an earlier step does not count.
         complete = os.path.isdir(self.writer.folder_of(progress))
         return self._broadcast(complete and self._newest_step == progress.iteration)
 
@@ -350,7 +350,7 @@ class Checkpointer:
                 newest = self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
             # Compare the replicas again: memory may have been corrupted during a long wait.
-            self.saves.step = -1
+            self.saves.step = -1  # save this step again
             self._checked_step = -1
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:

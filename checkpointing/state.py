@@ -81,20 +81,21 @@ def checkpoints_folder(config: Config) -> str:
 def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
     """Return the shards of parameters whose master weights and optimizer state this rank holds.
 
-    Elements that are padding are left out: they are the last rows of a local tensor. Raise
-    ValueError if a tensor is padded along another dimension than the first.
+    Elements that are padding are left out: they are the last rows of a local tensor. Called to save
+    and to load. Raise ValueError if a tensor is padded along another dimension than the first.
     """
     shards = []
     for shard in optimizer.owned():
         spec = shard.spec
         shape = shard.shape
         stop = shard.stop
-        # The rows [spec.start, spec.stop) of the global tensor are here; further rows are padding.
+        # This rank's tensor holds the rows [spec.start, spec.stop) of the global tensor; if it has
+        # more rows, the last ones are padding.
         if spec.dim is not None and shape[spec.dim] != spec.stop - spec.start:
             if spec.dim != 0:
                 raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
             stop = min(stop, (spec.stop - spec.start) * math.prod(shape[1:]))
-        if shard.start < stop:  # else the whole shard is padding
+        if shard.start < stop:  # a shard that is nothing but padding is left out
             shards.append(dataclasses.replace(shard, stop=stop))
     return shards
 

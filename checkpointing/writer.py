@@ -138,7 +138,8 @@ class Writer:
         exception is not raised but stored in `save.error`, for the main thread.
         """
         key = f"save/{save.progress.iteration}"
-        self.recorder.background_at("writes its shard")  # for the report of a hang
+        # The report on a hang shows what the background thread of each rank was doing.
+        self.recorder.background_at("writes its shard")
         try:
             self.exchange.tell(key, self._try_to_write_shard(save, runs))
             if self.rank == 0:
@@ -156,7 +157,8 @@ class Writer:
         """Write this rank's file, and return the report to rank 0.
 
         The report is the result of `_write_shard`; {"error": a sentence} if the disk failed or the
-        state is not finite; None if this rank has no shards. runs: by kind of state.
+        state is not finite; None if this rank has no shards. runs: by kind of state, the elements
+        of the shards.
         """
         if not save.shards:
             return None
@@ -173,7 +175,7 @@ class Writer:
         """Write this rank's file, and return {"file": ..., "shapes": ...} for rank 0's index.
 
         "file" is the file's `ShardFile` as a dictionary; "shapes" has the global shapes of its
-        tensors, by name. runs: by kind of state.
+        tensors, by name. runs: by kind of state, the elements of the shards.
         """
         types = saved_types(save.shards[0], save.kinds)
         dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in types.items()}
@@ -186,7 +188,7 @@ class Writer:
         count = count_elements(save.shards)
         name = f"rank_{self.rank:05d}.h5"
         path = os.path.join(save.hidden, name)
-        # Rank 0 has made the folder, which this node may not see yet.
+        # Wait until this node sees the folder that rank 0 has made, perhaps on another node.
         _when_there(lambda: open(path, "wb").close(), time.monotonic() + SECONDS_TO_APPEAR)
         size, crc = file_format.write_shard(path, count, arrays)
         shard_file = file_format.ShardFile(name, size, crc, dtypes, tensors)

@@ -163,7 +163,7 @@ def _print_help(description: str, groups: Collection[str]) -> NoReturn:
     elif groups and GROUPS.keys() >= set(groups):
         text = _parser(description.partition("\n")[0], groups, lists_models=True).format_help()
     else:
-        text = _parser(description, names=FIRST).format_help()
+        text = _parser(description, names=FIRST).format_help()  # no group is named, or no such
     print(text, end="")
     raise SystemExit(0)
 
@@ -189,7 +189,7 @@ def samples_of(tokens: int, length: int) -> int:
     text = f"--batch-tokens {tokens} is not a whole number of samples of seq-length({length})"
     text += f"; the nearest: {near}"
     for unit, ten, two in (("Mi", 10**6, 2**20), ("Ki", 10**3, 2**10)):
-        binary, remainder = divmod(tokens * two, ten * length)
+        binary, remainder = divmod(tokens * two, ten * length)  # 4M read as 4Mi, in samples
         if not remainder:
             text += f"; or {tokens / ten:g}{unit} = {binary} x {length}"
             break
@@ -199,7 +199,7 @@ def samples_of(tokens: int, length: int) -> int:
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     """Return the given options, with the model and precision of the run that --resume continues.
 
-    A given shape or precision comes first, and --load-weights-only takes no precision.
+    A given shape or precision holds; with --load-weights-only only the model is that run's.
     """
     resume = given.get("resume")
     if not isinstance(resume, str):
@@ -239,7 +239,7 @@ def to_words(
     always: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> list[str]:
-    """Return the flags that give `group`, an instance of one of GROUPS, its values.
+    """Return the flags that give `group`, an instance of one of GROUPS, its values; to print them.
 
     Options at their defaults and the option `without` are left out. always: options that are
     written even at their defaults. only: if given, no options but these are written.

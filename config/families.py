@@ -127,7 +127,10 @@ def _family(
 
 
 def _as_list(value: Any) -> list:
-    """Return a list itself, and any other value in a list of one element."""
+    """Return a list itself, and any other value in a list of one element.
+
+    families.toml may give a single value where a list is meant.
+    """
     return value if isinstance(value, list) else [value]
 
 

@@ -69,7 +69,7 @@ class NodeError(UserError):
         kind: str = "preflight",
         ranks: Sequence[int] = (),
     ):
-        """Keep the nodes to leave out, the kind of fault, and the ranks that have the fault."""
+        """Keep what the supervisor reads: nodes to leave out, the fault's kind and its ranks."""
         super().__init__(sentence)
         self.nodes = sorted(nodes)
         self.kind = kind

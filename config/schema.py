@@ -40,7 +40,7 @@ def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
     """Return the most gradients that several parameters may have in one bucket.
 
     A bucket is reduced over the replicas in one operation. held: the number of gradients on this
-    rank, which BUCKETS buckets should hold together. most: an upper limit of the result.
+    rank, to be divided among about BUCKETS buckets. most: an upper limit of the result.
     """
     return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
 
