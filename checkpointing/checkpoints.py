@@ -48,7 +48,7 @@ class Checkpoints:
         store = context.store
         rank = context.rank
         size = context.size
-        # The ranks of the run exchange values through the store with it, apart from the saves.
+        # The trainer uses this exchange for values of all ranks; the saves have their own exchange.
         self.exchange = StoreExchange(store, rank, size, "run", mesh.recorder)
         self._check_replicas = check_replicas
         # The arguments with which `_checkpointer` makes the Checkpointer, perhaps much later.

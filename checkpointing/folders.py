@@ -146,7 +146,7 @@ def find_problem(
             actual = os.fstat(file.fileno()).st_size
             if actual != expected["bytes"]:
                 return f"{path} has {actual} bytes, not {expected['bytes']}"
-            crc = expected["crc32"]  # without `contents`, the checksum counts as right unread
+            crc = expected["crc32"]  # counts as right if the file's contents are not to be read
             if contents:
                 _, crc = checksum(file)
     except OSError as error:

@@ -226,7 +226,7 @@ class Index:
                 stop = first + elements_in(box)
                 part = out[first:stop].reshape([b - a for a, b in box])  # a view of `out`
                 for file, start, stored in sources:
-                    self._read_overlap(kind, file, start, stored, box, part)  # if there is any
+                    self._read_overlap(kind, file, start, stored, box, part)  # if boxes overlap
                 first = stop
 
     def _read_overlap(
@@ -399,7 +399,7 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
 def _expert_shapes(model: ModelShape) -> dict[str, Shape]:
     """Return the shapes of a block's router, experts and shared expert, by name in the block."""
     count = model.experts
-    columns = (2,) if model.activation == "swiglu" else ()
+    columns = (2,) if model.activation == "swiglu" else ()  # gate and up are one tensor
     h = model.hidden
     f = model.expert_ffn_hidden
     shared = model.shared_ffn_hidden

@@ -307,7 +307,7 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
         box = [(0, size) for size in spec.shape]
         if spec.dim is not None:
             box[spec.dim] = (spec.start, spec.stop)
-            # The indices of `dim` from spec.stop - spec.start on are padding: no checkpoint has it.
+            # This rank's tensor may be padded at the end of dimension `dim`; checkpoints are not.
             weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)
         loaded = buffer[: weights.nbytes].view(p.dtype)
         index.read("weights", spec.name, [tuple(box)], loaded.numpy())

@@ -51,7 +51,7 @@ from zero import Optimizer
 # How long `finish` waits, with the state in memory, if the disk has no room for the last save.
 SECONDS_FOR_ROOM = 1800.0
 SECONDS_BETWEEN_LOOKS = 1.0  # the pause of `finish` between two looks at the disk's free bytes
-# The least time between two attempts to save; a full quota fails them although bytes are free.
+# The least time between two attempts to save: with a full quota they fail despite free bytes.
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
@@ -315,7 +315,7 @@ class Checkpointer:
         progress = loader.resume()
         self.begin_pinning()
         self.saves.step = progress.iteration
-        if loader.chosen:  # a checkpoint was loaded: `why` is printed if later ones are set aside
+        if loader.chosen:  # `why` is printed when the first save moves later checkpoints away
             why = f"this run continues from {loader.chosen}"
             if loader.damaged:
                 why += f"; {', '.join(loader.damaged)} cannot be loaded"

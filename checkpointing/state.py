@@ -149,9 +149,9 @@ def count_elements(shards: list[ParamShard]) -> int:
 
 
 def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
-    """Return the dtype of each kind of state, from one element that is read of each.
+    """Return the dtype of each kind of state, for which one element of each kind is read.
 
-    It is the same in every shard of a run. kinds: such as ("weights", "exp_avg").
+    The dtypes are the same in every shard of a run. kinds: such as ("weights", "exp_avg").
     """
     return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
 

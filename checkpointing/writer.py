@@ -238,8 +238,8 @@ class Writer:
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
-        # The run was resumed from an earlier checkpoint than its newest one. At the first save, the
-        # later checkpoints, which do not lead to the present state, are set aside.
+        # After a resume from a checkpoint that is not the newest, the first save moves the newer
+        # ones to another folder: training did not go on from them.
         if self.other_course:
             step, why = self.other_course
             note = folders.set_aside(self.parent, step)
@@ -312,8 +312,8 @@ def origin(config: dict[str, Any]) -> dict[str, str]:
 # ---- Host memory that a save copies the state into -----------------------------------------------
 
 
-# The most elements of the last of several pinned buffers, which may be of any size. The buffers
-# before it are powers of two (`_pinned_sizes`).
+# A pinned buffer has a power of two of elements. Only the last buffer of a kind of state may have
+# another number, up to this one (`_pinned_sizes`).
 SMALL_PINNED_BUFFER = 2**18
 
 

@@ -189,7 +189,7 @@ def samples_of(tokens: int, length: int) -> int:
     text = f"--batch-tokens {tokens} is not a whole number of samples of seq-length({length})"
     text += f"; the nearest: {near}"
     for unit, ten, two in (("Mi", 10**6, 2**20), ("Ki", 10**3, 2**10)):
-        binary, remainder = divmod(tokens * two, ten * length)  # 4M read as 4Mi, in samples
+        binary, remainder = divmod(tokens * two, ten * length)  # samples, if 4M is meant as 4Mi
         if not remainder:
             text += f"; or {tokens / ten:g}{unit} = {binary} x {length}"
             break
@@ -286,7 +286,7 @@ def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
 
 
 def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
-    """Return `base` with the values `own` by field name, for options beside --model.
+    """Return `base`, the model that --model names, with the fields that other options set (`own`).
 
     A field at its derived default is derived again: with more `hidden`, GPT-2's ffn_hidden grows.
     """
@@ -369,7 +369,7 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name} is not TOML: line {line} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:  # not TOML, or thousands of digits, of brackets
+    except (ValueError, RecursionError) as error:  # not TOML, or far too many digits or brackets
         raise UserError(f"{name} is not TOML: {error}") from None
 
 

@@ -76,11 +76,11 @@ class Translation:
 
 
 def translate(words: list[str]) -> Translation:
-    """Return a command line in our names: first the words that were in our names already.
+    """Translate a command line that has options of Megatron-LM.
 
-    words: the command line, with theirs and ours. Raise UserError if Trine does not have what an
-    option asks for, or if an option is given by two names. Called if a command line has an unknown
-    flag.
+    words: the command line, with names of theirs and of ours. In the translation, the words that
+    were ours already come first. Raise UserError if Trine does not have what an option asks for, or
+    if an option is given by two names. Called if a command line has an unknown flag.
     """
     # This parser knows only Megatron-LM's options. parse_known_args returns the words that it does
     # not know as the list `ours`: they are flags of Trine and their values.
