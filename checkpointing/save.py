@@ -130,9 +130,9 @@ class Checkpointer:
             self.save(progress)
 
     def _is_due(self, iteration: int, last: bool) -> bool:
-        """Return whether the last step, or a multiple of --save-every, is not saved yet.
+        """Return whether a save is due: after the last step, or after a multiple of --save-every.
 
-        After a multiple with a non-finite loss nothing is saved; then a later step is due.
+        If a multiple was not saved because its loss was not finite, a later step is due instead.
         """
         if iteration == self.saves.step:
             return False
@@ -390,7 +390,7 @@ class Checkpointer:
         """Wait until this rank's part of the running save has ended, and print how it ended."""
         if self._thread is not None:
             with self.recorder.waiting_for("writer"):
-                self._thread.join(self.exchange.seconds)  # at most as long as ranks wait for a rank
+                self._thread.join(self.exchange.seconds)  # then a silent rank counts as lost
             if self._thread.is_alive():
                 minutes = self.exchange.seconds / 60
                 raise TimeoutError(f"step {self.saves.step} is not saved after {minutes:g} minutes")

@@ -163,7 +163,7 @@ def _print_help(description: str, groups: Collection[str]) -> NoReturn:
     elif groups and GROUPS.keys() >= set(groups):
         text = _parser(description.partition("\n")[0], groups, lists_models=True).format_help()
     else:
-        text = _parser(description, names=FIRST).format_help()  # no group is named, or no such
+        text = _parser(description, names=FIRST).format_help()  # no known group is named
     print(text, end="")
     raise SystemExit(0)
 

@@ -359,7 +359,8 @@ def _take(
     name, value: the field's name and value. options: receives our value. lacks: receives a sentence
     instead if the engine or the family has no value like this one.
     """
-    # Their field lists the blocks without experts. Ours is a number: only the first blocks can be.
+    # Their field lists the blocks without experts. Our option has only the number of such blocks,
+    # which must be the model's first blocks.
     if name == OF_MLP_ALONE:
         if not isinstance(value, list) or value != list(range(len(value))):
             lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")

@@ -152,7 +152,7 @@ class ModelShape:
         return head | widths | {"qkv_bias": self.bias}
 
     def default_ffn(self) -> int:
-        """Return the MLP's width without --ffn-hidden: 4 h, or with SwiGLU 8/3 h as in Llama."""
+        """Return the default width of an MLP: 4 h; with SwiGLU 8/3 h, up to a multiple of 64."""
         if self.activation != "swiglu":
             return 4 * self.hidden
         return -(-8 * self.hidden // (3 * 64)) * 64  # rounded up to a multiple of 64

@@ -206,8 +206,10 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     meant = NAMES["meant"]  # our option for each name of other programs
     alike = difflib.get_close_matches(plain, meant, 1, 0.8)
     close = nearest(plain, list(options), 0.8)
+    # Another program's name counts if it was given exactly, or if it is the only similar name.
     if plain in meant or (alike and not close):
         close = f"; did you mean {meant[alike[0]]!r}?"
+    # If no name has the similarity 0.8, a less similar one will do. The names get their dashes.
     return (close or nearest(plain, list(options))).replace(" '", f" '{dashes}")
 
 
