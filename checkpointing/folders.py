@@ -285,9 +285,9 @@ def delete_surplus(
 def set_aside(parent: str, after: int) -> str:
     """Move the checkpoints of later steps than `after` to a new folder PARENT.1, PARENT.2, ...
 
-    Called if these checkpoints are not of the course that the run continues, or if an audit found
-    wrong results. Return a line that names the folder and the checkpoints, or "" if no checkpoint
-    is moved. Raise OSError if a move fails.
+    Called if the run continues from an earlier step, so that these checkpoints did not lead to its
+    state, or if an audit found wrong results. Return a line that names the folder and the
+    checkpoints, or "" if no checkpoint is moved. Raise OSError if a move fails.
     """
     names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
     if not names:

@@ -206,7 +206,7 @@ class Index:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
-        """Raise ValueError unless a kind of a tensor lies where its weights do, in `files`."""
+        """Raise ValueError unless a tensor's `kind` is in the places of its weights, in `files`."""
         if self._sources(kind, name) != self._sources_of(name):
             raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
         for file, start, box in self._sources_of(name):

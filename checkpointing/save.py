@@ -92,7 +92,7 @@ class Checkpointer:
         else:
             store = context.store
             self.exchange = StoreExchange(store, context.rank, context.size, name, self.recorder)
-        # Rank 0's random text in the names of hidden folders: no other start writes to the same.
+        # Rank 0's random text, in the names of hidden folders: each start of a run has its own.
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
         self.kinds = saved_kinds(config, optimizer)

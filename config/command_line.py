@@ -239,7 +239,7 @@ def to_words(
     always: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> list[str]:
-    """Return the flags that give `group`, an instance of one of GROUPS, its values; to print them.
+    """Return the command-line flags with the values of `group`, an instance of a class in GROUPS.
 
     Options at their defaults and the option `without` are left out. always: options that are
     written even at their defaults. only: if given, no options but these are written.

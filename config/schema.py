@@ -325,7 +325,7 @@ class Layout:
         return self.schedule.startswith(("zb", "searched"))
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
-        """Return the layout; options that are None are set on a GPU, where they are possible."""
+        """Return the layout; options that are None become True on a GPU if they fit, else False."""
         fits = {"sequence_parallel": self.tp > 1 and seq_length % (self.tp * self.cp) == 0}
         fits["overlap_param_gather"] = self.zero in (1, 2) and (self.dp, self.cp) != (1, 1)
         chosen: dict[str, Any] = {}
