@@ -287,7 +287,7 @@ class Index:
         return sources
 
     def _sources_of(self, name: str) -> list[tuple[str, int, Box]]:
-        """Return (shard, first index in its flat array, box) per box, the same for every kind."""
+        """Return the result of `_sources`, where each box is stored: the same for every kind."""
         if name not in self._known_sources:
             self._known_sources[name] = self._sources("weights", name)
         return self._known_sources[name]
