@@ -144,7 +144,7 @@ class Checkpointer:
 
     @property
     def requested_action(self) -> RequestedAction:
-        """SAVE on rank 0 after --save-every-minutes, else GO_ON; all ranks do the largest action."""
+        """SAVE on rank 0 after --save-every-minutes, else GO_ON; ranks do the largest action."""
         minutes = (time.monotonic() - self.saves.began) / 60
         is_due = 0 < self.run.save_every_minutes <= minutes
         if is_due and self.is_rank_0:
