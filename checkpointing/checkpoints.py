@@ -42,12 +42,13 @@ class Checkpoints:
     ):
         """Keep what a Checkpointer needs, and make it if the run saves or resumes. Collective."""
         self.config = config
-        self.enabled = config.run.saves
+        self.enabled = config.run.saves  # whether the run saves regularly
         self.optimizer = optimizer
         self.recorder = mesh.recorder
         store = context.store
         rank = context.rank
         size = context.size
+        # The trainer uses this exchange for values of all ranks; the saves have their own exchange.
         self.exchange = StoreExchange(store, rank, size, "run", mesh.recorder)
         self._check_replicas = check_replicas
         # The arguments with which `_checkpointer` makes the Checkpointer, perhaps much later.

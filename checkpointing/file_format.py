@@ -83,7 +83,8 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         first += 1
     if first < last:  # rows that are in the range as a whole
         yield ((first, last), *((0, size) for size in row_shape))
-    # The range may end inside row `last`, whose box has 0 elements if it ends at a row's end.
+    # The rest of the range is the beginning of row `last`. There is no rest if the range ends with
+    # a row (0 elements, so no box), or was inside one row (`first` is now greater than `last`).
     if last >= first:
         for box in split_into_boxes(row_shape, 0, stop - last * row_size):
             yield ((last, last + 1), *box)

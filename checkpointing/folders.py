@@ -146,7 +146,7 @@ def find_problem(
             actual = os.fstat(file.fileno()).st_size
             if actual != expected["bytes"]:
                 return f"{path} has {actual} bytes, not {expected['bytes']}"
-            crc = expected["crc32"]  # taken as right if the contents are not read
+            crc = expected["crc32"]  # counts as right if the file's contents are not to be read
             if contents:
                 _, crc = checksum(file)
     except OSError as error:
@@ -186,7 +186,10 @@ def list_checkpoints(parent: str) -> list[str]:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether a path has the name of a checkpoint, or is a folder with a manifest."""
+    """Return whether a path has a checkpoint's name (step_00001000), or contains a manifest.json.
+
+    Called for a path that a user gives, which may also be a run or a folder of checkpoints.
+    """
     return step_of(path) >= 0 or os.path.exists(os.path.join(path, MANIFEST))
 
 
@@ -211,7 +214,7 @@ def publish(hidden: str, final: str) -> None:
     """
     aside = final + ".old"
     if os.path.lexists(final):
-        if os.path.lexists(aside):  # left by an interrupted `publish`
+        if os.path.lexists(aside):  # an interrupted `publish` left this older checkpoint: delete it
             remove(aside)
         os.rename(final, aside)
     os.rename(hidden, final)
@@ -271,7 +274,7 @@ def delete_surplus(
     checkpoints = list_checkpoints(parent)
     steps = sorted({step_of(path) for path in checkpoints})
     needed = {saved}
-    # Keep the newest checkpoint of step `covered` or an earlier step, if there is one.
+    # An audit found that the steps up to `covered` were right: keep the newest checkpoint of these.
     needed.update([step for step in steps if step <= covered][-1:])
     steps_to_delete = {*surplus(steps, keep_last, keep_every)} - needed
     for path in checkpoints:
@@ -282,9 +285,9 @@ def delete_surplus(
 def set_aside(parent: str, after: int) -> str:
     """Move the checkpoints of later steps than `after` to a new folder PARENT.1, PARENT.2, ...
 
-    Called if these checkpoints are not of the course that the run continues, or if an audit found
-    wrong results. Return a line that names the folder and the checkpoints, or "" if no checkpoint
-    is moved. Raise OSError if a move fails.
+    Called if the run continues from an earlier step, so that these checkpoints did not lead to its
+    state, or if an audit found wrong results. Return a line that names the folder and the
+    checkpoints, or "" if no checkpoint is moved. Raise OSError if a move fails.
     """
     names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
     if not names:

@@ -45,7 +45,8 @@ def hf_config(model: ModelShape, dtype: torch.dtype, name: str | None = None) ->
 
     dtype: the type of the exported weights. name: the name of a family, see hf_rules.rules.
     """
-    # transformers would otherwise take the ids of the tokenizer that the family was trained with.
+    # Without these two fields transformers would take the family's default ids of the tokens that
+    # begin and end a text, which belong to another tokenizer.
     config = families.to_config(model, name) | {"bos_token_id": None, "eos_token_id": None}
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
@@ -138,7 +139,8 @@ def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
-    os.chmod(path, 0o666 & ~_umask())  # safetensors writes it for its user alone
+    # safetensors gives the file rights for its owner only: set the rights of an ordinary new file.
+    os.chmod(path, 0o666 & ~_umask())
     file_format.flush(path)
 
 
@@ -174,7 +176,9 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
         "clean_up_tokenization_spaces": False,
     }
     end = loaded.token_to_id("<|endoftext|>")
-    if end is not None:  # only a default: a chat template may end an answer with another token
+    # The end of a document is the eos_token unless the tokenizer's settings have another, such as
+    # the token with which a chat template ends an answer.
+    if end is not None:
         settings.setdefault("eos_token", "<|endoftext|>")
     _write_json(folder, "tokenizer_config.json", settings)
     # A generation is to end at the eos_token of the settings and at the end of a document.
@@ -361,6 +365,7 @@ def _open_tensors(folder: str) -> dict[str, Any]:
         path = _path_in(folder, name)
         try:
             file = safe_open(path, "pt")
+            # `file` is no dictionary: only the list `keys()` of its tensors' names can be iterated.
             slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
@@ -379,7 +384,8 @@ def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[s
     tensors = {}
     missing = []
     for name in sorted(name for rule in all_rules for name in rule.theirs):
-        _, _, short_name = name.partition(".")  # some files omit the first component
+        # Some files omit the first component of names, as in h.0.ln_1 for transformer.h.0.ln_1.
+        _, _, short_name = name.partition(".")
         spellings = [name, short_name, _OTHER_NAMES.get(name, name)]
         name_in_file = next((spelling for spelling in spellings if spelling in slices), None)
         if name_in_file is None:

@@ -96,12 +96,18 @@ def _as_tuple(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[T
 
 
 def _transpose_before(to_ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a conversion to ours that first transposes their matrices."""
+    """Return a conversion to ours that transposes their matrices and then calls `to_ours`.
+
+    Called for families whose matrices are (in, out), such as GPT-2: ours are (out, in).
+    """
     return lambda *theirs: to_ours(*(t.t() for t in theirs))
 
 
 def _transpose_after(to_theirs: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return a conversion to theirs that transposes the resulting matrices."""
+    """Return a conversion to theirs that calls `to_theirs` and then transposes its matrices.
+
+    Called for families whose matrices are (in, out), such as GPT-2: ours are (out, in).
+    """
     return lambda ours: tuple(t.t() for t in to_theirs(ours))
 
 
@@ -116,7 +122,9 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
     d = model.head_size
     queries = model.heads // model.kv_heads
     parts = [queries, 1, 1]
-    if count == 3:  # queries become (g, a/g, d, ...), keys and values (g, 1, d, ...)
+    # Three tensors: queries become (g, a/g, d, ...), keys and values (g, 1, d, ...), joined along
+    # the second dimension, and back.
+    if count == 3:
         return (
             lambda *three: torch.cat([t.unflatten(0, (g, -1, d)) for t in three], 1),
             lambda t: tuple(part.flatten(0, 2) for part in t.split(parts, 1)),
@@ -132,10 +140,12 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
 
 
 def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
-    """Return the rule of a router's tensor, (experts,), that transformers does not have.
+    """Return the rule of a router's bias or load, (experts,), which transformers does not have.
 
-    An import sets every element to `initial`. An export writes nothing, and raises UserError if a
-    bias of --balance bias is not 0: transformers would send tokens to other experts.
+    name: the tensor's name, ending in .bias (the biases that --balance bias adds to the scores) or
+    .load (how many tokens each expert had in the last step). An import sets every element to
+    `initial`. An export writes nothing, and raises UserError if a bias is not 0: without the bias,
+    transformers would send tokens to other experts.
     """
 
     def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
@@ -150,11 +160,11 @@ def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
 
 
 def _rule_of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
-    """Return the rule of our tensor for all experts, of which they have a tensor for each expert.
+    """Return the rule of one tensor of ours with all experts; they have one tensor per expert.
 
-    theirs: the name of their tensor, or the names of gate and up, with "#" for the expert's number.
-    Ours is (experts, ...), or with gate and up (experts, 2, ...); their order is gate and up of
-    expert 0, gate and up of expert 1, ...
+    theirs: the name of an expert's tensor, or the two names of its gate and up, with "#" for the
+    expert's number. Our tensor is (experts, ...), or with gate and up (experts, 2, ...). The rule
+    lists their tensors in this order: gate and up of expert 0, gate and up of expert 1, ...
     """
     names: list[str] = []
     for expert in range(experts):

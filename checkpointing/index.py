@@ -76,7 +76,7 @@ def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
 def _selected_box(space: h5py.h5s.SpaceID) -> Box:
     """Return the box that an HDF5 selection covers; raise ValueError if it is not one box."""
     box = tuple((low, high + 1) for low, high in zip(*space.get_select_bounds()))
-    # A list of points has bounds too, but its elements may be in any order.
+    # Refuse a selection of single points: it may fill its bounds, but in another order than a box.
     is_in_order = space.get_select_type() in (h5py.h5s.SEL_HYPERSLABS, h5py.h5s.SEL_ALL)
     if not is_in_order or space.get_select_npoints() != elements_in(box):
         raise ValueError("a selection is not a box")
@@ -144,6 +144,7 @@ class Index:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        """Forget the mapped shards, and close index.h5."""
         self._arrays.clear()
         self.file.close()
         self._raw.close()
@@ -167,7 +168,7 @@ class Index:
             shapes = {}
             for name in self._tensors["weights"]:
                 _, mapping = self._mapping("weights", name)
-                shapes[name] = mapping.get_virtual_vspace(0).shape
+                shapes[name] = mapping.get_virtual_vspace(0).shape  # read without opening shards
             return shapes
 
     @functools.cached_property
@@ -205,7 +206,7 @@ class Index:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
-        """Raise ValueError unless a tensor's parts are in listed files, at its weights' places."""
+        """Raise ValueError unless a tensor's `kind` is in the places of its weights, in `files`."""
         if self._sources(kind, name) != self._sources_of(name):
             raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
         for file, start, box in self._sources_of(name):
@@ -223,10 +224,9 @@ class Index:
             first = 0
             for box in boxes:
                 stop = first + elements_in(box)
-                part = out[first:stop].reshape([b - a for a, b in box])
-                # Each stored box that overlaps with this box fills a part of it.
+                part = out[first:stop].reshape([b - a for a, b in box])  # a view of `out`
                 for file, start, stored in sources:
-                    self._read_overlap(kind, file, start, stored, box, part)
+                    self._read_overlap(kind, file, start, stored, box, part)  # if boxes overlap
                 first = stop
 
     def _read_overlap(
@@ -239,7 +239,7 @@ class Index:
         """
         shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
         if all(a < b for a, b in shared):  # the boxes overlap in every dimension
-            # The places of the shared elements, counted from the corner of `stored` and of `box`.
+            # Slices of the elements that both boxes have, as indices inside `stored` and `box`.
             source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, stored))
             target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box))
             flat = self._arrays_in(file)[kind][start : start + elements_in(stored)]
@@ -277,7 +277,7 @@ class Index:
             if stop - start != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             sources.append((file, start, box))
-        # Read after the loop: for a selection without limits, refused there, HDF5 opens shards.
+        # Only after the loop has refused unlimited boxes: HDF5 opens shards to find their shape.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:
@@ -287,7 +287,7 @@ class Index:
         return sources
 
     def _sources_of(self, name: str) -> list[tuple[str, int, Box]]:
-        """Return the result of `_sources`, which is the same for every kind of state."""
+        """Return the result of `_sources`, where each box is stored: the same for every kind."""
         if name not in self._known_sources:
             self._known_sources[name] = self._sources("weights", name)
         return self._known_sources[name]
@@ -399,7 +399,7 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
 def _expert_shapes(model: ModelShape) -> dict[str, Shape]:
     """Return the shapes of a block's router, experts and shared expert, by name in the block."""
     count = model.experts
-    columns = (2,) if model.activation == "swiglu" else ()
+    columns = (2,) if model.activation == "swiglu" else ()  # gate and up are one tensor
     h = model.hidden
     f = model.expert_ffn_hidden
     shared = model.shared_ffn_hidden
@@ -425,22 +425,22 @@ def _check_attributes(index: Index, step: int) -> None:
     progress, optimizer, data, run = map(index.attributes, ("progress", "optimizer", "data", "run"))
     text = {"kind": optimizer.pop("kind", None), "fingerprint": data.get("fingerprint")}
     text["config"] = run.get("config")
-    counts = {"iteration": None} | progress  # None is found wrong below if there is no iteration
+    counts = {"iteration": None} | progress  # must be whole numbers: None, if missing, is refused
     if len(index.kinds) > 1:  # the checkpoint has an optimizer's state
         counts["step"] = optimizer.get("step")
     wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
     wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]
-    # The hysteresis may be negative: each overflow in a row subtracts 1.
+    # Only fp16's hysteresis, the overflows until the loss scale falls, may count below 0.
     smallest = {"hysteresis": -(2**63)}
     for name, value in (progress | optimizer).items():
         if isinstance(value, str) or not smallest.get(name, 0) <= value < math.inf:
             wrong.append((name, value))
     try:
-        dict(json.loads(str(text["config"])).get("training", {}))
+        dict(json.loads(str(text["config"])).get("training", {}))  # as Loader reads the options
     except (ValueError, TypeError, AttributeError, RecursionError):
         wrong.append(("config", text["config"]))
     try:
-        Usage.from_text(str(data.get("usage", Usage().text())))
+        Usage.from_text(str(data.get("usage", Usage().text())))  # the tokens that were trained on
     except ValueError:
         wrong.append(("usage", data["usage"]))
     if wrong:

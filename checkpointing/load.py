@@ -44,8 +44,8 @@ from zero import Optimizer
 # Options of a model that do not change any tensor if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
 WIDEST = torch.float64.itemsize  # the most bytes that an element of a saved tensor takes
-# The options of the group "data" that a resumed run prints if they have changed. All options of the
-# group "training" are printed in this case.
+# A resumed run prints which of these options of the group "data", and which options of the group
+# "training", have other values than in the run that saved.
 DATA = ("data", "split", "order", "skip_samples")
 
 
@@ -97,7 +97,7 @@ class Loader:
         with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
-            if weights_only:  # otherwise the models are equal, and so are the tensors' shapes
+            if weights_only:  # otherwise `_check_model` has made sure that all shapes are equal
                 self._check_tensors(index, folder)
             self._read(index, ("weights",) if weights_only else self._kinds_of(index, folder))
             # `after_load` makes the weights in compute precision from the masters that were read.
@@ -165,7 +165,8 @@ class Loader:
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
         positions = self.config.model.positions
-        # Fields of the shape that have no effect with this kind of positions: they may differ.
+        # Fields of the shape without effect, which may differ: the options of rotary positions if
+        # positions are learned, the lengths if they are rotary, both with alibi.
         unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
@@ -278,7 +279,7 @@ class Loader:
             )
         saved_config = json.loads(index.attributes("run")["config"])
         theirs = _options(saved_config)
-        # The round trip through JSON makes tuples into lists, as in the checkpoint.
+        # JSON makes tuples into lists, as in the checkpoint: so equal options compare as equal.
         ours = _options(json.loads(json.dumps(self.config.as_dict())))
         changed = [
             f"{name} {theirs[name]} before, {ours[name]} now"
@@ -306,7 +307,8 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
         box = [(0, size) for size in spec.shape]
         if spec.dim is not None:
             box[spec.dim] = (spec.start, spec.stop)
-            weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)  # without padding
+            # This rank's tensor may be padded at the end of dimension `dim`; checkpoints are not.
+            weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)
         loaded = buffer[: weights.nbytes].view(p.dtype)
         index.read("weights", spec.name, [tuple(box)], loaded.numpy())
         weights.copy_(loaded.view(weights.shape))

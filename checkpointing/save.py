@@ -51,7 +51,7 @@ from zero import Optimizer
 # How long `finish` waits, with the state in memory, if the disk has no room for the last save.
 SECONDS_FOR_ROOM = 1800.0
 SECONDS_BETWEEN_LOOKS = 1.0  # the pause of `finish` between two looks at the disk's free bytes
-# The least time between two attempts to save: a user's full quota does not show in the free bytes.
+# The least time between two attempts to save: with a full quota they fail despite free bytes.
 SECONDS_BETWEEN_ATTEMPTS = 10.0
 
 
@@ -92,7 +92,7 @@ class Checkpointer:
         else:
             store = context.store
             self.exchange = StoreExchange(store, context.rank, context.size, name, self.recorder)
-        # A random text of rank 0 in the names of hidden folders, so that no two starts share one.
+        # Rank 0's random text, in the names of hidden folders: each start of a run has its own.
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
         self.kinds = saved_kinds(config, optimizer)
@@ -130,9 +130,9 @@ class Checkpointer:
             self.save(progress)
 
     def _is_due(self, iteration: int, last: bool) -> bool:
-        """Return whether the last step, or a multiple of --save-every, is not saved yet.
+        """Return whether a save is due: after the last step, or after a multiple of --save-every.
 
-        After a multiple with a non-finite loss nothing is saved; then a later step is due.
+        If a multiple was not saved because its loss was not finite, a later step is due instead.
         """
         if iteration == self.saves.step:
             return False
@@ -144,7 +144,7 @@ class Checkpointer:
 
     @property
     def requested_action(self) -> RequestedAction:
-        """On rank 0 a request to save every --save-every-minutes; on other ranks always GO_ON."""
+        """SAVE on rank 0 after --save-every-minutes, else GO_ON; ranks do the largest action."""
         minutes = (time.monotonic() - self.saves.began) / 60
         is_due = 0 < self.run.save_every_minutes <= minutes
         if is_due and self.is_rank_0:
@@ -158,12 +158,12 @@ class Checkpointer:
     def _largest(self, answer: int) -> int:
         """Return the largest answer of all ranks. Collective."""
         answers = torch.tensor([answer], device=self.optimizer.device)
-        self.mesh.world.at_once.all_reduce(answers, MAX).wait()
+        self.mesh.world.at_once.all_reduce(answers, MAX).wait()  # nothing overlaps with it
         return int(self.mesh.world.values(answers)[0])
 
     @property
     def _newest_step(self) -> int:
-        """The step of `newest`; -1: there is none."""
+        """The step of this run's newest complete save or loaded checkpoint, on rank 0; else -1."""
         return -1 if self.newest is None else self.newest.iteration
 
     @property
@@ -212,12 +212,12 @@ class Checkpointer:
         # The folder has a hidden name until the checkpoint is complete. Only rank 0 makes it.
         hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
-            return
-        attributes = self._attributes(progress) if self.is_rank_0 else {}
+            return  # rank 0 has printed why; training goes on
+        attributes = self._attributes(progress) if self.is_rank_0 else {}  # of index.h5
         shards = shards_to_write(self.optimizer)
         save = PendingSave(progress, self.kinds, hidden, attributes, shards, began)
-        save.checks = ("replicas",) if self._check_replicas else ()
-        self._pending = save
+        save.checks = ("replicas",) if self._check_replicas else ()  # the manifest names them
+        self._pending = save  # `_report` prints later how the save ended
         if self.run.async_save:
             arguments = (save, self._copy_to_host(save))
             self._thread = threading.Thread(target=self.writer.write, args=arguments, daemon=True)
@@ -293,7 +293,7 @@ class Checkpointer:
 
     def _is_visible(self, progress: Progress) -> bool:
         """Return whether this run's folder has a complete checkpoint of this state. Collective."""
-        # The folder may be older than this run's resume; then `newest` is not of this step.
+        # A folder of this step from before a resume at an earlier step does not count.
         complete = os.path.isdir(self.writer.folder_of(progress))
         return self._broadcast(complete and self._newest_step == progress.iteration)
 
@@ -315,7 +315,7 @@ class Checkpointer:
         progress = loader.resume()
         self.begin_pinning()
         self.saves.step = progress.iteration
-        if loader.chosen:  # a checkpoint was loaded: `why` tells the user why others are moved
+        if loader.chosen:  # `why` is printed when the first save moves later checkpoints away
             why = f"this run continues from {loader.chosen}"
             if loader.damaged:
                 why += f"; {', '.join(loader.damaged)} cannot be loaded"
@@ -350,7 +350,7 @@ class Checkpointer:
                 newest = self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
             # Compare the replicas again: memory may have been corrupted during a long wait.
-            self.saves.step = -1
+            self.saves.step = -1  # save this step again
             self._checked_step = -1
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
@@ -379,7 +379,7 @@ class Checkpointer:
         return action == try_again
 
     def _may_have_room(self, next_attempt: float) -> bool:
-        """Return whether the disk has room, at time `next_attempt` or later; only rank 0 looks."""
+        """Return whether rank 0 asks for the next attempt: it is time, and the disk has room."""
         if not self.is_rank_0 or time.monotonic() < next_attempt:
             return False
         with contextlib.suppress(OSError):  # a file system that fails now may answer the next look
@@ -390,7 +390,7 @@ class Checkpointer:
         """Wait until this rank's part of the running save has ended, and print how it ended."""
         if self._thread is not None:
             with self.recorder.waiting_for("writer"):
-                self._thread.join(self.exchange.seconds)
+                self._thread.join(self.exchange.seconds)  # then a silent rank counts as lost
             if self._thread.is_alive():
                 minutes = self.exchange.seconds / 60
                 raise TimeoutError(f"step {self.saves.step} is not saved after {minutes:g} minutes")

@@ -22,8 +22,8 @@ from corpora.usage import Usage
 from data import Samples
 from zero import Optimizer, ParamShard
 
-# Several ranks may hold copies of a shard. If it has at least this number of elements, each of them
-# writes an equal part of it to the checkpoint; a smaller shard is written by the first of them.
+# Several ranks may hold copies of a shard. If the shard has at least this number of elements, each
+# of these ranks writes an equal part of it; a smaller shard is written by the first of these ranks.
 SPREAD_ELEMENTS = 2**18
 # The write speed of one rank that is assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
@@ -81,20 +81,21 @@ def checkpoints_folder(config: Config) -> str:
 def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
     """Return the shards of parameters whose master weights and optimizer state this rank holds.
 
-    Elements that are padding are left out: they are the last rows of a local tensor. Raise
-    ValueError if a tensor is padded along another dimension than the first.
+    Elements that are padding are left out: they are the last rows of a local tensor. Called to save
+    and to load. Raise ValueError if a tensor is padded along another dimension than the first.
     """
     shards = []
     for shard in optimizer.owned():
         spec = shard.spec
         shape = shard.shape
         stop = shard.stop
-        # The rows [spec.start, spec.stop) of the global tensor are here; further rows are padding.
+        # This rank's tensor holds the rows [spec.start, spec.stop) of the global tensor; if it has
+        # more rows, the last ones are padding.
         if spec.dim is not None and shape[spec.dim] != spec.stop - spec.start:
             if spec.dim != 0:
                 raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
             stop = min(stop, (spec.stop - spec.start) * math.prod(shape[1:]))
-        if shard.start < stop:  # else the whole shard is padding
+        if shard.start < stop:  # a shard that is nothing but padding is left out
             shards.append(dataclasses.replace(shard, stop=stop))
     return shards
 
@@ -110,7 +111,7 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
     digest = hashlib.sha256()
     number = 1
     while number <= min(consumed, len(samples)):
-        # The number of a sample counts from 1 here, its index from 0.
+        # `number` counts samples from 1, but `sample` takes an index, which counts from 0.
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2
     return digest.hexdigest()[:16]
@@ -134,7 +135,7 @@ def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
                 shard,
                 start=shard.start + part_start,
                 stop=shard.start + part_stop,
-                offset=shard.offset + part_start,
+                offset=shard.offset + part_start,  # index of the part's start in its master tensor
             )
             shards.append(part)
         elif shard.copy == 0:
@@ -148,15 +149,18 @@ def count_elements(shards: list[ParamShard]) -> int:
 
 
 def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
-    """Return the dtype of each kind of state, which is the same in every shard of a run."""
+    """Return the dtype of each kind of state, for which one element of each kind is read.
+
+    The dtypes are the same in every shard of a run. kinds: such as ("weights", "exp_avg").
+    """
     return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
 
 
 def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
     """Return the bytes that an element of a parameter takes in a checkpoint: the sum over `kinds`.
 
-    Return 0 on a rank that owns no parameter, because the dtypes are those of a parameter there;
-    rank 0 always owns some.
+    The dtypes are read from a parameter that this rank owns. A rank that owns none returns 0; rank
+    0, which asks whether the disk has room, always owns some.
     """
     shards = optimizer.owned()
     if not shards:
@@ -203,9 +207,10 @@ def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
 def check_begin(config: Config, done: Progress) -> None:
     """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples.
 
-    A run may consist of stages with different layouts. --begin-at-samples is where the stage of
-    this start begins; its layout was not checked for the batch sizes of earlier steps. done: the
-    progress in the checkpoint.
+    A run may be trained in several periods with different layouts, each by a launch of its own.
+    --begin-at-samples is where the period of this launch begins. The layout of this launch was
+    checked for the batch sizes from there on, not for those of earlier steps. done: the progress in
+    the checkpoint.
     """
     begin = config.run.begin_at_samples
     if done.consumed_samples < begin:

@@ -138,7 +138,8 @@ class Writer:
         exception is not raised but stored in `save.error`, for the main thread.
         """
         key = f"save/{save.progress.iteration}"
-        self.recorder.background_at("writes its shard")  # for the report of a hang
+        # The report on a hang shows what the background thread of each rank was doing.
+        self.recorder.background_at("writes its shard")
         try:
             self.exchange.tell(key, self._try_to_write_shard(save, runs))
             if self.rank == 0:
@@ -156,7 +157,8 @@ class Writer:
         """Write this rank's file, and return the report to rank 0.
 
         The report is the result of `_write_shard`; {"error": a sentence} if the disk failed or the
-        state is not finite; None if this rank has no shards. runs: by kind of state.
+        state is not finite; None if this rank has no shards. runs: by kind of state, the elements
+        of the shards.
         """
         if not save.shards:
             return None
@@ -173,7 +175,7 @@ class Writer:
         """Write this rank's file, and return {"file": ..., "shapes": ...} for rank 0's index.
 
         "file" is the file's `ShardFile` as a dictionary; "shapes" has the global shapes of its
-        tensors, by name. runs: by kind of state.
+        tensors, by name. runs: by kind of state, the elements of the shards.
         """
         types = saved_types(save.shards[0], save.kinds)
         dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in types.items()}
@@ -186,7 +188,7 @@ class Writer:
         count = count_elements(save.shards)
         name = f"rank_{self.rank:05d}.h5"
         path = os.path.join(save.hidden, name)
-        # Rank 0 has made the folder, which this node may not see yet.
+        # Wait until this node sees the folder that rank 0 has made, perhaps on another node.
         _when_there(lambda: open(path, "wb").close(), time.monotonic() + SECONDS_TO_APPEAR)
         size, crc = file_format.write_shard(path, count, arrays)
         shard_file = file_format.ShardFile(name, size, crc, dtypes, tensors)
@@ -203,7 +205,7 @@ class Writer:
             for start in range(0, len(whole), RECORDED_ELEMENTS):
                 self.recorder.background_at("writes its shard")
                 run = whole[start : start + RECORDED_ELEMENTS]
-                # An infinity or a NaN makes the sum so too; np.isfinite would make an array.
+                # The sum is finite only if all elements are. np.isfinite would allocate an array.
                 with np.errstate(invalid="ignore"):
                     total = run.sum(dtype=np.float64)
                 if not math.isfinite(total):
@@ -236,8 +238,8 @@ class Writer:
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
-        # The run was resumed from an earlier checkpoint than its newest one. At the first save, the
-        # later checkpoints, which do not lead to the present state, are set aside.
+        # After a resume from a checkpoint that is not the newest, the first save moves the newer
+        # ones to another folder: training did not go on from them.
         if self.other_course:
             step, why = self.other_course
             note = folders.set_aside(self.parent, step)
@@ -310,7 +312,9 @@ def origin(config: dict[str, Any]) -> dict[str, str]:
 # ---- Host memory that a save copies the state into -----------------------------------------------
 
 
-SMALL_PINNED_BUFFER = 2**18  # the most elements of the last buffer, see `_pinned_sizes`
+# A pinned buffer has a power of two of elements. Only the last buffer of a kind of state may have
+# another number, up to this one (`_pinned_sizes`).
+SMALL_PINNED_BUFFER = 2**18
 
 
 class HostBuffers:
@@ -321,7 +325,8 @@ class HostBuffers:
         self.device = device
         self.pinned = device.type == "cuda"
         self._buffers: dict[str, list[Tensor]] = {}  # by kind of state
-        # The result of `begin_pinning`, until the first `copy` takes it.
+        # The buffers by kind that the thread of `begin_pinning` allocates; None once the first
+        # `copy` has moved them to `_buffers`, or if there is no such thread.
         self._pinning: Future[dict[str, list[Tensor]]] | None = None
 
     def begin_pinning(self, count: int, types: dict[str, torch.dtype]) -> None:
@@ -354,11 +359,11 @@ class HostBuffers:
             self._buffers[kind] = self._allocate(count, dtype)
         if self.pinned:
             _copy_to_pinned(runs, self._buffers[kind])
-        else:  # torch.cat takes half the time of a copy for each run
+        else:  # the state is on the CPU: one torch.cat takes half the time of a copy for each run
             torch.cat(list(runs), out=self._buffers[kind][0])
 
     def finish(self) -> None:
-        """Wait until every copy has ended."""
+        """Wait until the copies from the GPU have ended, after which `arrays` may be read."""
         if self.pinned:
             torch.cuda.synchronize(self.device)
 

@@ -103,7 +103,8 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
     samples_per_size = samples / increments  # a float, as in Megatron, with its rounding errors
     starts = [(0, start)]
     for i in range(1, increments + 1):
-        # The least number of consumed samples for which Megatron's formula gives the next size.
+        # Find the least number of consumed samples for which Megatron's formula gives increment i.
+        # The search begins one too low, because the quotient of floats may be rounded up.
         first = math.ceil(i * samples_per_size) - 1
         while first <= samples and int(first / samples_per_size) < i:
             first += 1
@@ -179,7 +180,8 @@ def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
     for start, batch in starts:
         if kept and kept[-1][0] == start:  # this start replaces another at the same sample
             kept.pop()
-        if not kept or kept[-1][1] != batch:  # else the size does not change
+        # A start is left out if the batch size before it is the same already.
+        if not kept or kept[-1][1] != batch:
             kept.append((start, batch))
     return BatchSchedule(tuple(kept))
 

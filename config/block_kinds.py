@@ -32,8 +32,8 @@ OF_ONE_MLP: dict[str, Any] = {
 def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     """Return (number of blocks, model of these blocks alone) for each kind of block in the model.
 
-    The blocks with experts come first. A kind without blocks is left out. `ffn_hidden` of such a
-    model is the width of each of its MLPs: of each expert, in the model with experts.
+    The blocks with experts come first. A kind without blocks is left out. `ffn_hidden` of a
+    returned model is the width of each of its MLPs: of each expert, in the model with experts.
     """
     all_alike: dict[str, Any] = {"first_dense_layers": 0, "expert_interval": 1}
     sparse = blocks_with_experts(model, 0, model.layers)

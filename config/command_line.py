@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**20  # size of the largest TOML file that is read
 BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # the two options for the global batch size
-# `--precision auto` counts as not given: a program's default or a resumed run may replace it.
+# `--precision auto` counts as not given, so a program's default or the resumed run's value holds.
 AUTOMATIC = ("precision", "auto")
 # The words of error messages for the types of options.
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -163,7 +163,7 @@ def _print_help(description: str, groups: Collection[str]) -> NoReturn:
     elif groups and GROUPS.keys() >= set(groups):
         text = _parser(description.partition("\n")[0], groups, lists_models=True).format_help()
     else:
-        text = _parser(description, names=FIRST).format_help()
+        text = _parser(description, names=FIRST).format_help()  # no known group is named
     print(text, end="")
     raise SystemExit(0)
 
@@ -189,7 +189,7 @@ def samples_of(tokens: int, length: int) -> int:
     text = f"--batch-tokens {tokens} is not a whole number of samples of seq-length({length})"
     text += f"; the nearest: {near}"
     for unit, ten, two in (("Mi", 10**6, 2**20), ("Ki", 10**3, 2**10)):
-        binary, remainder = divmod(tokens * two, ten * length)
+        binary, remainder = divmod(tokens * two, ten * length)  # samples, if 4M is meant as 4Mi
         if not remainder:
             text += f"; or {tokens / ten:g}{unit} = {binary} x {length}"
             break
@@ -199,7 +199,7 @@ def samples_of(tokens: int, length: int) -> int:
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     """Return the given options, with the model and precision of the run that --resume continues.
 
-    A given shape or precision comes first, and --load-weights-only takes no precision.
+    A given shape or precision holds; with --load-weights-only only the model is that run's.
     """
     resume = given.get("resume")
     if not isinstance(resume, str):
@@ -239,7 +239,7 @@ def to_words(
     always: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> list[str]:
-    """Return the flags that give `group`, an instance of one of GROUPS, its values.
+    """Return the command-line flags with the values of `group`, an instance of a class in GROUPS.
 
     Options at their defaults and the option `without` are left out. always: options that are
     written even at their defaults. only: if given, no options but these are written.
@@ -286,7 +286,7 @@ def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
 
 
 def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
-    """Return `base` with the values `own` by field name, for options beside --model.
+    """Return `base`, the model that --model names, with the fields that other options set (`own`).
 
     A field at its derived default is derived again: with more `hidden`, GPT-2's ffn_hidden grows.
     """
@@ -303,7 +303,7 @@ def _options() -> dict[str, dataclasses.Field[Any]]:
 def options_help(*groups: str) -> str:
     """Return the help text of the options in `groups`, keys of GROUPS; for plan.py's help."""
     text = _parser("", groups, lists_models=True).format_help()
-    return text[text.index("  --config") :]  # without usage and description
+    return text[text.index("  --config") :]  # options only: cut off usage and description
 
 
 def _parser(
@@ -369,7 +369,7 @@ def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name} is not TOML: line {line} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:  # also for 5,000 digits or open brackets
+    except (ValueError, RecursionError) as error:  # not TOML, or far too many digits or brackets
         raise UserError(f"{name} is not TOML: {error}") from None
 
 
@@ -393,7 +393,7 @@ def _options_of_file(path: str) -> dict[str, Any]:
     places: dict[str, str] = {}
     for place, key, value in entries:
         name = key.replace("-", "_")
-        if name in options:  # in two tables, or with "-" and with "_"
+        if name in options:  # the option stands in two tables, or once with "-" and once with "_"
             where = f"{places[name]} and {place}"
             raise UserError(f"--config {path} gives {key!r} twice: {where}")
         places[name] = place

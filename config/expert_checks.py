@@ -12,7 +12,7 @@ def check(model: ModelShape, layout: Layout | None, training: Training | None) -
     """Raise UserError if the options of experts do not go together.
 
     layout, training: the options of these groups; None where a caller has only the model, or the
-    model and the layout. What needs them is then not checked.
+    model and the layout. The checks that need these options are then left out.
     """
     check_router(model)
     if layout is not None:

@@ -82,7 +82,8 @@ class Family:
         nearest = ModelShape(**values)  # the family's model that is most like `model`
         texts = []
         for name, value in dataclasses.asdict(model).items():
-            # Options without effect may differ: they are about other positions than the model's.
+            # An option of a kind of positions that the model does not have has no effect, and may
+            # differ.
             unused = name.startswith("rotary") and model.positions != "rotary"
             unused |= name == "max_positions" and model.positions != "learned"
             if getattr(nearest, name) != value and not unused:
@@ -126,7 +127,10 @@ def _family(
 
 
 def _as_list(value: Any) -> list:
-    """Return a list itself, and any other value in a list of one element."""
+    """Return a list itself, and any other value in a list of one element.
+
+    families.toml may give a single value where a list is meant.
+    """
     return value if isinstance(value, list) else [value]
 
 
@@ -176,7 +180,8 @@ def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
     if family.window is not None:
         config["sliding_window"] = None  # our attention has no window
     values = dataclasses.asdict(model)
-    if model.positions == "learned":  # their length is the number of learned positions
+    # Learned positions: transformers takes their number for the model's longest sample.
+    if model.positions == "learned":
         values["seq_length"] = model.max_positions
     for ours, names in family.fields.items():
         translations = _VALUES.get(ours, {}).items()
@@ -306,9 +311,10 @@ def from_config(
     if family is None:
         name = config.get("model_type")
         raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
-    # The options that config.json does not give have the family's (first) value.
+    # An option that config.json does not give has the first value that the family allows.
     options = {ours: allowed[0] for ours, allowed in family.options.items()}
-    # A field with another value than the engine's, or a field that must be absent, adds a sentence.
+    # A sentence for each field of config.json whose value the engine does not have: `fixed` has the
+    # fields with only one possible value, `absent` the fields that must not be there.
     lacks = [
         f"{name} is {config[name]!a:.80}; here it is {value}"
         for name, value in family.fixed.items()
@@ -353,7 +359,9 @@ def _take(
     name, value: the field's name and value. options: receives our value. lacks: receives a sentence
     instead if the engine or the family has no value like this one.
     """
-    if name == OF_MLP_ALONE:  # a list of blocks, for which we have only a number of first blocks
+    # Their field lists the blocks without experts. Our option has only the number of such blocks,
+    # which must be the model's first blocks.
+    if name == OF_MLP_ALONE:
         if not isinstance(value, list) or value != list(range(len(value))):
             lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")
             return
@@ -396,7 +404,7 @@ def _read_scaling(
             f"rotary positions are scaled by {kind!a:.80}; here: {', '.join(ROTARY_SCALING)}"
         )
         return
-    # A file that does not give the original positions means the model's whole length.
+    # If the file has no number of positions before scaling, the model's whole length is meant.
     numbers: dict[str, Any] = {"original_max_position_embeddings": options.get("seq_length")}
     numbers |= rope
     try:
@@ -406,7 +414,7 @@ def _read_scaling(
         raise UserError(
             f"{where}: rotary positions of type {kind} need numbers: {needed}"
         ) from None
-    if text:  # empty if `kind` is "none"
+    if text:  # the numbers of the scaling; a model without scaling (kind "none") has no numbers
         options["rotary_scaling"] = ":".join([kind, *text])
 
 

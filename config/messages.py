@@ -37,8 +37,10 @@ if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(2)
 
 for stream in ("stdin", "stdout", "stderr"):
-    if getattr(sys, stream) is None:  # closed, as by >&-: the next file would get its number
-        setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115
+    # A stream is None if the shell closed it (>&-). The next opened file would get its descriptor
+    # number, and so what is printed. /dev/null takes this number.
+    if getattr(sys, stream) is None:
+        setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115 (stays open on purpose)
 
 
 class UserError(Exception):
@@ -67,7 +69,7 @@ class NodeError(UserError):
         kind: str = "preflight",
         ranks: Sequence[int] = (),
     ):
-        """Keep the nodes to leave out, the kind of fault, and the ranks that have the fault."""
+        """Keep what the supervisor reads: nodes to leave out, the fault's kind and its ranks."""
         super().__init__(sentence)
         self.nodes = sorted(nodes)
         self.kind = kind
@@ -188,7 +190,8 @@ def check_file(path: str | None) -> None:
         if os.path.isfile(target) or os.path.isdir(target):  # for a folder `open` raises OSError
             with open(target, "ab"):
                 pass
-        elif not os.path.exists(target):  # try whether its folder takes a file without a name
+        elif not os.path.exists(target):
+            # A temporary file without a name shows whether its folder takes files.
             tempfile.TemporaryFile(dir=os.path.dirname(target)).close()
             with contextlib.suppress(FileNotFoundError):
                 os.stat(target)  # OSError if a name is too long
@@ -313,7 +316,8 @@ def check_paths(config: Any) -> None:
         if path and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder, not a file that may appear")
         folder = os.path.dirname(os.path.abspath(path)) if path else os.sep
-        out = os.path.join(os.path.abspath(run.out), "")  # with "/" at its end, as `folder` below
+        # Both paths get a "/" at their ends, so that `folder` matches whole names only.
+        out = os.path.join(os.path.abspath(run.out), "")
         made_by_run = out.startswith(os.path.join(folder, ""))
         if not os.path.isdir(folder) and not made_by_run:
             raise UserError(f"{flag} {path} can never appear: there is no folder {folder}")

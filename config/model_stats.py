@@ -189,7 +189,8 @@ def hardware_flops(
     the model, default: all.
     """
     block, _ = forward_flops(model, formula)
-    # The causal half of q k^T and p v: 2 FLOPs for each of s (a d) multiplications.
+    # Selective recomputation repeats q k^T and p v. The half of them that causal attention needs
+    # has s (a d) multiplications for a token, with 2 FLOPs (multiply and add) each.
     selective = 2.0 * model.seq_length * model.attention_width
     repeated_by_mode = {"none": 0.0, "full": block, "selective": selective}  # per block and token
     blocks = model.layers if blocks is None else blocks

@@ -40,7 +40,7 @@ def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
     """Return the most gradients that several parameters may have in one bucket.
 
     A bucket is reduced over the replicas in one operation. held: the number of gradients on this
-    rank, which BUCKETS buckets should hold together. most: an upper limit of the result.
+    rank, to be divided among about BUCKETS buckets. most: an upper limit of the result.
     """
     return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
 
@@ -152,7 +152,7 @@ class ModelShape:
         return head | widths | {"qkv_bias": self.bias}
 
     def default_ffn(self) -> int:
-        """Return the MLP's width without --ffn-hidden: 4 h, or with SwiGLU 8/3 h as in Llama."""
+        """Return the default width of an MLP: 4 h; with SwiGLU 8/3 h, up to a multiple of 64."""
         if self.activation != "swiglu":
             return 4 * self.hidden
         return -(-8 * self.hidden // (3 * 64)) * 64  # rounded up to a multiple of 64
@@ -232,7 +232,7 @@ def rows_along(axes: Mapping[str, int], names: Collection[str]) -> list[tuple[in
     of a group ascend. Example: pp 2 and tp 2, names ("tp",): (0, 1) and (2, 3); ("pp",): (0, 2) and
     (1, 3).
     """
-    # The groups, by the positions that all ranks of a group share.
+    # Each group's ranks. The key is their common position on the axes that are not in `names`.
     rows: dict[tuple, list[int]] = {}
     for rank in range(math.prod(axes.values())):
         place = coordinates(rank, axes)
@@ -311,7 +311,7 @@ class Layout:
         """The pipeline stages on each rank of pp; several are virtual stages."""
         if self.schedule == "interleaved":
             return self.virtual_stages or 2
-        # zb-v, and the searched order like it: the stages go down the ranks and up again.
+        # With zb-v and searched-v, stages go down the ranks and up: rank 0 has the first and last.
         return 2 if self.schedule.endswith("-v") else 1
 
     @property
@@ -325,7 +325,7 @@ class Layout:
         return self.schedule.startswith(("zb", "searched"))
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
-        """Return the layout with defaults that depend on the machine; dp must be filled in."""
+        """Return the layout; options that are None become True on a GPU if they fit, else False."""
         fits = {"sequence_parallel": self.tp > 1 and seq_length % (self.tp * self.cp) == 0}
         fits["overlap_param_gather"] = self.zero in (1, 2) and (self.dp, self.cp) != (1, 1)
         chosen: dict[str, Any] = {}
@@ -372,7 +372,7 @@ class Config:
 
     @property
     def levels(self) -> list[Level]:
-        """The batch sizes of this start, from --begin-at-samples to --stop-at-samples."""
+        """The levels (steps with one batch size) from --begin-at-samples to --stop-at-samples."""
         run = self.run
         return batches.between(self.batches.levels(), run.begin_at_samples, run.stop_at_samples)
 
@@ -382,7 +382,7 @@ class Config:
         return batches.parse_ranges(self.data.skip_samples or ()) + [*self.passed_over]
 
     def passes_over(self, first: int, count: int) -> bool:
-        """Return whether `skipped` has any of the `count` samples from `first` on."""
+        """Return whether the step on `count` samples from sample `first` on has to be skipped."""
         return any(a < first + count and first < b for a, b in self.skipped)
 
     def with_precision(self, automatic: str) -> "Config":

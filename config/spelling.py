@@ -69,30 +69,33 @@ class Translation:
         finished = values | {name: round(count * size) for name, count in self.iterations.items()}
         if self.warmup_fraction is not None:
             total = values.get("train_samples") or values.get("steps", 0) * size
-            # By default the decay lasts for the whole run.
+            # Unless it was given, the learning rate's decay lasts for the whole run.
             decay = finished.get("lr_decay_samples", total)
             finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)
         return finished
 
 
 def translate(words: list[str]) -> Translation:
-    """Return a command line in our names: first the words that were in our names already.
+    """Translate a command line that has options of Megatron-LM.
 
-    words: the command line, with theirs and ours. Raise UserError if Trine does not have what an
-    option asks for, or if an option is given by two names. Called if a command line has an unknown
-    flag.
+    words: the command line, with names of theirs and of ours. In the translation, the words that
+    were ours already come first. Raise UserError if Trine does not have what an option asks for, or
+    if an option is given by two names. Called if a command line has an unknown flag.
     """
-    # A parser that knows only their options leaves our words over: these are the list `ours`.
+    # This parser knows only Megatron-LM's options. parse_known_args returns the words that it does
+    # not know as the list `ours`: they are flags of Trine and their values.
     parser = Parser(add_help=False, allow_abbrev=False)
     theirs = ["lr-warmup-fraction"]
     for table in ("same", "words", "iterations", "instead"):
         theirs += NAMES[table]
-    for name in theirs:  # with any number of values; an option that is not given is left out
+    # Each option takes any number of values. `given` has only those on the command line.
+    for name in theirs:
         parser.add_argument(f"--{name}", nargs="*", default=argparse.SUPPRESS)
     given, ours = parser.parse_known_args(list(map(_with_dashes, words)))
     translation = Translation(ours)
     # For each of our options that is given, such as --bias, the flag that gave it: --no-bias or
-    # --disable-bias-linear. A second flag for the same option is an error that shows both.
+    # --disable-bias-linear. A second flag for the same option is an error that shows both. First
+    # come the flags of Trine, then the translated options of Megatron-LM.
     names = {}
     for word in filter(FLAG.match, ours):
         flag = word.partition("=")[0]
@@ -178,8 +181,9 @@ def _number(name: str, values: list[str]) -> float:
 def _resumed(translation: Translation) -> Translation:
     """Turn --load FOLDER into --resume auto if --save has the same folder; return the translation.
 
-    In Megatron-LM a first start with both is no error; --resume FOLDER would be one here, because
-    FOLDER has no checkpoint yet. --load was translated to --resume before, and --save to --out.
+    With both options, the first start in Megatron-LM begins at step 0. Here --resume FOLDER would
+    be an error, because FOLDER has no checkpoint yet; --resume auto begins at step 0. --load was
+    translated to --resume before, and --save to --out.
     """
     words = translation.words
     if "--load" not in translation.ours or "--out" not in words:
@@ -198,12 +202,14 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     options: the names of all options. Names that other programs use lead to our option.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
-    dashes = "--" if name.startswith("-") else ""  # a key of a TOML file has none
+    dashes = "--" if name.startswith("-") else ""  # a name without dashes is a TOML file's key
     meant = NAMES["meant"]  # our option for each name of other programs
     alike = difflib.get_close_matches(plain, meant, 1, 0.8)
     close = nearest(plain, list(options), 0.8)
+    # Another program's name counts if it was given exactly, or if it is the only similar name.
     if plain in meant or (alike and not close):
         close = f"; did you mean {meant[alike[0]]!r}?"
+    # If no name has the similarity 0.8, a less similar one will do. The names get their dashes.
     return (close or nearest(plain, list(options))).replace(" '", f" '{dashes}")
 
 

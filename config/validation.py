@@ -50,7 +50,7 @@ def check_any_length(config: Config, ranks: int) -> Config:
 
 
 def refusal(config: Config, ranks: int) -> str:
-    """Return the error line of `check_any_length`; empty if the run is possible."""
+    """Return why a run of any length is impossible on `ranks` ranks; empty if it is possible."""
     try:
         check_any_length(config, ranks)
     except UserError as error:
@@ -160,12 +160,12 @@ def _check_experts(
         "--balance": training is not None and training.balance != "none",
         "--router-z-loss": training is not None and training.router_z_loss > 0,
     }
-    for flag in filter(is_given.get, is_given):  # the flags whose value is True
+    for flag in filter(is_given.get, is_given):  # each given option that is only for experts
         raise UserError(f"{flag} needs --experts N, with N above 1")
 
 
 def _uncut(layout: Layout, length: int) -> str:
-    """Return the product that must divide a sample's tokens (`length`) but does not; or ""."""
+    """Return the product that cannot divide a sample (`length` tokens) among ranks; or ""."""
     tp = layout.tp
     cp = layout.cp
     if cp > 1 and length % (2 * cp):  # each cp rank has two equal chunks of a sample
@@ -177,7 +177,7 @@ def _uncut(layout: Layout, length: int) -> str:
 
 def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
-    explicit_costs(layout)
+    explicit_costs(layout)  # raises UserError if --schedule-costs is malformed
     name = layout.schedule
     virtual = layout.virtual_stages
     if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
@@ -370,7 +370,7 @@ def _check_objective(config: Config) -> None:
         "--mask-eod-loss": data.mask_eod_loss,
         "--reset-positions": data.reset_positions,
     }
-    for flag in filter(needs_end.get, needs_end):  # the flags that are given
+    for flag in filter(needs_end.get, needs_end):  # each given flag that needs an --eod-token
         if data.eod_token is None:
             raise UserError(f"{flag} needs --eod-token: the id of the token that ends a document")
     if data.eod_token is not None and data.eod_token >= model.vocab_size:
