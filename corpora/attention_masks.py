@@ -105,14 +105,16 @@ def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
     no mask if all queries see all its keys. In other blocks each query and key is compared. starts,
     stops: the range of keys that each query sees, (b, q). length: the number of keys.
     """
-    # The first and last start and stop among the queries of a block: (b, blocks of queries, 1).
+    # For each block of queries, the least and the greatest start, and the least and the greatest
+    # stop, of its queries: (b, blocks of queries, 1) each.
     first_start = _by_block(starts, "amin")[..., None]
     last_start = _by_block(starts, "amax")[..., None]
     first_stop = _by_block(stops, "amin")[..., None]
     last_stop = _by_block(stops, "amax")[..., None]
     begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK  # first key of a block
     # For each block of queries and block of keys, (b, blocks of queries, blocks of keys). `seen`:
-    # some query may see some key of the block; `whole`: every query sees every key of the block.
+    # some query may see some key, so the block is computed. `whole`: every query sees every key, so
+    # no mask is applied in the block. `first_start` is the least start of the block's queries.
     seen = (first_start < begin + BLOCK) & (last_stop > begin)
     whole = (last_start <= begin) & (first_stop >= begin + BLOCK)
 
@@ -225,7 +227,8 @@ def _compiled() -> Callable:
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v under a mask of blocks, by flex_attention on a GPU.
 
-    q, k, v: (b, heads, s, d). k and v may have fewer heads than q (grouped-query attention).
+    `masked_attention` calls this. q, k, v: (b, heads, s, d). k and v may have fewer heads than q
+    (grouped-query attention). mask.score is ALiBi's change of the scores, or None.
     """
     grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}

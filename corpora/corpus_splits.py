@@ -137,7 +137,8 @@ class Corpora:
         samples of a part than this, Megatron fails; here the number taken is requested.
         """
         shares = normalise(self.weights or ())
-        # Megatron normalises given weights once for the requests and once more for the order.
+        # Megatron normalises given weights once to find how many samples to request of each part,
+        # and a second time for the order of the blend.
         order = find_blend_order(normalise(shares), num_samples, self.cache)
         surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
         requests = [max(pair) for pair in zip(surplus, order.taken)]
@@ -157,7 +158,7 @@ class Corpora:
         for dataset, sequences in zip(self.datasets, ranges):
             sizes.append((tokens_per_epoch(dataset, sequences, length) - 1) // length)
         order = find_blend_order(normalise(sizes), min(num_samples, sum(sizes)), self.cache)
-        epochs = -(-num_samples // sum(sizes))  # rounded up
+        epochs = -(-num_samples // sum(sizes))  # the epochs in which the samples are: rounded up
         parts = []
         for epoch in range(epochs):
             for i in range(len(self.datasets)):

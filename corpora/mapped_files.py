@@ -137,7 +137,10 @@ class ArrayCache:
     """
 
     def __init__(self, folder: str | None = None):
-        """Make the folder, and check that no other user can change what is in it."""
+        """Make the folder, and check that no other user can change what is in it.
+
+        folder: None stores nothing, so that `find` always builds.
+        """
         self.folder = folder
         # Facts that each entry's digest includes: the format, and the start of the system.
         self._system: dict[str, Any] = {"format": FORMAT}
@@ -203,7 +206,8 @@ class ArrayCache:
         oldest = time.time() - SECONDS_UNUSED
         for suffix in ("arrays", "partial"):
             for path in Path(self.folder or "").glob(f"*.{suffix}"):
-                with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                # Another process may remove the same old entry at the same time.
+                with contextlib.suppress(FileNotFoundError):
                     if path.stat().st_mtime < oldest:
                         _remove(path)
 
@@ -248,7 +252,7 @@ def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
     os.mkdir(partial, 0o700)
     for name in list(arrays):
         np.save(os.path.join(partial, name), arrays.pop(name))
-    _remove(path)
+    _remove(path)  # a damaged entry, or one that others could write to, may have this name
     os.rename(partial, path)
 
 

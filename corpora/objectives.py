@@ -48,7 +48,8 @@ class Objective:
         """Find out from the data options which arrays a row has, and whether labels are masked.
 
         seed: the seed of the random choices of --objective prefix. fields: the names of a row's
-        arrays. plain: whether a row is only a sample's tokens and labels.
+        arrays. masks_loss: whether an option leaves labels out of the loss. plain: whether a row is
+        only a sample's tokens and labels.
         """
         self.options = options
         self.seed = seed
@@ -68,7 +69,7 @@ class Objective:
         options = self.options
         text = samples.sample(k)
         row = {"tokens": text[:-1], "labels": text[1:]}
-        if self.plain:
+        if self.plain:  # no option changes what a token sees, or which labels count
             return row
         size = len(row["tokens"])
         places = np.arange(size)
@@ -131,4 +132,5 @@ def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
     prefix of a document of n tokens has 1 to n - 1 tokens, with equal probability, so that at least
     one label after it counts; the prefix of a single token is this token.
     """
+    # `integers` draws numbers below its second argument: up to n - 1, or 1 if n is 1.
     return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))

@@ -54,7 +54,8 @@ class Text:
     def __init__(self, path: str | None, vocab_size: int):
         """Load the tokenizer.json at `path`; None: without a tokenizer.
 
-        Raise UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
+        end: the id of the token END, which ends a document; None if there is none. Raise UserError
+        if the tokenizer has more tokens than the model, which has `vocab_size`.
         """
         self.path = path
         self.vocab_size = vocab_size

@@ -184,6 +184,7 @@ class Numbered(Pipeline):
         of all ranks has the number of this pass on stage 0, plus the count of all actions, which
         marks this case. `simulation.ends` reads the list.
         """
+        # For each kind, the number of its first action: micro-batch 0 on stage 0.
         first = {kind: place * self.of_kind for place, kind in enumerate(self.kinds)}
         all_actions = len(self.kinds) * self.of_kind
         awaited: list[int] = []
@@ -214,6 +215,7 @@ class Numbered(Pipeline):
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
         size_of = np.array(sizes)
+        # A number is kind * of_kind + micro_batch * stages + stage, with the kind's place in kinds.
         releasing_kind = self.kinds.find("W" if self.split else "B")
         most = []
         for numbers in self.ranks:

@@ -118,7 +118,8 @@ def forward_only(
     """
     ranks = max(rank_of) + 1
     rows: Rows = [[] for _ in range(ranks)]
-    moments = product(range(micro_batches), enumerate(rank_of))  # each is (m, (stage, rank))
+    # A moment is (m, (stage, rank)). Moments are sorted by m + stage, the later stage first.
+    moments = product(range(micro_batches), enumerate(rank_of))
     for m, (stage, rank) in sorted(moments, key=lambda at: (at[0] + at[1][0], -at[1][0])):
         rows[rank].append(m * len(rank_of) + stage)
     forward = Numbered("forward", "F", rank_of, micro_batches, rows)
@@ -172,8 +173,8 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     many micro-batches as there are ranks, or it has all micro-batches.
 
     Before its first backward pass a rank runs the first group through all its stages but the last,
-    and does two forward passes for each later rank, because a micro-batch goes through that rank
-    forward and backward before it comes back.
+    and does two forward passes for each later rank, because the first micro-batch goes through that
+    rank forward and backward before its gradient arrives.
     """
     ranks = max(rank_of) + 1
     stages = len(rank_of)
@@ -199,7 +200,8 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
                 rank_backwards += range(first + begin * stages, first + end * stages, stages)
         forwards.append(rank_forwards)
         backwards.append(rank_backwards)
-        # Two forward passes for each later rank, and the first group in all stages but the last.
+        # Two forward passes for each later rank, and the first group, which has ends[1]
+        # micro-batches, in all of the rank's stages but the last.
         ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * ends[1])
     return _alternating(forwards, backwards, ahead)
 
@@ -213,7 +215,8 @@ def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
     """
     rows = []
     for rank_forwards, rank_backwards, count in zip(forwards, backwards, ahead, strict=True):
-        # The inner zip ends when no forward pass is left, after `paired` pairs.
+        # The further passes in turn: F B F B and so on. The inner zip ends when no forward pass is
+        # left, after `paired` pairs; the other backward passes come last.
         pairs = chain.from_iterable(zip(rank_forwards[count:], rank_backwards))
         paired = max(0, len(rank_forwards) - count)
         rows.append([*rank_forwards[:count], *pairs, *rank_backwards[paired:]])
@@ -237,6 +240,7 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
             # the W of the same micro-batch and stage as a B has the number B + of_kind.
             if number >= of_kind:
                 waiting.append(number + of_kind)
+            # A W waits for `rank` further backward passes, so `rank` of the W wait at a time.
             if len(waiting) > rank:
                 row.append(waiting.popleft())
         rows.append([*row, *waiting])
@@ -247,8 +251,9 @@ def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     """Return the order ZB-V: two stages on each rank, the first and the last stage on rank 0.
 
     List scheduling finds the order. It assumes that every pass takes the same time, and lets a rank
-    hold as many activations as the first rank of 1F1B, which holds one micro-batch for each rank. A
-    stage of this order is half as large, so a rank may hold twice as many, one for each stage.
+    hold as many activations as the first rank of 1F1B, which holds one micro-batch for each rank.
+    Stages are half as large here as in 1F1B, so the limit, which counts the activations of one
+    micro-batch in one stage as 1, is two for each rank: the number of stages.
     """
     from schedules.list_scheduling import list_rows  # imported late: other orders do not use it
 

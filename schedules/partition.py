@@ -46,7 +46,10 @@ class PassCosts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds of all passes of a micro-batch: forward, and both parts of the backward."""
+        """The sum of the three costs: the time of F, B and W of this part or stage together.
+
+        It has the unit of the costs: seconds of a micro-batch, or FLOPs for one token.
+        """
         return self.forward + self.inputs + self.weights
 
 
@@ -102,11 +105,12 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
     with weights takes its FLOPs once in B and once in W.
     """
     byte = FLOPS_PER_BYTE[device]  # the FLOPs that take as long as moving a byte
-    embedding_pass = 4.0 * 3 * model.hidden * byte
-    embedding = PassCosts(embedding_pass, embedding_pass, 0.0)
+    embedding_pass = 4.0 * 3 * model.hidden * byte  # the cost of moving 3 h numbers of 4 bytes
+    embedding = PassCosts(embedding_pass, embedding_pass, 0.0)  # the costs of F, of B and of W
     flops = model_stats.block_flops(model)  # forward: the GEMMs with weights, and the scores
     scores = attention_scores(model)
-    moved = 4.0 * 40 * model.hidden * byte
+    # B computes the weights' GEMMs once and the scores twice, W computes only the weights' GEMMs.
+    moved = 4.0 * 40 * model.hidden * byte  # the cost of moving 40 h numbers of 4 bytes
     block = PassCosts(flops + moved / 3, flops + scores + 2 * moved / 3, flops - scores)
     logits = model_stats.head_flops(model)
     head_pass = logits + 4.0 * 2 * model.vocab_size * byte
@@ -115,7 +119,11 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
 
 
 def attention_scores(model: ModelShape) -> float:
-    """Return the FLOPs of one token's attention scores in one block, forward."""
+    """Return the FLOPs of one token's attention scores in one block, in the forward pass.
+
+    A token sees half of the s tokens on average. For each it takes 2 FLOPs per column for its
+    score, and 2 to add the value. So the FLOPs are s/2 * 4 * columns.
+    """
     return 2.0 * model.seq_length * model.attention_width
 
 
@@ -307,15 +315,17 @@ def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[i
     several_stages = len(rank_of) > len(ranks)
     ends = [rank for rank in ranks if several_stages or rank in (0, ranks[-1])]
     middle_ranks = len(ranks) - len(ends)
-    # If each block goes to the rank with the least time, the slowest rank is as fast as possible.
-    # Middle ranks take as many blocks as fit into its time, and the ends take the other blocks.
+    # If each block goes to the rank with the least time, the slowest rank is as fast as possible;
+    # its time is `slowest`. Each middle rank takes as many blocks as fit into this time, and the
+    # ends take the other blocks.
     fastest = _to_the_least(rank_loads, layers, costs.block)
     slowest = max(load + n * costs.block for load, n in zip(rank_loads, fastest, strict=True))
-    most = int(slowest / costs.block + 1e-9)  # the blocks that fit on a middle rank
+    most = int(slowest / costs.block + 1e-9)  # the blocks of a middle rank in the time `slowest`
     layers_of_ends = max(0, layers - middle_ranks * most)
     end_counts = _to_the_least([rank_loads[rank] for rank in ends], layers_of_ends, costs.block)
     middle_counts = _spread(layers - layers_of_ends, middle_ranks)
-    # Each rank's blocks are divided among its stages: each goes to the stage with the least time.
+    # The blocks of a rank, counted in `end_counts` or `middle_counts`, are divided among its
+    # stages: each block goes to the stage with the least time.
     blocks = [0] * len(rank_of)
     for rank in ranks:
         stages = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
