@@ -187,7 +187,7 @@ def causal_alibi(
     the biases of near tokens are exact in bf16.
     """
     if takes_flex(head_size, dtype, slopes.device):
-        # Query q sees the keys 0 to q: its range ends before key q + 1.
+        # Query q sees the keys 0 to q: its range starts at key 0 and ends before key q + 1.
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
         return visible(torch.zeros_like(stops), stops, slopes, dtype, places)
     keys = torch.arange(length, dtype=torch.float64, device=slopes.device)

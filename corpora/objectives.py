@@ -73,9 +73,9 @@ class Objective:
             return row
         size = len(row["tokens"])
         places = np.arange(size)
-        # Borders are the first tokens of documents and the end. Positions start again at each
-        # document with reset_positions, and a token sees only its document with reset_attention;
-        # without them the sample counts as one document.
+        # Borders are the indices of the first tokens of documents, and at the end s. Positions
+        # start again at each document with reset_positions, and a token sees only its document with
+        # reset_attention; without these options the sample counts as one document.
         whole = np.array([0, size])
         borders = whole
         if options.reset_attention or options.reset_positions:

@@ -144,8 +144,9 @@ class GPTSamples:
     def _cuts(self, k: int) -> tuple[np.ndarray, list[int], list[int]]:
         """Return the sequences, first tokens and numbers of tokens of sample k's cuts.
 
-        A cut may be empty. Raise UserError if a mapped file has become shorter: reading it would
-        end the process.
+        `sample`, `answers` and `spans` call this. A cut may be empty. Raise UserError if a mapped
+        file of the order, or the corpus's index, has become shorter: reading it would end the
+        process.
         """
         self.found.check()
         self.dataset.check_size()

@@ -74,7 +74,7 @@ class Text:
         flag: the option that gave the prompt, for error messages. Raise UserError if the prompt has
         no token ids, or an id outside the vocabulary.
         """
-        check_decoded(flag, prompt)
+        check_decoded(flag, prompt)  # refuses bytes that are no text
         if self.tokenizer is not None:
             ids = self.tokenizer.encode(prompt).ids
             if not ids:

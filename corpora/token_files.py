@@ -137,7 +137,7 @@ class IndexedDataset:
         with the .bin's name, if the file has become shorter or cannot be read.
         """
         width = self.unsigned.itemsize  # the bytes of a token
-        starts = self.offsets[sequences].tolist()
+        starts = self.offsets[sequences].tolist()  # for each cut, the first byte of its sequence
         file = self._tokens
         pread = os.pread
         try:
@@ -262,7 +262,7 @@ def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
 
 
 def _map(path: str) -> MappedFile:
-    """Return the mapped file; UserError if it is missing or cannot be read."""
+    """Return the file `path`, mapped into memory; raise UserError if it cannot be read."""
     with _opening(path):
         return MappedFile(path)
 

@@ -114,10 +114,11 @@ class Pipeline:
 
     @cached_property
     def joined(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """The table behind `of_all_ranks`; without --vocab-pp it is empty.
+        """The table that `of_all_ranks` reads; without --vocab-pp it is empty.
 
         By (kind, stage) of an action, it has the (kind, stage) pairs of the actions that this
-        action needs. All of them have the same micro-batch as the action.
+        action needs because of the vocabulary passes. A rank holds one stage then, so passes of all
+        stages are passes of all ranks. All actions have the same micro-batch.
         """
         if not self.vocabulary:
             return {}
@@ -136,10 +137,13 @@ class Pipeline:
         """Return the action of another rank whose result is sent to an action's rank as a message.
 
         Return None if the result that the action needs is made on its own rank, or is a sum over
-        all ranks, which has no single sender.
+        all ranks, which has no single sender. Called to simulate messages, and to find when a rank
+        may start them.
         """
         sender = self.input_of(action)
-        if action.kind in "SG":  # one rank broadcasts the result of its F or B to S or G
+        # The rank of the last stage broadcasts the result of its F to the S of all ranks, the rank
+        # of the first stage that of its B to their G. `of_all_ranks` has this F or B alone.
+        if action.kind in "SG":
             sender = self.of_all_ranks(action)[0]
         if sender is None or self.rank_of[sender.stage] == self.rank_of[action.stage]:
             return None
@@ -171,7 +175,11 @@ class Numbered(Pipeline):
         return self.micro_batches * self.stages
 
     def action(self, number: int) -> Action:
-        """Return the action that a number stands for; actions are numbered as the class says."""
+        """Return the action that a number stands for.
+
+        Numbers go by kind, then by micro-batch, then by stage: the stages of micro-batch 0 come
+        first, and `of_kind` is the number of actions of a kind.
+        """
         kind, number_in_kind = divmod(number, self.of_kind)  # kind: an index in `kinds`
         micro_batch, stage = divmod(number_in_kind, self.stages)
         return Action(self.kinds[kind], stage, micro_batch)
@@ -194,6 +202,7 @@ class Numbered(Pipeline):
                 action = Action(kind, stage, 0)
                 joined_passes = self.of_all_ranks(action)
                 sender = self.sender_of(action)
+                # More than one pass: a pass of all ranks, whose number on stage 0 is taken.
                 if len(joined_passes) > 1:
                     sources.append(all_actions + first[joined_passes[0].kind])
                 elif sender is None:
@@ -212,10 +221,10 @@ class Numbered(Pipeline):
         """Return the largest size of activations that each rank holds at once.
 
         A rank holds a micro-batch's activations in a stage from F to W, or to B if there is no W.
-        sizes: for each stage, the size of one micro-batch's activations, in any unit.
+        sizes: for each stage, the size of one micro-batch's activations, in any unit. An action's
+        number is kind * of_kind + micro_batch * stages + stage, kind being an index in `kinds`.
         """
         size_of = np.array(sizes)
-        # A number is kind * of_kind + micro_batch * stages + stage, with the kind's place in kinds.
         releasing_kind = self.kinds.find("W" if self.split else "B")
         most = []
         for numbers in self.ranks:

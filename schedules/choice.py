@@ -96,6 +96,7 @@ def decide_layout(
     `decide` and by the planner, for one number of micro-batches. Raise UserError for
     `--schedule-costs measured`, ScheduleError if no schedule fits.
     """
+    # If --vocab-pp was not given, it is None so far.
     layout = replace(layout, vocab_pp=bool(layout.vocab_pp))
     if layout.schedule != "auto":
         return layout, None

@@ -70,7 +70,8 @@ class Task:
         """
         embedding, block, head = self.parts
         # In a schedule whose name ends in -v, one rank holds embedding and head. If they share a
-        # matrix, the head's weight gradients are computed in B, not in W.
+        # matrix, its gradients are not put off: the head's B computes them too, and W has nothing
+        # to do for the head.
         if self.tied and name.endswith("-v"):
             head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
         stages = []
@@ -98,7 +99,7 @@ def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
     parts = parts_of(model, layout, device)
     with_1f1b = replace(layout, schedule="1f1b", vocab_pp=False)
     blocks_of_1f1b = tuple(blocks_per_stage(model, with_1f1b, part_costs(model, device)))
-    fixed = None if layout.partition == "balanced" else blocks_of_1f1b
+    fixed = None if layout.partition == "balanced" else blocks_of_1f1b  # --partition's blocks
     transfer = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
     # The task has one micro-batch, and the limit 0.0 until the limit is known, at the end.
     task = Task(parts, model.layers, layout.pp, 1, 0.0, transfer, fixed, model.tied)

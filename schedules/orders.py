@@ -81,7 +81,8 @@ def numbered(
         from schedules.vocabulary import more_ahead, with_vocabulary  # only --vocab-pp needs them
 
         # The order comes from a pipeline with more ranks, whose further ranks are dropped. This
-        # leaves time for vocabulary passes between the last stage's F and B.
+        # leaves time for vocabulary passes between the last stage's F and B. One rank more is
+        # enough for gpipe, the only other schedule that --vocab-pp allows.
         further_ranks = more_ahead(ranks) if name == "1f1b" else 1
         longer = numbered(name, ranks + further_ranks, micro_batches)
         return with_vocabulary(longer, ranks, vocabulary)
@@ -126,6 +127,7 @@ def forward_only(
     if vocabulary:
         from schedules.vocabulary import with_vocabulary
 
+        # `backward` says how long after the last stage's F a pass T comes: the usual time of a B.
         forward = with_vocabulary(forward, ranks, backward=2)
     schedule = of_numbers(forward)
     check(schedule, micro_batches, backward=False)

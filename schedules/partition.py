@@ -235,7 +235,8 @@ def _with_vocabulary(
     padded_rows = model.padded_vocab(layout) // layout.pp
     rows = min(padded_rows, max(0, model.vocab_size - spec.rank * padded_rows))
     # The shard's rows are added, in one matrix, or in two if embedding and head are not tied. The
-    # whole matrices that the first and the last stage have in `spec` are subtracted.
+    # whole matrices that the first and the last stage have in `spec` are subtracted: one for the
+    # embedding, and one for the head unless it uses the embedding's matrix.
     matrices = 1 if model.tied else 2
     whole_matrices = spec.embedding + (spec.head and not model.tied)
     added_rows = matrices * rows - whole_matrices * model.vocab_size

@@ -196,8 +196,9 @@ UNKNOWN = _Latest(inf, -1, inf)  # the ends of a pass that some stage has not en
 def _latest_two(ended: list[float]) -> _Latest:
     """Return the latest end of a pass, and the latest end on the other stages.
 
-    ended: the end of the pass on each stage. `ends` calls this when all stages have ended the pass:
-    a stage's next action waits for the other stages, so the latest stage needs the second value.
+    ended: the end of the pass on each stage. `ends` calls this when all stages have ended the pass.
+    A stage waits for the messages of the other stages only, so the stage that ended last needs the
+    latest end of the others.
     """
     stage = ended.index(max(ended))
     others = ended[:stage] + ended[stage + 1 :]
@@ -205,7 +206,7 @@ def _latest_two(ended: list[float]) -> _Latest:
 
 
 def bubble(slots: list[list[Slot]]) -> float:
-    """Return the idle share (0 to 1) of the time of all ranks, from time 0 to the last end."""
+    """Return the bubble: the idle share (0 to 1) of all ranks' time, from 0 to the last end."""
     end = max(slot.end for row in slots for slot in row)
     busy = sum(slot.end - slot.start for row in slots for slot in row)
     return 1.0 - busy / (end * len(slots))
