@@ -41,7 +41,8 @@ def alibi_slopes(heads: int) -> Tensor:
     """Return ALiBi's slope of every head i, counted from 1: 2^(-8i/n), float64 (heads,).
 
     n is the largest power of two up to `heads`. If there are more than n heads, the further heads
-    take every second slope of a model with 2n heads, as the paper's authors do.
+    take every second slope of a model with 2n heads, as the paper's authors do. The caller takes
+    the slopes of this tensor rank's heads.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -164,9 +165,10 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether flex_attention supports heads of this size and type on this device.
+    """Return whether flex_attention can apply a mask to heads of this size and type here.
 
-    It takes at least 16 columns a head, no fp64, and only GPUs.
+    It takes at least 16 columns a head, no fp64, and only GPUs. Otherwise ALiBi uses a dense mask;
+    masks of documents are refused on GPUs at the start of the run.
     """
     return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
 

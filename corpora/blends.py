@@ -110,7 +110,7 @@ def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> Blend
     facts: dict[str, Any] = {"blend": RULE, "shares": shares, "size": size}
 
     def build() -> dict[str, np.ndarray]:
-        """Compute the arrays of the order; the cache calls this if it does not have them."""
+        """Compute the arrays of the order; the cache calls this if it has none for `facts`."""
         which, number = blend_order(shares, size)
         taken = np.bincount(which, minlength=len(shares))  # the samples that each part gives
         return {"which": which, "number": number, "taken": taken}
@@ -168,7 +168,10 @@ class Blend:
         return self.parts[part], int(self.order.number[row])
 
     def sample(self, k: int) -> np.ndarray:
-        """Return the tokens of sample k: (seq_length + 1,), int64."""
+        """Return the tokens of sample k: (seq_length + 1,), int64.
+
+        As in the next three methods, the part of a corpus that has the sample does the work.
+        """
         samples, number = self._place(k)
         return samples.sample(number)
 
@@ -178,12 +181,15 @@ class Blend:
         return samples.answers(number)
 
     def spans(self, k: int) -> list[TextSpan]:
-        """Return the spans of text that make sample k, in order."""
+        """Return the spans of text that make sample k, in order: where its tokens come from.
+
+        Reports of a high loss name them.
+        """
         samples, number = self._place(k)
         return samples.spans(number)
 
     def file_of(self, k: int) -> str:
-        """Return the path of the file that holds sample k's tokens."""
+        """Return the path of the file that holds sample k's tokens, for error messages."""
         samples, number = self._place(k)
         return samples.file_of(number)
 

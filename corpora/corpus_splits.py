@@ -48,7 +48,11 @@ class Corpora:
     """
 
     def __init__(self, config: Config):
-        """Open the corpora of --data and divide the sequences of each among the splits."""
+        """Open the corpora of --data and divide the sequences of each among the splits.
+
+        weights: the weights of --data, or None if there are none. ranges: for each corpus, the
+        ranges of its sequences in the splits train, validation and test.
+        """
         self.config = config
         self.cache = ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
@@ -99,7 +103,10 @@ class Corpora:
         return {dataset.prefix: dataset.tokens_in(train) for dataset, (train, _, _) in parts}
 
     def describe(self) -> str:
-        """Return a line for the start of a run: how tokens are read, where orders are kept."""
+        """Return a line for the start of a run: how tokens are read, where orders are kept.
+
+        The reading itself is done by the threads of prefetch.py.
+        """
         order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 

@@ -50,7 +50,10 @@ class MappedFile:
     """
 
     def __init__(self, path: str):
-        """Map the file, which does not read its contents yet."""
+        """Map the file, which does not read its contents yet.
+
+        size: the size of the file now; `check` compares with it later. bytes: the contents.
+        """
         self.path = path
         self._map = None
         with open(path, "rb") as file:
@@ -73,7 +76,10 @@ class MappedFile:
         return flat.reshape(shape)
 
     def check(self) -> None:
-        """Raise UserError if the file has become shorter since it was mapped."""
+        """Raise UserError if the file has become shorter since it was mapped.
+
+        Callers call this before they read, because reading beyond the new end ends the process.
+        """
         if self._map is not None and self._map.size() < self.size:
             now = f"it has {self._map.size()} bytes and had {self.size}"
             raise UserError(f"{self.path} was cut short while the run reads it: {now}")
@@ -212,7 +218,10 @@ class ArrayCache:
                         _remove(path)
 
     def _unusable(self, error: OSError) -> UserError:
-        """Return the error for a folder that cannot be used, because of `error`."""
+        """Return the error that a user sees if the cache's folder cannot be used.
+
+        error: the system's error, as on a full disk or a file system without locks.
+        """
         cause = error.strerror or error
         return UserError(
             f"--cache {self.folder}: cannot store the order of samples ({cause}): name a "

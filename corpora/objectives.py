@@ -34,7 +34,7 @@ class Readable(Protocol):
         """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,)."""
 
     def file_of(self, k: int) -> str:
-        """Return the path of the file that holds sample k's tokens."""
+        """Return the path of the file that holds sample k's tokens, for error messages."""
 
 
 class Objective:

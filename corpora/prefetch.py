@@ -88,7 +88,10 @@ class _Read(Future[None]):
 
     @property
     def rows(self) -> Rows:
-        """The micro-batch, which is complete once `run` has ended."""
+        """The micro-batch, which is complete once `run` has ended; `take` returns it then.
+
+        It has the tensors with the rows, and the number of labels that count in the loss.
+        """
         return Rows(self.tensors, self.count)
 
 

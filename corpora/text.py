@@ -36,7 +36,10 @@ def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | Non
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer in the file `path`; raise UserError if the file holds no tokenizer."""
+    """Return the tokenizer in the file `path`; raise UserError if the file holds no tokenizer.
+
+    It is a Tokenizer of the library `tokenizers`.
+    """
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library has no exception of its own
@@ -103,7 +106,10 @@ class Text:
 
 
 def prefixes_of(data: tuple) -> list[str]:
-    """Return the prefixes of the corpora of --data; an empty list for --data synthetic."""
+    """Return the prefixes of the corpora of --data; an empty list for --data synthetic.
+
+    A corpus's tokenizer is found by its prefix. data: the words of the option.
+    """
     if data == ("synthetic",):
         return []
     prefixes, _ = parse_blend(data)

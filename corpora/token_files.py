@@ -381,7 +381,7 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, vocab_size: int):
-        """Open the .bin under a temporary name, and make its folder."""
+        """Open PREFIX.bin under a temporary name, and make its folder; `__exit__` renames it."""
         self.prefix = prefix
         self.vocab_size = vocab_size
         self.tokens = 0  # the number of tokens written so far
@@ -400,7 +400,10 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, kind: type | None, error: object, traceback: object) -> None:
-        """Give the pair its name if the block has raised no exception; remove temporary files."""
+        """End the `with` block: if it raised no exception, finish the pair and give it its name.
+
+        kind: the type of the exception, or None. Temporary files are removed in both cases.
+        """
         try:
             if kind is None:
                 self._finish()

@@ -65,7 +65,7 @@ class Pipeline:
         return len(self.rank_of)
 
     def stages_on(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds, in the model's order."""
+        """Return the stages that a rank holds, in the model's order: rank 0 of 2, in a V: 0, 3."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     def has(self, kind: str) -> bool:
@@ -77,7 +77,10 @@ class Pipeline:
 
     @property
     def split(self) -> bool:
-        """Whether backward passes are split into B (gradient of the input) and W (of weights)."""
+        """Whether backward passes are split into B (gradient of the input) and W (of weights).
+
+        Without W, a B computes all gradients.
+        """
         return self.has("W")
 
     @property
@@ -171,7 +174,10 @@ class Numbered(Pipeline):
 
     @property
     def of_kind(self) -> int:
-        """The number of actions of one kind, which is the same for all kinds."""
+        """The number of actions of one kind, one for each stage and micro-batch.
+
+        The numbers of a kind's actions begin at this number times the kind's place in `kinds`.
+        """
         return self.micro_batches * self.stages
 
     def action(self, number: int) -> Action:
@@ -190,7 +196,8 @@ class Numbered(Pipeline):
 
         The entry is NOTHING for an action that waits for no other rank. An action that needs a pass
         of all ranks has the number of this pass on stage 0, plus the count of all actions, which
-        marks this case. `simulation.ends` reads the list.
+        marks this case. `simulation.ends` reads the list. In the example at the beginning of this
+        file, with 2 ranks, it is -1 0 -1 2 -1 4 for F, and 7 -1 9 -1 11 -1 for B.
         """
         # For each kind, the number of its first action: micro-batch 0 on stage 0.
         first = {kind: place * self.of_kind for place, kind in enumerate(self.kinds)}

@@ -85,7 +85,10 @@ class Task:
         return StageCosts(tuple(stages), self.limit, self.transfer)
 
     def balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
-        """Return the balanced partition, blocks per stage; rank_of: the rank of each stage."""
+        """Return the balanced partition: the number of blocks of each stage.
+
+        rank_of: the rank of each stage. A part's time is the sum of the costs of F, B and W.
+        """
         return balanced(self.layers, tuple(rank_of), PartCosts(*(p.seconds for p in self.parts)))
 
 
@@ -117,7 +120,10 @@ def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
 
 
 def sent_bytes(model: ModelShape) -> float:
-    """Return the bytes of one token in a message between stages: h numbers of 4 bytes."""
+    """Return the bytes of one token in a message between stages: h numbers of 4 bytes.
+
+    A recomputed block holds as much, since it keeps only its input.
+    """
     return 4.0 * model.hidden
 
 

@@ -70,7 +70,7 @@ class LongSchedule:
 
     @property
     def rounds(self) -> int:
-        """The number of whole rounds in the schedule."""
+        """The number of whole rounds in the schedule, each of as many micro-batches as ranks."""
         return self.micro_batches // self.ranks
 
     def _of_rounds(self, rounds: int) -> Numbered:

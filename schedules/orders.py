@@ -150,7 +150,10 @@ def _in_turn(rank_of: tuple[int, ...], micro_batches: int, place: int) -> Rows:
 
 
 def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return GPipe's order: every rank does all forward passes, then all backward passes."""
+    """Return GPipe's order: every rank does all forward passes, then all backward passes.
+
+    Both are in the order of micro-batches: with 2 micro-batches, F0 F1 B0 B1 on every rank.
+    """
     forwards = _in_turn(rank_of, micro_batches, 0)
     backwards = _in_turn(rank_of, micro_batches, 1)
     return [first + then for first, then in zip(forwards, backwards, strict=True)]
@@ -306,7 +309,10 @@ def of_layout(
 
 
 def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
-    """Return the validated schedule of an evaluation, which has forward passes only."""
+    """Return the validated schedule of an evaluation of the layout's model: forward passes only.
+
+    The pipeline calls this for each evaluation, with the number of its micro-batches.
+    """
     return forward_only(placement(layout), micro_batches, bool(layout.vocab_pp))
 
 

@@ -132,6 +132,7 @@ def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
 
     The partition is balanced by these times.
     """
+    # `seconds` is a part's time in all its passes, here in FLOPs.
     return PartCosts(*(part.seconds for part in pass_costs(model, device)))
 
 
@@ -157,7 +158,7 @@ class StageSpec:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of this stage."""
+        """The number of blocks of this stage, which has the model's blocks `first` to last - 1."""
         return self.last - self.first
 
 
@@ -287,7 +288,10 @@ def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
 
 
 def placement(layout: Layout) -> tuple[int, ...]:
-    """Return the rank that holds each stage of a layout, as its schedule places the stages."""
+    """Return for each stage of a layout the pipeline rank that holds it.
+
+    The schedule decides this: one stage on each rank, or several, in turn or in a V.
+    """
     return rank_of_stages(layout.schedule, layout.pp, layout.stages_per_rank)
 
 

@@ -92,7 +92,10 @@ class Schedule(Pipeline):
 
     @cached_property
     def _starts_of(self) -> "dict[int, _Starts]":
-        """The results of `_message_starts` by rank: empty at first, `_starts` adds to them."""
+        """The results of `_message_starts` by rank, kept so that each is computed once.
+
+        The dictionary is empty at first; `_starts` adds the result of a rank when it is needed.
+        """
         return {}
 
     @cached_property
@@ -264,7 +267,10 @@ def _check_collectives(rank: int, row: Sequence[Action]) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Raise ScheduleError if a rank receives messages in another order than they are sent in."""
+    """Raise ScheduleError if a rank receives messages in another order than they are sent in.
+
+    Messages carry no label, so the receiver would take one micro-batch's numbers for another's.
+    """
     # The actions whose results are sent, by channel: (kind, sending rank, receiving rank). `sent`
     # has them in the order of the sending rank, `received` in that of the receiving rank.
     sent = defaultdict(list)
