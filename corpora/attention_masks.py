@@ -89,12 +89,13 @@ def _dense(
     `visible`.
     """
     keys = torch.arange(length, device=starts.device)
-    seen = (keys >= starts[..., None]) & (keys < stops[..., None])  # (b, q, s)
+    # Whether each query of each sample sees each key: (b, q, s).
+    seen = (keys >= starts[..., None]) & (keys < stops[..., None])
     if slopes is None:
         return seen[:, None]
     # The bias of a score is -slope * distance, or -inf if the query does not see the key.
     queries = keys if places is None else places
-    distance = (queries[:, None] - keys).abs()  # (q, s)
+    distance = (queries[:, None] - keys).abs()  # from each query to each key: (q, s)
     bias = -slopes[:, None, None] * distance
     return bias.to(dtype).masked_fill(~seen[:, None], -torch.inf)
 
@@ -112,7 +113,8 @@ def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
     last_start = _by_block(starts, "amax")[..., None]
     first_stop = _by_block(stops, "amin")[..., None]
     last_stop = _by_block(stops, "amax")[..., None]
-    begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK  # first key of a block
+    # The first key of each block of keys.
+    begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK
     # For each block of queries and block of keys, (b, blocks of queries, blocks of keys). `seen`:
     # some query may see some key, so the block is computed. `whole`: every query sees every key, so
     # no mask is applied in the block. `first_start` is the least start of the block's queries.
@@ -194,7 +196,7 @@ def causal_alibi(
         return visible(torch.zeros_like(stops), stops, slopes, dtype, places)
     keys = torch.arange(length, dtype=torch.float64, device=slopes.device)
     queries = keys if places is None else places
-    distance = queries[:, None] - keys  # (q, s)
+    distance = queries[:, None] - keys  # from each key to each query, < 0 for later keys: (q, s)
     bias = -slopes[:, None, None] * distance
     return Mask(bias.masked_fill_(distance < 0, -torch.inf)[None].to(dtype))
 

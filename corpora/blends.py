@@ -39,6 +39,7 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     weights = np.asarray(shares, np.float64)
     steps = math.isqrt(max(size - 1, 0)) + 1  # the samples of a chunk
     chunks = -(-size // steps)  # the number of chunks that hold `size` samples: rounded up
+    # For each chunk and part, the samples that the part has given before the chunk: a guess so far.
     starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
     part_of = np.empty((chunks, steps), np.int16)
     number_of = np.empty((chunks, steps), _number_type(size))

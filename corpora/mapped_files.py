@@ -38,7 +38,7 @@ from config.messages import UserError
 FORMAT = 2  # the version of an entry's format: entries of another version are not used
 HEADER_BYTES = 256  # more than the header of a .npy file with few dimensions
 SECONDS_UNUSED = 30 * 24 * 3600.0  # an entry that no run has opened for this long is removed
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another text after each start of the system
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # its text changes at each start of the system
 
 
 class MappedFile:

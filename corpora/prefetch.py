@@ -24,8 +24,8 @@ from config.messages import UserError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
 
-READERS = 4  # the number of threads, so of reads that wait for a disk at the same time
-AHEAD = 8  # how many micro-batches are in the queue, or read, before they are asked for
+READERS = 4  # the number of threads: so many reads can wait for a disk at the same time
+AHEAD = 8  # so many micro-batches are read, or in the queue, before the rank asks for them
 SECONDS_TO_END = 2.0  # the longest wait for a thread that still reads when the run ends
 
 

@@ -80,7 +80,7 @@ class GPTSamples:
         self.dataset = dataset
         self.vocab_size = vocab_size
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
-        wanted = num_samples or 1  # one sample takes one epoch
+        wanted = num_samples or 1  # None: one epoch, since a single sample fits into one
         # The least number of epochs that have the tokens of `wanted` samples: rounded up.
         self.epochs = -(-(wanted * seq_length + 1) // tokens)
         # The epochs are divided into groups, given by their borders from 0 to all epochs; the

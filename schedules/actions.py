@@ -219,7 +219,7 @@ class Numbered(Pipeline):
             # An action waits for an action of the same micro-batch, so from each micro-batch to the
             # next all entries but NOTHING grow by the number of stages.
             offsets = self.stages * np.arange(self.micro_batches)[:, None]
-            numbers = np.array(sources) + offsets  # (micro-batches, stages)
+            numbers = np.array(sources) + offsets  # the kind's entries: (micro-batches, stages)
             numbers[:, np.equal(sources, NOTHING)] = NOTHING
             awaited += numbers.ravel().tolist()
         return awaited

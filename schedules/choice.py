@@ -185,7 +185,8 @@ def _priced(
     order = LongSchedule(name, task.ranks, count, virtual, costs if name in SEARCHED else None)
     try:
         held = order.most_held([stage.held for stage in costs.stages])
-    except ScheduleError:  # no searched order: the limit is less than one micro-batch takes
+    except ScheduleError:
+        # No order can be searched, because the limit is less than one micro-batch takes.
         return None
     if max(held) > task.limit * (1 + 1e-9):  # 1e-9 allows for rounding
         return None

@@ -102,7 +102,8 @@ def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
     parts = parts_of(model, layout, device)
     with_1f1b = replace(layout, schedule="1f1b", vocab_pp=False)
     blocks_of_1f1b = tuple(blocks_per_stage(model, with_1f1b, part_costs(model, device)))
-    fixed = None if layout.partition == "balanced" else blocks_of_1f1b  # --partition's blocks
+    # The blocks of each stage if --partition gives them; None: the search decides about them.
+    fixed = None if layout.partition == "balanced" else blocks_of_1f1b
     transfer = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
     # The task has one micro-batch, and the limit 0.0 until the limit is known, at the end.
     task = Task(parts, model.layers, layout.pp, 1, 0.0, transfer, fixed, model.tied)
@@ -159,7 +160,8 @@ def parts_of(
     if layout.recompute == "full":
         held = sent_bytes(model)
     logits = 4.0 * model.vocab_size / t
-    if given := explicit_costs(layout):  # F, B and W of a block, then of the head
+    # --schedule-costs may give numbers: the costs of F, B and W of a block, then of the head.
+    if given := explicit_costs(layout):
         # The given costs have an unknown unit, and the embedding's costs are FLOPs. So the given
         # costs are scaled such that a block takes the FLOPs that were counted for it.
         unit = block.seconds / sum(given[:3])

@@ -107,7 +107,8 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
     byte = FLOPS_PER_BYTE[device]  # the FLOPs that take as long as moving a byte
     embedding_pass = 4.0 * 3 * model.hidden * byte  # the cost of moving 3 h numbers of 4 bytes
     embedding = PassCosts(embedding_pass, embedding_pass, 0.0)  # the costs of F, of B and of W
-    flops = model_stats.block_flops(model)  # forward: the GEMMs with weights, and the scores
+    # The FLOPs of a block's forward pass: GEMMs with weights, and attention scores.
+    flops = model_stats.block_flops(model)
     scores = attention_scores(model)
     # B computes the weights' GEMMs once and the scores twice, W computes only the weights' GEMMs.
     moved = 4.0 * 40 * model.hidden * byte  # the cost of moving 40 h numbers of 4 bytes
@@ -153,7 +154,7 @@ class StageSpec:
     parameters: int
     share: float  # the stage's part of the whole model's time, 0 to 1
     rank: int = 0  # the pipeline rank that holds the stage
-    tied: bool = False  # another rank holds a copy of this stage's vocabulary matrix
+    tied: bool = False  # whether another rank holds a copy of this stage's vocabulary matrix
     vocabulary: int = 0
 
     @property
@@ -376,7 +377,7 @@ def _share_out(count: int, pp: int) -> list[int]:
     enough. Called for --partition layers and blocks. With 4 stages, 10 blocks are 2, 3, 3, 2.
     """
     share, extra = divmod(count, pp)
-    if pp == 2:  # no stage is in the middle
+    if pp == 2:  # two stages have no stage in the middle, so the first takes the remainder
         return [share + extra, share]
     middle = min(extra, pp - 2)
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]

@@ -126,7 +126,7 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
     awaited = numbered.awaited  # for each action, the action of another rank that it waits for
     stages = numbered.stages
     size = len(awaited)
-    durations: list[float] = []  # by the number of the action
+    durations: list[float] = []  # the duration of each action, by its number
     for kind in numbered.kinds:
         durations += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches
     # An action that waits for no other rank awaits number -1 (NOTHING). This is the index of the

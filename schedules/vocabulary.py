@@ -74,7 +74,7 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
         timed[rank].append((time, PLACES.index(kind), (first[kind] + m) * ranks + rank))
 
     ended = ends(longer, seconds)
-    loss = 0.0  # the time of the T of the micro-batch before
+    loss = 0.0  # the time of the latest pass T, which computes the loss of a micro-batch
     for rank, row in enumerate(longer.ranks[:ranks]):
         for number in row:
             # Each F and B stays on its rank, at the time at which it starts in the simulation.
