@@ -47,8 +47,8 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     while len(stale):
         taken = starts[stale]  # a copy: the samples taken so far, in each chunk that runs
         rows = np.arange(len(stale))
-        # Each step gives one sample in every chunk that runs: by the rule, the number i of a
-        # sample, shares and `taken` determine the part that the sample comes from.
+        # Each step gives one sample in every chunk that runs. By Megatron's rule, its number i, the
+        # weights and `taken` determine the part that it comes from.
         for step in range(steps):
             i = np.maximum(stale * steps + step, 1)
             chosen = np.argmax(i[:, None] * weights - taken, axis=1)

@@ -68,7 +68,7 @@ class IndexedDataset:
         self._tokens = _open(self._tokens_path)  # the descriptor of the .bin
         weakref.finalize(self, os.close, self._tokens)
         self.token_type, sequences, boundaries = _read_header(self._index_path, self._index.bytes)
-        # The unsigned type of the same size, with which negative ids are found (sample_order.py).
+        # The unsigned type of a token's size, with which negative ids are found (sample_order.py).
         self.unsigned = np.dtype(f"<u{self.token_type.itemsize}")
         # The header is followed by three arrays, of 4, 8 and 8 bytes an entry. An array of modes,
         # one byte for each sequence, may come after them; text does not use it.

@@ -96,7 +96,7 @@ def decide_layout(
     `decide` and by the planner, for one number of micro-batches. Raise UserError for
     `--schedule-costs measured`, ScheduleError if no schedule fits.
     """
-    # If --vocab-pp was not given, it is None so far.
+    # If --vocab-pp was not given, its value is None so far, which means no.
     layout = replace(layout, vocab_pp=bool(layout.vocab_pp))
     if layout.schedule != "auto":
         return layout, None
@@ -130,7 +130,8 @@ def search(task: Task) -> Choice:
     to move blocks in the fastest one. Then the rest is simulated as the run has it, with all its
     micro-batches. Raise ScheduleError if every schedule holds more than the limit.
     """
-    # `_priced` returns None for a schedule that holds too much.
+    # Every candidate is simulated with `few` micro-batches. `_priced` returns None for a schedule
+    # that holds too much.
     few = min(task.micro_batches, SCREENED * task.ranks)
     screened = [_priced(task, *candidate, few) for candidate in _candidates(task)]
     fitting = [choice for choice in screened if choice]
@@ -205,7 +206,8 @@ def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
     The search ends if no move between any two stages does so, or at the limit MOVED_ACTIONS.
     """
     stages = len(best.blocks)
-    # A simulation has an F, B and W for each stage and micro-batch.
+    # MOVED_ACTIONS limits the actions of all simulations together. The simulation of one move has
+    # an F, B and W for each stage and micro-batch.
     moves_to_try = MOVED_ACTIONS // (3 * stages * micro_batches)
     improved = True
     while improved:

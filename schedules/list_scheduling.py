@@ -331,6 +331,6 @@ class _Greedy:
         receiver = self.rank_of[next_stage]
         arrival = end + self.transfer if receiver != rank else end
         self.arrived[kind][next_stage].append(arrival)
-        # The receiver may start an action when the message has arrived and it is free.
+        # The receiver may start an action when the message has arrived and the receiver is free.
         events.append((max(arrival, self.clock[receiver]), receiver))
         return events

@@ -184,8 +184,8 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     ranks = max(rank_of) + 1
     stages = len(rank_of)
     virtual = stages // ranks
-    # The micro-batches are divided into groups of nearly equal size: group n begins at ends[n].
-    # With 4 ranks and 10 micro-batches the ends are 0, 5, 10.
+    # The micro-batches are divided into groups of nearly equal size: group n has the micro-batches
+    # from ends[n] to ends[n + 1] - 1. With 4 ranks and 10 micro-batches the ends are 0, 5, 10.
     rounds = max(1, micro_batches // ranks)
     ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
     forwards = []

@@ -264,8 +264,9 @@ def blocks_per_stage(
         return [model.layers]
     if layout.partition == "layers":
         return _share_out(model.layers, layout.stages)
-    # With --partition blocks, embedding and head count as a block each, as in BLOOM's runs. All are
-    # shared out, and the two are then subtracted from the blocks of the first and the last stage.
+    # With --partition blocks, embedding and head count as a block each, as in BLOOM's runs. So two
+    # blocks more are shared out. One of them is then subtracted from the first stage, which has the
+    # embedding, and one from the last stage, which has the head.
     if layout.partition == "blocks":
         counts = _share_out(model.layers + 2, layout.stages)
         counts[0] -= 1
@@ -349,7 +350,8 @@ def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]
     are the least, the block goes to the last of them. block: the time of a block.
     """
     numbers = [0] * len(loads)
-    # The heap's first entry is the least load; of equal loads, the one with the largest place.
+    # The heap's first entry is the least load. Places are negative in it, so that of equal loads
+    # the one with the largest place comes first.
     queue = [(load, -place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
     for _ in range(count):

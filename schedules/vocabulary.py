@@ -24,8 +24,8 @@ from typing import Any
 from schedules.actions import SUMMED, VOCABULARY, Numbered
 from schedules.simulation import ends
 
-# The number of ranks from which on a rank runs two micro-batches further ahead. With fewer ranks,
-# one micro-batch further ahead keeps them as busy as two do.
+# With at least this many ranks, a rank of 1F1B runs two micro-batches further ahead than without
+# --vocab-pp. With fewer ranks, one micro-batch further ahead keeps the ranks as busy as two do.
 MANY = 5
 # The times of a micro-batch's new passes, in units of a forward pass. T follows the end of the last
 # stage's F after the length of a backward pass.
