@@ -41,7 +41,8 @@ def alibi_slopes(heads: int) -> Tensor:
     """Return ALiBi's slope of every head i, counted from 1: 2^(-8i/n), float64 (heads,).
 
     n is the largest power of two up to `heads`. If there are more than n heads, the further heads
-    take every second slope of a model with 2n heads, as the paper's authors do.
+    take every second slope of a model with 2n heads, as the paper's authors do. The caller takes
+    the slopes of this tensor rank's heads.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -88,12 +89,13 @@ def _dense(
     `visible`.
     """
     keys = torch.arange(length, device=starts.device)
-    seen = (keys >= starts[..., None]) & (keys < stops[..., None])  # (b, q, s)
+    # Whether each query of each sample sees each key: (b, q, s).
+    seen = (keys >= starts[..., None]) & (keys < stops[..., None])
     if slopes is None:
         return seen[:, None]
     # The bias of a score is -slope * distance, or -inf if the query does not see the key.
     queries = keys if places is None else places
-    distance = (queries[:, None] - keys).abs()  # (q, s)
+    distance = (queries[:, None] - keys).abs()  # from each query to each key: (q, s)
     bias = -slopes[:, None, None] * distance
     return bias.to(dtype).masked_fill(~seen[:, None], -torch.inf)
 
@@ -105,14 +107,17 @@ def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
     no mask if all queries see all its keys. In other blocks each query and key is compared. starts,
     stops: the range of keys that each query sees, (b, q). length: the number of keys.
     """
-    # The first and last start and stop among the queries of a block: (b, blocks of queries, 1).
+    # For each block of queries, the least and the greatest start, and the least and the greatest
+    # stop, of its queries: (b, blocks of queries, 1) each.
     first_start = _by_block(starts, "amin")[..., None]
     last_start = _by_block(starts, "amax")[..., None]
     first_stop = _by_block(stops, "amin")[..., None]
     last_stop = _by_block(stops, "amax")[..., None]
-    begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK  # first key of a block
+    # The first key of each block of keys.
+    begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK
     # For each block of queries and block of keys, (b, blocks of queries, blocks of keys). `seen`:
-    # some query may see some key of the block; `whole`: every query sees every key of the block.
+    # some query may see some key, so the block is computed. `whole`: every query sees every key, so
+    # no mask is applied in the block. `first_start` is the least start of the block's queries.
     seen = (first_start < begin + BLOCK) & (last_stop > begin)
     whole = (last_start <= begin) & (first_stop >= begin + BLOCK)
 
@@ -162,9 +167,10 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether flex_attention supports heads of this size and type on this device.
+    """Return whether flex_attention can apply a mask to heads of this size and type here.
 
-    It takes at least 16 columns a head, no fp64, and only GPUs.
+    It takes at least 16 columns a head, no fp64, and only GPUs. Otherwise ALiBi uses a dense mask;
+    masks of documents are refused on GPUs at the start of the run.
     """
     return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
 
@@ -185,12 +191,12 @@ def causal_alibi(
     the biases of near tokens are exact in bf16.
     """
     if takes_flex(head_size, dtype, slopes.device):
-        # Query q sees the keys 0 to q: its range ends before key q + 1.
+        # Query q sees the keys 0 to q: its range starts at key 0 and ends before key q + 1.
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
         return visible(torch.zeros_like(stops), stops, slopes, dtype, places)
     keys = torch.arange(length, dtype=torch.float64, device=slopes.device)
     queries = keys if places is None else places
-    distance = queries[:, None] - keys  # (q, s)
+    distance = queries[:, None] - keys  # from each key to each query, < 0 for later keys: (q, s)
     bias = -slopes[:, None, None] * distance
     return Mask(bias.masked_fill_(distance < 0, -torch.inf)[None].to(dtype))
 
@@ -225,7 +231,8 @@ def _compiled() -> Callable:
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v under a mask of blocks, by flex_attention on a GPU.
 
-    q, k, v: (b, heads, s, d). k and v may have fewer heads than q (grouped-query attention).
+    `masked_attention` calls this. q, k, v: (b, heads, s, d). k and v may have fewer heads than q
+    (grouped-query attention). mask.score is ALiBi's change of the scores, or None.
     """
     grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}

@@ -38,7 +38,8 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     """
     weights = np.asarray(shares, np.float64)
     steps = math.isqrt(max(size - 1, 0)) + 1  # the samples of a chunk
-    chunks = -(-size // steps)  # rounded up
+    chunks = -(-size // steps)  # the number of chunks that hold `size` samples: rounded up
+    # For each chunk and part, the samples that the part has given before the chunk: a guess so far.
     starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
     part_of = np.empty((chunks, steps), np.int16)
     number_of = np.empty((chunks, steps), _number_type(size))
@@ -46,7 +47,8 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     while len(stale):
         taken = starts[stale]  # a copy: the samples taken so far, in each chunk that runs
         rows = np.arange(len(stale))
-        # Each step gives one sample in every chunk that runs.
+        # Each step gives one sample in every chunk that runs. By Megatron's rule, its number i, the
+        # weights and `taken` determine the part that it comes from.
         for step in range(steps):
             i = np.maximum(stale * steps + step, 1)
             chosen = np.argmax(i[:, None] * weights - taken, axis=1)
@@ -80,7 +82,8 @@ def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
     ideal = begins[:, None] * weights
     taken = np.floor(ideal).astype(np.int64)
     missing = begins - taken.sum(axis=1)
-    # The place of each part if the parts are sorted by their fractions, the largest first.
+    # The parts with the largest fractions get the `missing` samples, one each. `rank` is the place
+    # of each part if the parts are sorted by their fractions, the largest first.
     rank = np.argsort(np.argsort(taken - ideal, axis=1, kind="stable"), axis=1)
     return taken + (rank < missing[:, None])
 
@@ -108,9 +111,9 @@ def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> Blend
     facts: dict[str, Any] = {"blend": RULE, "shares": shares, "size": size}
 
     def build() -> dict[str, np.ndarray]:
-        """Compute the arrays of the order; the cache calls this if it does not have them."""
+        """Compute the arrays of the order; the cache calls this if it has none for `facts`."""
         which, number = blend_order(shares, size)
-        taken = np.bincount(which, minlength=len(shares))
+        taken = np.bincount(which, minlength=len(shares))  # the samples that each part gives
         return {"which": which, "number": number, "taken": taken}
 
     found = cache.find(facts, build)
@@ -136,7 +139,8 @@ class Blend:
         self.parts = parts
         self.order = order
         self.num_samples = num_samples
-        # Every epoch takes the same number of samples from a corpus, `order.taken`.
+        # `order.taken` has for each corpus the samples that an epoch takes from it. The list is
+        # repeated, because every epoch takes as many.
         for part, taken in zip(parts, order.taken * self._epochs(num_samples)):
             if taken > len(part):
                 asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
@@ -165,7 +169,10 @@ class Blend:
         return self.parts[part], int(self.order.number[row])
 
     def sample(self, k: int) -> np.ndarray:
-        """Return the tokens of sample k: (seq_length + 1,), int64."""
+        """Return the tokens of sample k: (seq_length + 1,), int64.
+
+        As in the next three methods, the part of a corpus that has the sample does the work.
+        """
         samples, number = self._place(k)
         return samples.sample(number)
 
@@ -175,12 +182,15 @@ class Blend:
         return samples.answers(number)
 
     def spans(self, k: int) -> list[TextSpan]:
-        """Return the spans of text that make sample k, in order."""
+        """Return the spans of text that make sample k, in order: where its tokens come from.
+
+        Reports of a high loss name them.
+        """
         samples, number = self._place(k)
         return samples.spans(number)
 
     def file_of(self, k: int) -> str:
-        """Return the path of the file that holds sample k's tokens."""
+        """Return the path of the file that holds sample k's tokens, for error messages."""
         samples, number = self._place(k)
         return samples.file_of(number)
 
@@ -193,6 +203,7 @@ class Blend:
         total = Counter[str]()
         for epoch in range(first // size, self._epochs(stop)):
             # The entries of the order that belong to the samples of [first, stop) in this epoch.
+            # The first parts are those of the first epoch, one for each corpus.
             begin = max(first - epoch * size, 0)
             which = self.order.which[begin : stop - epoch * size]
             for part, count in zip(self.parts, np.bincount(which).tolist()):
@@ -221,7 +232,8 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
         raise UserError("--data synthetic must be alone: random tokens do not mix with files")
     if all(number is None for number in numbers):
         return words, None
-    # Weights and prefixes must alternate: a number at each even place, and at no odd place.
+    # `numbers` has each word as a number, or None. Weights and prefixes must alternate: the words
+    # 0, 2, 4 ... must be numbers, the words 1, 3, 5 ... must be none.
     at_prefixes = numbers[1::2]
     weights = [number for number in numbers[0::2] if number is not None]
     prefixes = words[1::2]

@@ -48,7 +48,11 @@ class Corpora:
     """
 
     def __init__(self, config: Config):
-        """Open the corpora of --data and divide the sequences of each among the splits."""
+        """Open the corpora of --data and divide the sequences of each among the splits.
+
+        weights: the weights of --data, or None if there are none. ranges: for each corpus, the
+        ranges of its sequences in the splits train, validation and test.
+        """
         self.config = config
         self.cache = ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
@@ -99,7 +103,10 @@ class Corpora:
         return {dataset.prefix: dataset.tokens_in(train) for dataset, (train, _, _) in parts}
 
     def describe(self) -> str:
-        """Return a line for the start of a run: how tokens are read, where orders are kept."""
+        """Return a line for the start of a run: how tokens are read, where orders are kept.
+
+        The reading itself is done by the threads of prefetch.py.
+        """
         order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
@@ -137,7 +144,8 @@ class Corpora:
         samples of a part than this, Megatron fails; here the number taken is requested.
         """
         shares = normalise(self.weights or ())
-        # Megatron normalises given weights once for the requests and once more for the order.
+        # Megatron normalises given weights once to find how many samples to request of each part,
+        # and a second time for the order of the blend.
         order = find_blend_order(normalise(shares), num_samples, self.cache)
         surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
         requests = [max(pair) for pair in zip(surplus, order.taken)]
@@ -157,7 +165,7 @@ class Corpora:
         for dataset, sequences in zip(self.datasets, ranges):
             sizes.append((tokens_per_epoch(dataset, sequences, length) - 1) // length)
         order = find_blend_order(normalise(sizes), min(num_samples, sum(sizes)), self.cache)
-        epochs = -(-num_samples // sum(sizes))  # rounded up
+        epochs = -(-num_samples // sum(sizes))  # the epochs in which the samples are: rounded up
         parts = []
         for epoch in range(epochs):
             for i in range(len(self.datasets)):

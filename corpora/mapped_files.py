@@ -38,7 +38,7 @@ from config.messages import UserError
 FORMAT = 2  # the version of an entry's format: entries of another version are not used
 HEADER_BYTES = 256  # more than the header of a .npy file with few dimensions
 SECONDS_UNUSED = 30 * 24 * 3600.0  # an entry that no run has opened for this long is removed
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another text after each start of the system
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # its text changes at each start of the system
 
 
 class MappedFile:
@@ -50,7 +50,10 @@ class MappedFile:
     """
 
     def __init__(self, path: str):
-        """Map the file, which does not read its contents yet."""
+        """Map the file, which does not read its contents yet.
+
+        size: the size of the file now; `check` compares with it later. bytes: the contents.
+        """
         self.path = path
         self._map = None
         with open(path, "rb") as file:
@@ -73,7 +76,10 @@ class MappedFile:
         return flat.reshape(shape)
 
     def check(self) -> None:
-        """Raise UserError if the file has become shorter since it was mapped."""
+        """Raise UserError if the file has become shorter since it was mapped.
+
+        Callers call this before they read, because reading beyond the new end ends the process.
+        """
         if self._map is not None and self._map.size() < self.size:
             now = f"it has {self._map.size()} bytes and had {self.size}"
             raise UserError(f"{self.path} was cut short while the run reads it: {now}")
@@ -137,7 +143,10 @@ class ArrayCache:
     """
 
     def __init__(self, folder: str | None = None):
-        """Make the folder, and check that no other user can change what is in it."""
+        """Make the folder, and check that no other user can change what is in it.
+
+        folder: None stores nothing, so that `find` always builds.
+        """
         self.folder = folder
         # Facts that each entry's digest includes: the format, and the start of the system.
         self._system: dict[str, Any] = {"format": FORMAT}
@@ -203,12 +212,16 @@ class ArrayCache:
         oldest = time.time() - SECONDS_UNUSED
         for suffix in ("arrays", "partial"):
             for path in Path(self.folder or "").glob(f"*.{suffix}"):
-                with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                # Another process may remove the same old entry at the same time.
+                with contextlib.suppress(FileNotFoundError):
                     if path.stat().st_mtime < oldest:
                         _remove(path)
 
     def _unusable(self, error: OSError) -> UserError:
-        """Return the error for a folder that cannot be used, because of `error`."""
+        """Return the error that a user sees if the cache's folder cannot be used.
+
+        error: the system's error, as on a full disk or a file system without locks.
+        """
         cause = error.strerror or error
         return UserError(
             f"--cache {self.folder}: cannot store the order of samples ({cause}): name a "
@@ -248,7 +261,7 @@ def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
     os.mkdir(partial, 0o700)
     for name in list(arrays):
         np.save(os.path.join(partial, name), arrays.pop(name))
-    _remove(path)
+    _remove(path)  # a damaged entry, or one that others could write to, may have this name
     os.rename(partial, path)
 
 

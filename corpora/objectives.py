@@ -34,7 +34,7 @@ class Readable(Protocol):
         """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,)."""
 
     def file_of(self, k: int) -> str:
-        """Return the path of the file that holds sample k's tokens."""
+        """Return the path of the file that holds sample k's tokens, for error messages."""
 
 
 class Objective:
@@ -48,7 +48,8 @@ class Objective:
         """Find out from the data options which arrays a row has, and whether labels are masked.
 
         seed: the seed of the random choices of --objective prefix. fields: the names of a row's
-        arrays. plain: whether a row is only a sample's tokens and labels.
+        arrays. masks_loss: whether an option leaves labels out of the loss. plain: whether a row is
+        only a sample's tokens and labels.
         """
         self.options = options
         self.seed = seed
@@ -68,13 +69,13 @@ class Objective:
         options = self.options
         text = samples.sample(k)
         row = {"tokens": text[:-1], "labels": text[1:]}
-        if self.plain:
+        if self.plain:  # no option changes what a token sees, or which labels count
             return row
         size = len(row["tokens"])
         places = np.arange(size)
-        # Borders are the first tokens of documents and the end. Positions start again at each
-        # document with reset_positions, and a token sees only its document with reset_attention;
-        # without them the sample counts as one document.
+        # Borders are the indices of the first tokens of documents, and at the end s. Positions
+        # start again at each document with reset_positions, and a token sees only its document with
+        # reset_attention; without these options the sample counts as one document.
         whole = np.array([0, size])
         borders = whole
         if options.reset_attention or options.reset_positions:
@@ -131,4 +132,5 @@ def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
     prefix of a document of n tokens has 1 to n - 1 tokens, with equal probability, so that at least
     one label after it counts; the prefix of a single token is this token.
     """
+    # `integers` draws numbers below its second argument: up to n - 1, or 1 if n is 1.
     return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))

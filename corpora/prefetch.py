@@ -24,8 +24,8 @@ from config.messages import UserError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
 
-READERS = 4  # the number of threads, so of reads that wait for a disk at the same time
-AHEAD = 8  # how many micro-batches are in the queue, or read, before they are asked for
+READERS = 4  # the number of threads: so many reads can wait for a disk at the same time
+AHEAD = 8  # so many micro-batches are read, or in the queue, before the rank asks for them
 SECONDS_TO_END = 2.0  # the longest wait for a thread that still reads when the run ends
 
 
@@ -57,7 +57,8 @@ class _Read(Future[None]):
         """Prepare the read of a micro-batch, which `run` then does.
 
         first: the number of the micro-batch's first sample. objective: makes a row of each sample.
-        tensors: the memory for the rows, (b, s) each.
+        tensors: the memory for the rows, (b, s) each. `count` adds up the labels, in the rows that
+        have been read, that count in the loss.
         """
         super().__init__()
         self.samples = samples
@@ -67,7 +68,11 @@ class _Read(Future[None]):
         self.count = 0
 
     def run(self) -> None:
-        """Read the micro-batch's samples, one after the other; called in a reader thread."""
+        """Read the micro-batch's samples into `tensors`; called in a reader thread.
+
+        `sample` is the number of the next sample to read, and `count` the number of labels, in the
+        samples that have been read, that count in the loss.
+        """
         # Rows are copied with numpy: with tensors, torch would start a pool of threads in each
         # thread that copies much.
         arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
@@ -83,7 +88,10 @@ class _Read(Future[None]):
 
     @property
     def rows(self) -> Rows:
-        """The micro-batch, which is complete once `run` has ended."""
+        """The micro-batch, which is complete once `run` has ended; `take` returns it then.
+
+        It has the tensors with the rows, and the number of labels that count in the loss.
+        """
         return Rows(self.tensors, self.count)
 
 
@@ -103,7 +111,12 @@ class Prefetcher:
         seconds: float = 240.0,
         objective: Objective | None = None,
     ):
-        """Prepare to read; threads start with the first read. The class explains the arguments."""
+        """Prepare to read; the threads start with the first read.
+
+        shape: micro-batch size and seq_length. pinned: whether memory is pinned, for asynchronous
+        copies to a GPU. seconds: how long `take` waits at most. objective: makes the rows; None:
+        labels are the next tokens. `_jobs` is the queue, in which None ends a thread.
+        """
         self.shape = shape
         self.pinned = pinned
         self.seconds = seconds
@@ -141,8 +154,8 @@ class Prefetcher:
 
         Raise the error of the read, or UserError, with the file's name, if the read takes too long.
         """
-        # Usually the read of this micro-batch was put into the queue earlier; otherwise it is put
-        # there now. Then later micro-batches are queued, so that the queue is full again.
+        # Usually the read of this micro-batch was put into the queue earlier; otherwise `_begin`
+        # puts it there now. Then `_fill` puts reads of later micro-batches into the queue.
         read = self._reads.setdefault(id(samples), {}).pop(first, None)
         read = read or self._begin(samples, first)
         self._fill(samples)
@@ -159,7 +172,8 @@ class Prefetcher:
     def _fill(self, samples: Readable) -> None:
         """Begin to read the next micro-batches of `samples`, until AHEAD are read ahead.
 
-        Stop earlier if no micro-batch is foreseen, or if `samples` end before it does.
+        Stop earlier if no further micro-batch is foreseen, or if the next one would need samples
+        after the last of `samples`. Called by `go_on`, and whenever a micro-batch is taken.
         """
         reads = self._reads[id(samples)]
         upcoming = self._upcoming.get(id(samples), iter(()))
@@ -173,7 +187,7 @@ class Prefetcher:
         """Put the read of a micro-batch in the queue, and return it.
 
         The threads are started if they are not running. Memory for the micro-batch is allocated
-        here, not in the threads.
+        here, not in the threads: a tensor for each array of its rows (`objective.fields`).
         """
         tensors = {
             name: torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned)
@@ -223,6 +237,7 @@ def _end(
     for _ in threads:
         jobs.put(None)
     for thread in threads:
-        # Python may free the Prefetcher, and so call this, in a reader thread.
+        # Python may free the Prefetcher, and so call this, in a reader thread, which cannot wait
+        # for its own end.
         if thread is not threading.current_thread():
             thread.join(SECONDS_TO_END)

@@ -80,8 +80,9 @@ class GPTSamples:
         self.dataset = dataset
         self.vocab_size = vocab_size
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
-        wanted = num_samples or 1
-        self.epochs = -(-(wanted * seq_length + 1) // tokens)  # rounded up, in integers
+        wanted = num_samples or 1  # None: one epoch, since a single sample fits into one
+        # The least number of epochs that have the tokens of `wanted` samples: rounded up.
+        self.epochs = -(-(wanted * seq_length + 1) // tokens)
         # The epochs are divided into groups, given by their borders from 0 to all epochs; the
         # samples of a group are shuffled together. In the stable order each epoch is a group. In
         # Megatron's order all epochs are one group, or the last epoch is a group by itself.
@@ -92,17 +93,18 @@ class GPTSamples:
             wanted_of_last = wanted - samples_before
             borders = [0, self.epochs]
             # If less than 80 % of the last epoch is wanted, this epoch is shuffled by itself and
-            # comes last. Shuffled together with the earlier epochs, the samples that the run does
-            # not read would be missing from those epochs too.
+            # comes last, so that the samples that the run does not read are all of the last epoch.
+            # If all epochs were shuffled together, they would be missing from the earlier epochs.
             if self.epochs > 1 and wanted_of_last < int(0.80 * samples_of_epoch):
                 borders = [0, self.epochs - 1, self.epochs]
-        # The facts determine the order. The cache finds an order that has the same facts.
+        # The facts determine the order, and the cache finds an order that has the same facts. The
+        # borders follow from the other facts but for their number, which is given as "cuts".
         facts = {"order of samples": RULE, "files": dataset.identity, "order": order, "seed": seed}
         facts |= {"sequences": [sequences.start, sequences.stop], "seq_length": seq_length}
         facts |= {"epochs": self.epochs, "cuts": len(borders)}
 
         def build() -> dict[str, np.ndarray]:
-            """Compute the order; the cache calls this if it does not have it."""
+            """Compute the arrays of the order; the cache calls this if it has none for `facts`."""
             return _build(dataset, sequences, seq_length, seed, order, borders)
 
         self.found = (cache or ArrayCache()).find(facts, build)
@@ -142,8 +144,9 @@ class GPTSamples:
     def _cuts(self, k: int) -> tuple[np.ndarray, list[int], list[int]]:
         """Return the sequences, first tokens and numbers of tokens of sample k's cuts.
 
-        A cut may be empty. Raise UserError if a mapped file has become shorter: reading it would
-        end the process.
+        `sample`, `answers` and `spans` call this. A cut may be empty. Raise UserError if a mapped
+        file of the order, or the corpus's index, has become shorter: reading it would end the
+        process.
         """
         self.found.check()
         self.dataset.check_size()
@@ -170,14 +173,19 @@ class GPTSamples:
         tokens = self.dataset.read(*self._cuts(k))  # (seq_length + 1,)
         limit = self.vocab_size
         if limit is not None:
-            # Negative ids are huge as unsigned numbers, so one comparison finds both mistakes.
+            # An id is wrong if it is negative, or `limit` or more. Negative ids are huge as
+            # unsigned numbers, so one comparison finds both.
             unsigned = tokens.view(self.dataset.unsigned)
             if unsigned.max() >= limit:
                 self._refuse(k, limit)
         return tokens.astype(np.int64)
 
     def answers(self, k: int) -> np.ndarray:
-        """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,)."""
+        """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,).
+
+        objectives.py calls this with --answers-only. Then `dataset.answers` holds the marks of the
+        pair PREFIX.targets, which are cut as the tokens are.
+        """
         if self.dataset.answers is None:
             raise ValueError(f"the answers of {self.dataset.prefix} are not open")
         return self.dataset.answers.read(*self._cuts(k))
@@ -269,7 +277,8 @@ def _build(
     epochs = borders[-1]
     document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), epochs)
     _shuffle(document_index, [border * len(sequences) for border in borders], document_random)
-    # For each border, the number of samples in the epochs before it.
+    # For each border, the number of samples in the epochs before it. The last token of these epochs
+    # begins no sample, because it can only be a label.
     samples_before = [max(0, border * tokens - 1) // seq_length for border in borders]
     total = samples_before[-1]
     # Samples are numbered in the type that Megatron uses.
@@ -304,13 +313,15 @@ def sample_starts(
         sizes = lengths[document_index[begin : begin + BLOCK]]
         ends = passed + np.cumsum(sizes, dtype=np.int64)  # where each sequence ends, in tokens
         passed = int(ends[-1])
-        # The rows from `row` to `stop` - 1 start in this block.
+        # Row i stands for token i * seq_length. The tokens of the rows `row` to `stop` - 1 are in
+        # the sequences of this block.
         stop = max(row, min(num_samples, (passed - 1) // seq_length) + 1)
         # For each sequence, the last row that starts before the sequence ends. The difference to
         # the sequence before is the number of rows that start in it: 0 in an empty sequence.
         last = np.clip((ends - 1) // seq_length, row - 1, stop - 1)
         sequence_of_row = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
-        # A row's offset in its sequence: the tokens before the row, less those before the sequence.
+        # The offset of a row's token in its sequence: the number of all tokens before this token,
+        # less the number of all tokens before the sequence.
         tokens = np.arange(row, stop, dtype=np.int64) * seq_length
         first_tokens = ends[sequence_of_row] - sizes[sequence_of_row]
         starts[row:stop, 0] = begin + sequence_of_row

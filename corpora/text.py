@@ -36,7 +36,10 @@ def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | Non
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer in the file `path`; raise UserError if the file holds no tokenizer."""
+    """Return the tokenizer in the file `path`; raise UserError if the file holds no tokenizer.
+
+    It is a Tokenizer of the library `tokenizers`.
+    """
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library has no exception of its own
@@ -54,7 +57,8 @@ class Text:
     def __init__(self, path: str | None, vocab_size: int):
         """Load the tokenizer.json at `path`; None: without a tokenizer.
 
-        Raise UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
+        end: the id of the token END, which ends a document; None if there is none. Raise UserError
+        if the tokenizer has more tokens than the model, which has `vocab_size`.
         """
         self.path = path
         self.vocab_size = vocab_size
@@ -73,7 +77,7 @@ class Text:
         flag: the option that gave the prompt, for error messages. Raise UserError if the prompt has
         no token ids, or an id outside the vocabulary.
         """
-        check_decoded(flag, prompt)
+        check_decoded(flag, prompt)  # refuses bytes that are no text
         if self.tokenizer is not None:
             ids = self.tokenizer.encode(prompt).ids
             if not ids:
@@ -102,7 +106,10 @@ class Text:
 
 
 def prefixes_of(data: tuple) -> list[str]:
-    """Return the prefixes of the corpora of --data; an empty list for --data synthetic."""
+    """Return the prefixes of the corpora of --data; an empty list for --data synthetic.
+
+    A corpus's tokenizer is found by its prefix. data: the words of the option.
+    """
     if data == ("synthetic",):
         return []
     prefixes, _ = parse_blend(data)

@@ -55,7 +55,11 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str, cache: ArrayCache | None = None):
-        """Open the pair PREFIX.bin, PREFIX.idx, and check it unless `cache` remembers a check."""
+        """Open the pair PREFIX.bin, PREFIX.idx, and check it unless `cache` remembers a check.
+
+        identity: path, size, times and inode of both files, by which caches know the pair. answers:
+        None until `open_answers` opens the pair of marks.
+        """
         self.prefix = prefix
         self._index_path = prefix + ".idx"
         self._tokens_path = prefix + ".bin"
@@ -64,6 +68,7 @@ class IndexedDataset:
         self._tokens = _open(self._tokens_path)  # the descriptor of the .bin
         weakref.finalize(self, os.close, self._tokens)
         self.token_type, sequences, boundaries = _read_header(self._index_path, self._index.bytes)
+        # The unsigned type of a token's size, with which negative ids are found (sample_order.py).
         self.unsigned = np.dtype(f"<u{self.token_type.itemsize}")
         # The header is followed by three arrays, of 4, 8 and 8 bytes an entry. An array of modes,
         # one byte for each sequence, may come after them; text does not use it.
@@ -102,7 +107,11 @@ class IndexedDataset:
         return self.bytes // self.token_type.itemsize
 
     def tokens_in(self, sequences: range) -> int:
-        """Return the number of tokens in a range of sequences, by their first and last byte."""
+        """Return the number of tokens in a range of sequences, by their first and last byte.
+
+        `offsets` has the first byte of each sequence, `bytes` is the size of the .bin. Called with
+        the sequences of a split, to count its tokens.
+        """
         first_byte, stop_byte = (
             int(self.offsets[sequence]) if sequence < len(self) else self.bytes
             for sequence in (sequences.start, sequences.stop)
@@ -128,7 +137,7 @@ class IndexedDataset:
         with the .bin's name, if the file has become shorter or cannot be read.
         """
         width = self.unsigned.itemsize  # the bytes of a token
-        starts = self.offsets[sequences].tolist()
+        starts = self.offsets[sequences].tolist()  # for each cut, the first byte of its sequence
         file = self._tokens
         pread = os.pread
         try:
@@ -152,7 +161,10 @@ class IndexedDataset:
         self._index.check()
 
     def _short(self) -> str:
-        """Return the error message for a .bin that has become shorter."""
+        """Return the error message for a .bin that has become shorter since it was opened.
+
+        `read` raises it if it gets fewer bytes than it asked for.
+        """
         now = f"it has {os.fstat(self._tokens).st_size} bytes and had {self.bytes}"
         return f"{self._tokens_path} was cut short while the run reads it: {now}"
 
@@ -166,8 +178,8 @@ class IndexedDataset:
     def _check(self) -> dict[str, np.ndarray]:
         """Raise UserError if lengths, offsets or boundaries are wrong.
 
-        The cache calls this to build an entry for a pair, and an entry is a table of arrays. This
-        table is empty: its presence alone says that the pair has been checked.
+        The cache calls this for a pair of files that it has no entry for, and stores the result: an
+        entry without arrays, whose presence alone says that the pair has been checked.
         """
         self._check_documents()
         self._check_sequences(self.bytes, self.token_type.itemsize)
@@ -200,7 +212,8 @@ class IndexedDataset:
         path = self._index_path
         expected = 0  # the byte at which the next sequence must start
         for begin in range(0, len(self), BLOCK):
-            # For the sequences of a block: bytes, last byte + 1, and first byte as it must be.
+            # For each sequence of this block: its bytes, and where it must end and begin in the
+            # .bin if it follows the sequence before it; `expected` is where the block must begin.
             sizes = self.lengths[begin : begin + BLOCK].astype(np.int64) * itemsize
             ends = expected + np.cumsum(sizes)
             starts = ends - sizes
@@ -249,7 +262,7 @@ def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
 
 
 def _map(path: str) -> MappedFile:
-    """Return the mapped file; UserError if it is missing or cannot be read."""
+    """Return the file `path`, mapped into memory; raise UserError if it cannot be read."""
     with _opening(path):
         return MappedFile(path)
 
@@ -368,10 +381,10 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, vocab_size: int):
-        """Open the .bin under a temporary name, and make its folder."""
+        """Open PREFIX.bin under a temporary name, and make its folder; `__exit__` renames it."""
         self.prefix = prefix
         self.vocab_size = vocab_size
-        self.tokens = 0
+        self.tokens = 0  # the number of tokens written so far
         self.token_type = token_type_of(vocab_size)
         self._lengths = array.array("i")  # the tokens of each sequence
         # The first sequence of each document, and at the end the first of the next document.
@@ -387,7 +400,10 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, kind: type | None, error: object, traceback: object) -> None:
-        """Give the pair its name if the block has raised no exception; remove temporary files."""
+        """End the `with` block: if it raised no exception, finish the pair and give it its name.
+
+        kind: the type of the exception, or None. Temporary files are removed in both cases.
+        """
         try:
             if kind is None:
                 self._finish()

@@ -39,7 +39,7 @@ class Usage:
         return Usage(self.tokens + samples * length, corpora)
 
     def text(self) -> str:
-        """Return the usage as JSON, in ASCII characters, for a checkpoint."""
+        """Return the usage as JSON, in ASCII characters, for a checkpoint; see `from_text`."""
         return json.dumps({"tokens": self.tokens, "corpora": self.corpora})
 
     @classmethod

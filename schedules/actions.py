@@ -65,7 +65,7 @@ class Pipeline:
         return len(self.rank_of)
 
     def stages_on(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds, in the model's order."""
+        """Return the stages that a rank holds, in the model's order: rank 0 of 2, in a V: 0, 3."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     def has(self, kind: str) -> bool:
@@ -77,7 +77,10 @@ class Pipeline:
 
     @property
     def split(self) -> bool:
-        """Whether backward passes are split into B (gradient of the input) and W (of weights)."""
+        """Whether backward passes are split into B (gradient of the input) and W (of weights).
+
+        Without W, a B computes all gradients.
+        """
         return self.has("W")
 
     @property
@@ -114,10 +117,11 @@ class Pipeline:
 
     @cached_property
     def joined(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """The table behind `of_all_ranks`; without --vocab-pp it is empty.
+        """The table that `of_all_ranks` reads; without --vocab-pp it is empty.
 
         By (kind, stage) of an action, it has the (kind, stage) pairs of the actions that this
-        action needs. All of them have the same micro-batch as the action.
+        action needs because of the vocabulary passes. A rank holds one stage then, so passes of all
+        stages are passes of all ranks. All actions have the same micro-batch.
         """
         if not self.vocabulary:
             return {}
@@ -136,10 +140,13 @@ class Pipeline:
         """Return the action of another rank whose result is sent to an action's rank as a message.
 
         Return None if the result that the action needs is made on its own rank, or is a sum over
-        all ranks, which has no single sender.
+        all ranks, which has no single sender. Called to simulate messages, and to find when a rank
+        may start them.
         """
         sender = self.input_of(action)
-        if action.kind in "SG":  # one rank broadcasts the result of its F or B to S or G
+        # The rank of the last stage broadcasts the result of its F to the S of all ranks, the rank
+        # of the first stage that of its B to their G. `of_all_ranks` has this F or B alone.
+        if action.kind in "SG":
             sender = self.of_all_ranks(action)[0]
         if sender is None or self.rank_of[sender.stage] == self.rank_of[action.stage]:
             return None
@@ -167,11 +174,18 @@ class Numbered(Pipeline):
 
     @property
     def of_kind(self) -> int:
-        """The number of actions of one kind, which is the same for all kinds."""
+        """The number of actions of one kind, one for each stage and micro-batch.
+
+        The numbers of a kind's actions begin at this number times the kind's place in `kinds`.
+        """
         return self.micro_batches * self.stages
 
     def action(self, number: int) -> Action:
-        """Return the action that a number stands for; actions are numbered as the class says."""
+        """Return the action that a number stands for.
+
+        Numbers go by kind, then by micro-batch, then by stage: the stages of micro-batch 0 come
+        first, and `of_kind` is the number of actions of a kind.
+        """
         kind, number_in_kind = divmod(number, self.of_kind)  # kind: an index in `kinds`
         micro_batch, stage = divmod(number_in_kind, self.stages)
         return Action(self.kinds[kind], stage, micro_batch)
@@ -182,8 +196,10 @@ class Numbered(Pipeline):
 
         The entry is NOTHING for an action that waits for no other rank. An action that needs a pass
         of all ranks has the number of this pass on stage 0, plus the count of all actions, which
-        marks this case. `simulation.ends` reads the list.
+        marks this case. `simulation.ends` reads the list. In the example at the beginning of this
+        file, with 2 ranks, it is -1 0 -1 2 -1 4 for F, and 7 -1 9 -1 11 -1 for B.
         """
+        # For each kind, the number of its first action: micro-batch 0 on stage 0.
         first = {kind: place * self.of_kind for place, kind in enumerate(self.kinds)}
         all_actions = len(self.kinds) * self.of_kind
         awaited: list[int] = []
@@ -193,6 +209,7 @@ class Numbered(Pipeline):
                 action = Action(kind, stage, 0)
                 joined_passes = self.of_all_ranks(action)
                 sender = self.sender_of(action)
+                # More than one pass: a pass of all ranks, whose number on stage 0 is taken.
                 if len(joined_passes) > 1:
                     sources.append(all_actions + first[joined_passes[0].kind])
                 elif sender is None:
@@ -202,7 +219,7 @@ class Numbered(Pipeline):
             # An action waits for an action of the same micro-batch, so from each micro-batch to the
             # next all entries but NOTHING grow by the number of stages.
             offsets = self.stages * np.arange(self.micro_batches)[:, None]
-            numbers = np.array(sources) + offsets  # (micro-batches, stages)
+            numbers = np.array(sources) + offsets  # the kind's entries: (micro-batches, stages)
             numbers[:, np.equal(sources, NOTHING)] = NOTHING
             awaited += numbers.ravel().tolist()
         return awaited
@@ -211,7 +228,8 @@ class Numbered(Pipeline):
         """Return the largest size of activations that each rank holds at once.
 
         A rank holds a micro-batch's activations in a stage from F to W, or to B if there is no W.
-        sizes: for each stage, the size of one micro-batch's activations, in any unit.
+        sizes: for each stage, the size of one micro-batch's activations, in any unit. An action's
+        number is kind * of_kind + micro_batch * stages + stage, kind being an index in `kinds`.
         """
         size_of = np.array(sizes)
         releasing_kind = self.kinds.find("W" if self.split else "B")

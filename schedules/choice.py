@@ -56,7 +56,10 @@ class Choice:
     plain: "Choice | None" = None
 
     def __str__(self) -> str:
-        """Return the choice for the log: schedule, blocks of each stage, and gain over 1F1B."""
+        """Return the choice for the log: schedule, blocks of each stage, and gain over 1F1B.
+
+        `plain` is the choice of 1F1B with the same task, or None if 1F1B holds too much.
+        """
         text = f"{self.name}, {self.virtual} stages a rank" if self.virtual > 1 else self.name
         text += f", blocks {','.join(map(str, self.blocks))}"
         if self.plain is None:
@@ -71,8 +74,9 @@ class Choice:
 def decide(config: Config, device: str) -> tuple[Config, Choice | None]:
     """Return the config with `--schedule auto` replaced, and the choice (None if it was not auto).
 
-    The choice is made for the largest batch of this run. Called at the start of a run, after
-    --schedule-costs measured has been replaced by numbers.
+    The choice is made for the largest batch of this run: config.levels has the sizes that the batch
+    takes in turn. Called at the start of a run, after --schedule-costs measured has been replaced
+    by numbers.
     """
     largest = max(level.batch for level in config.levels)
     count = config.micro_batches(largest)
@@ -92,6 +96,7 @@ def decide_layout(
     `decide` and by the planner, for one number of micro-batches. Raise UserError for
     `--schedule-costs measured`, ScheduleError if no schedule fits.
     """
+    # If --vocab-pp was not given, its value is None so far, which means no.
     layout = replace(layout, vocab_pp=bool(layout.vocab_pp))
     if layout.schedule != "auto":
         return layout, None
@@ -121,10 +126,12 @@ def note(layout: Layout, choice: Choice) -> str:
 def search(task: Task) -> Choice:
     """Return the fastest schedule that holds no more than the task's limit.
 
-    The steps are those at the beginning of this file. Raise ScheduleError if every schedule holds
-    more.
+    All candidates are simulated with few micro-batches first, to drop those that hold too much and
+    to move blocks in the fastest one. Then the rest is simulated as the run has it, with all its
+    micro-batches. Raise ScheduleError if every schedule holds more than the limit.
     """
-    # The candidates are compared with few micro-batches first, which takes less time.
+    # Every candidate is simulated with `few` micro-batches. `_priced` returns None for a schedule
+    # that holds too much.
     few = min(task.micro_batches, SCREENED * task.ranks)
     screened = [_priced(task, *candidate, few) for candidate in _candidates(task)]
     fitting = [choice for choice in screened if choice]
@@ -157,7 +164,8 @@ def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         if task.blocks:
             if virtual == 1 and name not in SEARCHED:
                 yield name, virtual, task.blocks
-        # The first and the last stage need no block: embedding and head are enough for them.
+        # A schedule that has too few blocks for its stages is not tried. The first and the last
+        # stage may be without a block, because they have the embedding and the head.
         elif task.ranks * virtual <= task.layers + 2:
             yield name, virtual, task.balanced(rank_of_stages(name, task.ranks, virtual))
 
@@ -178,13 +186,15 @@ def _priced(
     order = LongSchedule(name, task.ranks, count, virtual, costs if name in SEARCHED else None)
     try:
         held = order.most_held([stage.held for stage in costs.stages])
-    except ScheduleError:  # no searched order: the limit is less than one micro-batch takes
+    except ScheduleError:
+        # No order can be searched, because the limit is less than one micro-batch takes.
         return None
     if max(held) > task.limit * (1 + 1e-9):  # 1e-9 allows for rounding
         return None
-    # In these schedules the gradients of weights are an action of their own, W.
+    # In zb-h1, zb-v and the searched orders, an action W computes the gradients of weights.
     splits_backward = name.startswith(("zb", "searched"))
     seconds = order.makespan(costs.seconds(splits_backward), task.transfer)
+    # The time in which ranks compute. The rest of the ranks' time until the end is idle.
     busy = count * sum(stage.seconds for stage in costs.stages)
     return Choice(name, virtual, blocks, costs, seconds, 1 - busy / (seconds * task.ranks))
 
@@ -196,7 +206,8 @@ def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
     The search ends if no move between any two stages does so, or at the limit MOVED_ACTIONS.
     """
     stages = len(best.blocks)
-    # A simulation has an F, B and W for each stage and micro-batch.
+    # MOVED_ACTIONS limits the actions of all simulations together. The simulation of one move has
+    # an F, B and W for each stage and micro-batch.
     moves_to_try = MOVED_ACTIONS // (3 * stages * micro_batches)
     improved = True
     while improved:

@@ -70,7 +70,8 @@ class Task:
         """
         embedding, block, head = self.parts
         # In a schedule whose name ends in -v, one rank holds embedding and head. If they share a
-        # matrix, the head's weight gradients are computed in B, not in W.
+        # matrix, its gradients are not put off: the head's B computes them too, and W has nothing
+        # to do for the head.
         if self.tied and name.endswith("-v"):
             head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
         stages = []
@@ -84,7 +85,10 @@ class Task:
         return StageCosts(tuple(stages), self.limit, self.transfer)
 
     def balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
-        """Return the balanced partition, blocks per stage; rank_of: the rank of each stage."""
+        """Return the balanced partition: the number of blocks of each stage.
+
+        rank_of: the rank of each stage. A part's time is the sum of the costs of F, B and W.
+        """
         return balanced(self.layers, tuple(rank_of), PartCosts(*(p.seconds for p in self.parts)))
 
 
@@ -98,8 +102,10 @@ def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
     parts = parts_of(model, layout, device)
     with_1f1b = replace(layout, schedule="1f1b", vocab_pp=False)
     blocks_of_1f1b = tuple(blocks_per_stage(model, with_1f1b, part_costs(model, device)))
+    # The blocks of each stage if --partition gives them; None: the search decides about them.
     fixed = None if layout.partition == "balanced" else blocks_of_1f1b
     transfer = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
+    # The task has one micro-batch, and the limit 0.0 until the limit is known, at the end.
     task = Task(parts, model.layers, layout.pp, 1, 0.0, transfer, fixed, model.tied)
     # 1F1B may run with two partitions: balanced by the costs of the model's parts as counted, or by
     # the costs in the task, which know recomputation and --schedule-costs. The fuller one counts.
@@ -115,7 +121,10 @@ def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
 
 
 def sent_bytes(model: ModelShape) -> float:
-    """Return the bytes of one token in a message between stages: h numbers of 4 bytes."""
+    """Return the bytes of one token in a message between stages: h numbers of 4 bytes.
+
+    A recomputed block holds as much, since it keeps only its input.
+    """
     return 4.0 * model.hidden
 
 
@@ -142,7 +151,8 @@ def parts_of(
         }
         block = block._replace(inputs=block.inputs + again[layout.recompute])
     # A block holds activations of 2 bytes a number for its backward pass: about 8 h numbers around
-    # its norms, which only sequence parallelism divides by tp, and two for each unit of `widths`.
+    # its norms, which only sequence parallelism divides by tp, and two for each unit of `widths`,
+    # the summed widths of its other activations (queries, keys, values, the MLP's units).
     # A recomputed block holds only its input; the head holds its logits, 4 bytes each.
     widths = mean_of_blocks(model, _kept_widths)
     norm_shards = t if layout.sequence_parallel else 1
@@ -150,21 +160,22 @@ def parts_of(
     if layout.recompute == "full":
         held = sent_bytes(model)
     logits = 4.0 * model.vocab_size / t
-    if given := explicit_costs(layout):  # F, B and W of a block, then of the head
+    # --schedule-costs may give numbers: the costs of F, B and W of a block, then of the head.
+    if given := explicit_costs(layout):
         # The given costs have an unknown unit, and the embedding's costs are FLOPs. So the given
         # costs are scaled such that a block takes the FLOPs that were counted for it.
         unit = block.seconds / sum(given[:3])
         scaled = [unit * cost for cost in given]
-        block = PassCosts(*scaled[:3])
+        block = PassCosts(*scaled[:3])  # the costs of F, B and W
         head = PassCosts(*scaled[3:])
     return embedding, block._replace(held=held), head._replace(held=logits)
 
 
 def _kept_widths(model: ModelShape) -> int:
-    """Return the width of the activations that a block keeps for backward, without its norms'.
+    """Return how many numbers a block keeps for its backward pass, for one token, without norms.
 
-    The width is the number of elements for one token. `mean_of_blocks` calls this for a model whose
-    blocks are alike.
+    They are queries, keys and values, attention's output (counted twice), and the MLP's units
+    before and after the activation. `mean_of_blocks` calls this for a model with equal blocks.
     """
     return model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
 
@@ -182,7 +193,8 @@ def list_rows(
     The kinds are F (forward), B (gradients of inputs) and W (gradients of weights). Called by
     orders.py for the schedules zb-v, searched and searched-v.
 
-    rank_of: the rank of each stage; no two stages send in the same direction between two ranks.
+    rank_of: the rank of each stage; no two stages may send the same kind of result from one rank
+    to the same other rank, since their messages might then be taken in a wrong order.
     seconds: the seconds of an action, by (kind, stage).
     limit: the most that a rank may hold, in the unit of `sizes`.
     sizes: for each stage, the size of one micro-batch's activations; None: 1 for all stages.
@@ -235,7 +247,8 @@ class _Greedy:
         self.clock = [0.0 for _ in ranks]  # for each rank, the time at which it is free
         # By kind, the number of passes that each stage has done.
         self.done = {kind: [0 for _ in stages] for kind in "FBW"}
-        # By kind, its place in FBW times the number of micro-batches: numbers go by kind first.
+        # By kind, its place in FBW times the number of micro-batches. An action's number is
+        # (first[kind] + micro_batch) * stages + stage.
         self.first = {kind: place * micro_batches for place, kind in enumerate("FBW")}
         # By kind and stage, the times at which the inputs of the stage's next passes arrive.
         self.arrived = {kind: [deque[float]() for _ in stages] for kind in "FB"}
@@ -268,7 +281,8 @@ class _Greedy:
         """
         soonest = inf
         # Every B comes before every F. Among passes of one kind, the last stage comes first. An F
-        # starts only if the rank holds no more than `room` allows for the stage.
+        # starts only if the rank holds at most `room[stage]`, so that its activations fit; a B
+        # takes no further memory.
         for kind in "BF":
             for stage in self.own[rank]:
                 queue = self.arrived[kind][stage]  # the times at which the stage's inputs arrive
@@ -317,5 +331,6 @@ class _Greedy:
         receiver = self.rank_of[next_stage]
         arrival = end + self.transfer if receiver != rank else end
         self.arrived[kind][next_stage].append(arrival)
+        # The receiver may start an action when the message has arrived and the receiver is free.
         events.append((max(arrival, self.clock[receiver]), receiver))
         return events

@@ -70,7 +70,7 @@ class LongSchedule:
 
     @property
     def rounds(self) -> int:
-        """The number of whole rounds in the schedule."""
+        """The number of whole rounds in the schedule, each of as many micro-batches as ranks."""
         return self.micro_batches // self.ranks
 
     def _of_rounds(self, rounds: int) -> Numbered:
@@ -80,9 +80,9 @@ class LongSchedule:
         its further rounds are unlike its first rounds, the whole schedule is returned.
         """
         rest = self.micro_batches % self.ranks
-        # A searched order is made for its number of micro-batches, so its rounds are unlike. In an
-        # interleaved schedule, micro-batches that fill no whole round make the groups of
-        # micro-batches unequal.
+        # Few rounds cannot stand for all of them if the rounds differ. They do in a searched order,
+        # which is made for its number of micro-batches, and in an interleaved schedule with
+        # micro-batches that fill no whole round, since its groups of micro-batches are unequal.
         differs = self.name in SEARCHED or (self.name == "interleaved" and rest > 0)
         if not differs and rounds < self.rounds:
             micro_batches = rounds * self.ranks + rest

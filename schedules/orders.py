@@ -81,7 +81,8 @@ def numbered(
         from schedules.vocabulary import more_ahead, with_vocabulary  # only --vocab-pp needs them
 
         # The order comes from a pipeline with more ranks, whose further ranks are dropped. This
-        # leaves time for vocabulary passes between the last stage's F and B.
+        # leaves time for vocabulary passes between the last stage's F and B. One rank more is
+        # enough for gpipe, the only other schedule that --vocab-pp allows.
         further_ranks = more_ahead(ranks) if name == "1f1b" else 1
         longer = numbered(name, ranks + further_ranks, micro_batches)
         return with_vocabulary(longer, ranks, vocabulary)
@@ -118,13 +119,15 @@ def forward_only(
     """
     ranks = max(rank_of) + 1
     rows: Rows = [[] for _ in range(ranks)]
-    moments = product(range(micro_batches), enumerate(rank_of))  # each is (m, (stage, rank))
+    # A moment is (m, (stage, rank)). Moments are sorted by m + stage, the later stage first.
+    moments = product(range(micro_batches), enumerate(rank_of))
     for m, (stage, rank) in sorted(moments, key=lambda at: (at[0] + at[1][0], -at[1][0])):
         rows[rank].append(m * len(rank_of) + stage)
     forward = Numbered("forward", "F", rank_of, micro_batches, rows)
     if vocabulary:
         from schedules.vocabulary import with_vocabulary
 
+        # `backward` says how long after the last stage's F a pass T comes: the usual time of a B.
         forward = with_vocabulary(forward, ranks, backward=2)
     schedule = of_numbers(forward)
     check(schedule, micro_batches, backward=False)
@@ -147,7 +150,10 @@ def _in_turn(rank_of: tuple[int, ...], micro_batches: int, place: int) -> Rows:
 
 
 def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Return GPipe's order: every rank does all forward passes, then all backward passes."""
+    """Return GPipe's order: every rank does all forward passes, then all backward passes.
+
+    Both are in the order of micro-batches: with 2 micro-batches, F0 F1 B0 B1 on every rank.
+    """
     forwards = _in_turn(rank_of, micro_batches, 0)
     backwards = _in_turn(rank_of, micro_batches, 1)
     return [first + then for first, then in zip(forwards, backwards, strict=True)]
@@ -172,14 +178,14 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     many micro-batches as there are ranks, or it has all micro-batches.
 
     Before its first backward pass a rank runs the first group through all its stages but the last,
-    and does two forward passes for each later rank, because a micro-batch goes through that rank
-    forward and backward before it comes back.
+    and does two forward passes for each later rank, because the first micro-batch goes through that
+    rank forward and backward before its gradient arrives.
     """
     ranks = max(rank_of) + 1
     stages = len(rank_of)
     virtual = stages // ranks
-    # The micro-batches are divided into groups of nearly equal size: group n begins at ends[n].
-    # With 4 ranks and 10 micro-batches the ends are 0, 5, 10.
+    # The micro-batches are divided into groups of nearly equal size: group n has the micro-batches
+    # from ends[n] to ends[n + 1] - 1. With 4 ranks and 10 micro-batches the ends are 0, 5, 10.
     rounds = max(1, micro_batches // ranks)
     ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
     forwards = []
@@ -199,7 +205,8 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
                 rank_backwards += range(first + begin * stages, first + end * stages, stages)
         forwards.append(rank_forwards)
         backwards.append(rank_backwards)
-        # Two forward passes for each later rank, and the first group in all stages but the last.
+        # Two forward passes for each later rank, and the first group, which has ends[1]
+        # micro-batches, in all of the rank's stages but the last.
         ahead.append(2 * (ranks - 1 - rank) + (virtual - 1) * ends[1])
     return _alternating(forwards, backwards, ahead)
 
@@ -213,7 +220,8 @@ def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
     """
     rows = []
     for rank_forwards, rank_backwards, count in zip(forwards, backwards, ahead, strict=True):
-        # The inner zip ends when no forward pass is left, after `paired` pairs.
+        # The further passes in turn: F B F B and so on. The inner zip ends when no forward pass is
+        # left, after `paired` pairs; the other backward passes come last.
         pairs = chain.from_iterable(zip(rank_forwards[count:], rank_backwards))
         paired = max(0, len(rank_forwards) - count)
         rows.append([*rank_forwards[:count], *pairs, *rank_backwards[paired:]])
@@ -237,6 +245,7 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
             # the W of the same micro-batch and stage as a B has the number B + of_kind.
             if number >= of_kind:
                 waiting.append(number + of_kind)
+            # A W waits for `rank` further backward passes, so `rank` of the W wait at a time.
             if len(waiting) > rank:
                 row.append(waiting.popleft())
         rows.append([*row, *waiting])
@@ -247,8 +256,9 @@ def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     """Return the order ZB-V: two stages on each rank, the first and the last stage on rank 0.
 
     List scheduling finds the order. It assumes that every pass takes the same time, and lets a rank
-    hold as many activations as the first rank of 1F1B, which holds one micro-batch for each rank. A
-    stage of this order is half as large, so a rank may hold twice as many, one for each stage.
+    hold as many activations as the first rank of 1F1B, which holds one micro-batch for each rank.
+    Stages are half as large here as in 1F1B, so the limit, which counts the activations of one
+    micro-batch in one stage as 1, is two for each rank: the number of stages.
     """
     from schedules.list_scheduling import list_rows  # imported late: other orders do not use it
 
@@ -299,7 +309,10 @@ def of_layout(
 
 
 def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
-    """Return the validated schedule of an evaluation, which has forward passes only."""
+    """Return the validated schedule of an evaluation of the layout's model: forward passes only.
+
+    The pipeline calls this for each evaluation, with the number of its micro-batches.
+    """
     return forward_only(placement(layout), micro_batches, bool(layout.vocab_pp))
 
 

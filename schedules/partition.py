@@ -46,7 +46,10 @@ class PassCosts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds of all passes of a micro-batch: forward, and both parts of the backward."""
+        """The sum of the three costs: the time of F, B and W of this part or stage together.
+
+        It has the unit of the costs: seconds of a micro-batch, or FLOPs for one token.
+        """
         return self.forward + self.inputs + self.weights
 
 
@@ -102,11 +105,13 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
     with weights takes its FLOPs once in B and once in W.
     """
     byte = FLOPS_PER_BYTE[device]  # the FLOPs that take as long as moving a byte
-    embedding_pass = 4.0 * 3 * model.hidden * byte
-    embedding = PassCosts(embedding_pass, embedding_pass, 0.0)
-    flops = model_stats.block_flops(model)  # forward: the GEMMs with weights, and the scores
+    embedding_pass = 4.0 * 3 * model.hidden * byte  # the cost of moving 3 h numbers of 4 bytes
+    embedding = PassCosts(embedding_pass, embedding_pass, 0.0)  # the costs of F, of B and of W
+    # The FLOPs of a block's forward pass: GEMMs with weights, and attention scores.
+    flops = model_stats.block_flops(model)
     scores = attention_scores(model)
-    moved = 4.0 * 40 * model.hidden * byte
+    # B computes the weights' GEMMs once and the scores twice, W computes only the weights' GEMMs.
+    moved = 4.0 * 40 * model.hidden * byte  # the cost of moving 40 h numbers of 4 bytes
     block = PassCosts(flops + moved / 3, flops + scores + 2 * moved / 3, flops - scores)
     logits = model_stats.head_flops(model)
     head_pass = logits + 4.0 * 2 * model.vocab_size * byte
@@ -115,7 +120,11 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
 
 
 def attention_scores(model: ModelShape) -> float:
-    """Return the FLOPs of one token's attention scores in one block, forward."""
+    """Return the FLOPs of one token's attention scores in one block, in the forward pass.
+
+    A token sees half of the s tokens on average. For each it takes 2 FLOPs per column for its
+    score, and 2 to add the value. So the FLOPs are s/2 * 4 * columns.
+    """
     return 2.0 * model.seq_length * model.attention_width
 
 
@@ -124,6 +133,7 @@ def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
 
     The partition is balanced by these times.
     """
+    # `seconds` is a part's time in all its passes, here in FLOPs.
     return PartCosts(*(part.seconds for part in pass_costs(model, device)))
 
 
@@ -144,12 +154,12 @@ class StageSpec:
     parameters: int
     share: float  # the stage's part of the whole model's time, 0 to 1
     rank: int = 0  # the pipeline rank that holds the stage
-    tied: bool = False  # another rank holds a copy of this stage's vocabulary matrix
+    tied: bool = False  # whether another rank holds a copy of this stage's vocabulary matrix
     vocabulary: int = 0
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of this stage."""
+        """The number of blocks of this stage, which has the model's blocks `first` to last - 1."""
         return self.last - self.first
 
 
@@ -227,7 +237,8 @@ def _with_vocabulary(
     padded_rows = model.padded_vocab(layout) // layout.pp
     rows = min(padded_rows, max(0, model.vocab_size - spec.rank * padded_rows))
     # The shard's rows are added, in one matrix, or in two if embedding and head are not tied. The
-    # whole matrices that the first and the last stage have in `spec` are subtracted.
+    # whole matrices that the first and the last stage have in `spec` are subtracted: one for the
+    # embedding, and one for the head unless it uses the embedding's matrix.
     matrices = 1 if model.tied else 2
     whole_matrices = spec.embedding + (spec.head and not model.tied)
     added_rows = matrices * rows - whole_matrices * model.vocab_size
@@ -253,8 +264,9 @@ def blocks_per_stage(
         return [model.layers]
     if layout.partition == "layers":
         return _share_out(model.layers, layout.stages)
-    # With --partition blocks, embedding and head count as a block each, as in BLOOM's runs. All are
-    # shared out, and the two are then subtracted from the blocks of the first and the last stage.
+    # With --partition blocks, embedding and head count as a block each, as in BLOOM's runs. So two
+    # blocks more are shared out. One of them is then subtracted from the first stage, which has the
+    # embedding, and one from the last stage, which has the head.
     if layout.partition == "blocks":
         counts = _share_out(model.layers + 2, layout.stages)
         counts[0] -= 1
@@ -278,7 +290,10 @@ def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
 
 
 def placement(layout: Layout) -> tuple[int, ...]:
-    """Return the rank that holds each stage of a layout, as its schedule places the stages."""
+    """Return for each stage of a layout the pipeline rank that holds it.
+
+    The schedule decides this: one stage on each rank, or several, in turn or in a V.
+    """
     return rank_of_stages(layout.schedule, layout.pp, layout.stages_per_rank)
 
 
@@ -307,15 +322,17 @@ def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[i
     several_stages = len(rank_of) > len(ranks)
     ends = [rank for rank in ranks if several_stages or rank in (0, ranks[-1])]
     middle_ranks = len(ranks) - len(ends)
-    # If each block goes to the rank with the least time, the slowest rank is as fast as possible.
-    # Middle ranks take as many blocks as fit into its time, and the ends take the other blocks.
+    # If each block goes to the rank with the least time, the slowest rank is as fast as possible;
+    # its time is `slowest`. Each middle rank takes as many blocks as fit into this time, and the
+    # ends take the other blocks.
     fastest = _to_the_least(rank_loads, layers, costs.block)
     slowest = max(load + n * costs.block for load, n in zip(rank_loads, fastest, strict=True))
-    most = int(slowest / costs.block + 1e-9)  # the blocks that fit on a middle rank
+    most = int(slowest / costs.block + 1e-9)  # the blocks of a middle rank in the time `slowest`
     layers_of_ends = max(0, layers - middle_ranks * most)
     end_counts = _to_the_least([rank_loads[rank] for rank in ends], layers_of_ends, costs.block)
     middle_counts = _spread(layers - layers_of_ends, middle_ranks)
-    # Each rank's blocks are divided among its stages: each goes to the stage with the least time.
+    # The blocks of a rank, counted in `end_counts` or `middle_counts`, are divided among its
+    # stages: each block goes to the stage with the least time.
     blocks = [0] * len(rank_of)
     for rank in ranks:
         stages = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
@@ -333,7 +350,8 @@ def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]
     are the least, the block goes to the last of them. block: the time of a block.
     """
     numbers = [0] * len(loads)
-    # The heap's first entry is the least load; of equal loads, the one with the largest place.
+    # The heap's first entry is the least load. Places are negative in it, so that of equal loads
+    # the one with the largest place comes first.
     queue = [(load, -place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
     for _ in range(count):
@@ -361,7 +379,7 @@ def _share_out(count: int, pp: int) -> list[int]:
     enough. Called for --partition layers and blocks. With 4 stages, 10 blocks are 2, 3, 3, 2.
     """
     share, extra = divmod(count, pp)
-    if pp == 2:  # no stage is in the middle
+    if pp == 2:  # two stages have no stage in the middle, so the first takes the remainder
         return [share + extra, share]
     middle = min(extra, pp - 2)
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]

@@ -92,7 +92,10 @@ class Schedule(Pipeline):
 
     @cached_property
     def _starts_of(self) -> "dict[int, _Starts]":
-        """The results of `_message_starts` by rank: empty at first, `_starts` adds to them."""
+        """The results of `_message_starts` by rank, kept so that each is computed once.
+
+        The dictionary is empty at first; `_starts` adds the result of a rank when it is needed.
+        """
         return {}
 
     @cached_property
@@ -108,6 +111,7 @@ class Schedule(Pipeline):
         for row in self.ranks:
             counts = accumulate(action.kind == "G" for action in row)
             ended_before.append([count for count, action in zip(counts, row) if action.kind == "S"])
+        # For each S, in the order of micro-batches: how many G every rank has done before it.
         ended_by_all = map(min, zip(*ended_before))
         # Each rank does its passes G in the order of micro-batches. So if all ranks have ended 3 of
         # them after one pass T, and 5 after the next, then the micro-batches 3 and 4 are new there.
@@ -123,7 +127,7 @@ class Schedule(Pipeline):
         micro-batches, micro-batch m of the k-th kind in `kinds` has (k * M + m) * S + stage.
         """
         micro_batches = 1 + max(action.micro_batch for action in self.ranks[0])
-        # By kind, k * M: the number of (kind, micro-batch) pairs of the kinds before.
+        # For each kind, k * M: the number of (kind, micro-batch) pairs of the kinds before it.
         first = {kind: place * micro_batches for place, kind in enumerate(self.kinds)}
         ranks = []
         for row in self.ranks:
@@ -181,9 +185,10 @@ class _Starts(NamedTuple):
 def _message_starts(schedule: Schedule, rank: int) -> _Starts:
     """Return when a rank starts its messages; called once for each rank, by `Schedule._starts`.
 
-    One pass over `Schedule.order`, which has the actions of all ranks (`doer` does an action),
-    counts for each action how many of the first actions of `rank` it depends on. A message of
-    `rank` is started only when its other end no longer depends on further actions of `rank`.
+    One pass over `Schedule.order`, the actions of all ranks (`doer` does an action), finds for each
+    action how many actions of `rank`, from the first one on, must be done before the action can
+    end. `rank` starts a message only when the rank at the other end can start it too, without
+    waiting for further actions of `rank`.
     """
     needed = set[Action]()
     sent_before = defaultdict[Action, int](int)
@@ -194,23 +199,26 @@ def _message_starts(schedule: Schedule, rank: int) -> _Starts:
         sender = schedule.sender_of(action)
         count = last_of[doer]
         if doer == rank:
-            # `count` is the number of this rank's earlier actions. If the sender's number is equal,
-            # the message can be sent only after all of them: the receive must not start before.
+            # `count` is the number of this rank's earlier actions, and `count_of[sender]` is how
+            # many of them must be done when the action ends whose result this action receives. If
+            # these are all, the receive must not start before the preceding action has run.
             if sender and count_of[sender] == count:
                 needed.add(action)
             # A result can be sent right after its action, at the earliest.
             count += 1
             sent_before[action] = max(sent_before[action], count)
         else:
-            # The doer receives a message of `rank` once its own preceding action has run, which
-            # needs `count` actions of `rank`.
+            # If this action takes a message of `rank`, which `rank` sends after the action
+            # `sender`: the doer receives it once the doer's preceding action has run. That needs
+            # the first `count` actions of `rank`, so the message is not sent before these.
             if sender and schedule.rank_of[sender.stage] == rank:
                 sent_before[sender] = max(sent_before[sender], count)
             for before in (schedule.input_of(action), *schedule.of_all_ranks(action)):
                 if before is not None:
                     count = max(count, count_of[before])
-            # All ranks take part in the collective after a summed pass, so `rank` starts its part
-            # when the doer can have done its own part.
+            # A pass E, S or T ends with a collective of all ranks, which `rank` joins after its own
+            # pass, `part`. It joins when it has done its first `count` actions: only then can the
+            # doer, which needs these, join too.
             if action.kind in SUMMED:
                 part = action._replace(stage=rank)
                 sent_before[part] = max(sent_before[part], count)
@@ -259,8 +267,12 @@ def _check_collectives(rank: int, row: Sequence[Action]) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Raise ScheduleError if a rank receives messages in another order than they are sent in."""
-    # The actions whose results are sent, by channel: (kind, sending rank, receiving rank).
+    """Raise ScheduleError if a rank receives messages in another order than they are sent in.
+
+    Messages carry no label, so the receiver would take one micro-batch's numbers for another's.
+    """
+    # The actions whose results are sent, by channel: (kind, sending rank, receiving rank). `sent`
+    # has them in the order of the sending rank, `received` in that of the receiving rank.
     sent = defaultdict(list)
     received = defaultdict(list)
     for rank, row in enumerate(schedule.ranks):
@@ -270,7 +282,8 @@ def _check_messages(schedule: Schedule) -> None:
             if source_action is not None:
                 source = schedule.rank_of[source_action.stage]
                 received[kind, source, rank].append(source_action)
-            # F sends to the next stage, B to the stage before, other kinds to no single stage.
+            # F sends to the next stage, B to the stage before; STEPS has the kind's 1 or -1. Other
+            # kinds send to no single stage.
             next_stage = action.stage + STEPS.get(kind, 0)
             if next_stage != action.stage and 0 <= next_stage < schedule.stages:
                 sent[kind, rank, schedule.rank_of[next_stage]].append(action)
@@ -291,11 +304,13 @@ def _steps(schedule: Schedule) -> list[Step]:
     """
     ranks = schedule.ranks
     kinds = "FBW" + VOCABULARY
-    # The actions that have run, with their indices in `steps`.
+    # The index in `steps` of each action that has run: by (kind, stage), then by micro-batch. At
+    # first nothing has run, so the dictionary of every kind and stage is empty.
     place: Places = {
         kind_and_stage: {} for kind_and_stage in product(kinds, range(schedule.stages))
     }
-    # `inputs` refers to the dictionaries in `place`, so it shows what has run up to now.
+    # For each kind and stage, the dictionaries of the passes that such an action needs. They are
+    # the dictionaries in `place` themselves, so they always show what has run.
     inputs = {kind_and_stage: _inputs(schedule, *kind_and_stage, place) for kind_and_stage in place}
     steps: list[Step] = []
     next_of = [0] * len(ranks)  # for each rank, the index of its next action
@@ -336,6 +351,7 @@ def _inputs(
         is_local = schedule.rank_of[neighbour.stage] == schedule.rank_of[stage]
         group = local if is_local else remote
         group.append(place[kind, neighbour.stage])
+    # With --vocab-pp a rank holds one stage, so passes of other stages are passes of other ranks.
     for needed_kind, needed_stage in schedule.joined.get((kind, stage), ()):
         group = local if needed_stage == stage else remote
         group.append(place[needed_kind, needed_stage])

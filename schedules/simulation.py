@@ -97,7 +97,8 @@ def simulate_each(
     ends: list[Any] = []  # the end of each action, in the order of `schedule.steps`
     for rank, action, sources in schedule.steps:  # sources: the indices in `ends` that it waits for
         timing = timing_of(action)
-        # The rank is free when its action before has ended; then the inputs must have arrived.
+        # The rank is free when its action before has ended. It then works for the time `ahead`, and
+        # starts this action when the inputs have arrived too.
         before = slots[rank][-1].end if slots[rank] else 0.0
         start = before + timing.ahead
         for source in sources:
@@ -125,7 +126,7 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
     awaited = numbered.awaited  # for each action, the action of another rank that it waits for
     stages = numbered.stages
     size = len(awaited)
-    durations: list[float] = []  # by the number of the action
+    durations: list[float] = []  # the duration of each action, by its number
     for kind in numbered.kinds:
         durations += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches
     # An action that waits for no other rank awaits number -1 (NOTHING). This is the index of the
@@ -136,7 +137,8 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
     # For each rank, the action that was taken from `to_do` and waits for its input, as a tuple of
     # one number; an empty tuple if no action waits.
     waiting: list[tuple[int, ...]] = [()] * len(to_do)
-    latest_of: dict[int, _Latest] = {}  # for passes that all ranks have ended, by awaited number
+    # The latest ends of passes that all ranks have ended, by the number with which it is awaited.
+    latest_of: dict[int, _Latest] = {}
     while True:
         before = waiting.copy()
         for rank, row in enumerate(to_do):
@@ -147,8 +149,8 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
                     arrival = ended[source] + transfer
                 else:
                     # The action needs a pass of all ranks, and waits for the latest of the other
-                    # ranks. The entry is the pass's number on stage 0, plus `size` as a mark; its
-                    # numbers on the other stages follow.
+                    # ranks. `source` is this pass's number on stage 0, plus `size` as a mark; the
+                    # pass's numbers on the other stages follow.
                     if source not in latest_of:
                         on_stage_0 = source - size
                         ends_of_stages = ended[on_stage_0 : on_stage_0 + stages]
@@ -160,7 +162,8 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
                     is_latest = latest.stage == number % stages
                     arrival = transfer + (latest.before if is_latest else latest.end)
                 if arrival > clock:
-                    if arrival == inf:  # its input has not been computed: go on with the next rank
+                    # The action's input has not been computed yet: go on with the next rank.
+                    if arrival == inf:
                         waiting[rank] = (number,)
                         break
                     clock = arrival
@@ -193,8 +196,9 @@ UNKNOWN = _Latest(inf, -1, inf)  # the ends of a pass that some stage has not en
 def _latest_two(ended: list[float]) -> _Latest:
     """Return the latest end of a pass, and the latest end on the other stages.
 
-    ended: the end of the pass on each stage. `ends` calls this when all stages have ended the pass:
-    a stage's next action waits for the other stages, so the latest stage needs the second value.
+    ended: the end of the pass on each stage. `ends` calls this when all stages have ended the pass.
+    A stage waits for the messages of the other stages only, so the stage that ended last needs the
+    latest end of the others.
     """
     stage = ended.index(max(ended))
     others = ended[:stage] + ended[stage + 1 :]
@@ -202,7 +206,7 @@ def _latest_two(ended: list[float]) -> _Latest:
 
 
 def bubble(slots: list[list[Slot]]) -> float:
-    """Return the idle share (0 to 1) of the time of all ranks, from time 0 to the last end."""
+    """Return the bubble: the idle share (0 to 1) of all ranks' time, from 0 to the last end."""
     end = max(slot.end for row in slots for slot in row)
     busy = sum(slot.end - slot.start for row in slots for slot in row)
     return 1.0 - busy / (end * len(slots))

@@ -24,13 +24,15 @@ from typing import Any
 from schedules.actions import SUMMED, VOCABULARY, Numbered
 from schedules.simulation import ends
 
-# The number of ranks from which on a rank runs two micro-batches further ahead. With fewer ranks,
-# one micro-batch further ahead keeps them as busy as two do.
+# With at least this many ranks, a rank of 1F1B runs two micro-batches further ahead than without
+# --vocab-pp. With fewer ranks, one micro-batch further ahead keeps the ranks as busy as two do.
 MANY = 5
 # The times of a micro-batch's new passes, in units of a forward pass. T follows the end of the last
 # stage's F after the length of a backward pass.
 BEFORE_FORWARD = 3.0  # E is this long before the start of the first stage's F
-AFTER_FORWARD = 1.0  # S is this long after the end of the last stage's F, or later at the T before
+# S is this long after the end of the last stage's F, or at the T of the micro-batch before if that
+# is later.
+AFTER_FORWARD = 1.0
 AFTER_BACKWARD = 2.0  # G is this long after the end of the first stage's B
 # A rank sorts its passes by their times. If several have the same time, the kind that is first in
 # this string comes first.
@@ -64,14 +66,19 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
     timed: list[list[tuple[float, int, int]]] = [[] for _ in range(ranks)]
 
     def put(rank: int, time: float, kind: str, m: int) -> None:
-        """Add the pass of a kind for micro-batch m to a rank, at a time."""
+        """Add the pass of a kind for micro-batch m to a rank, at a time, with its number.
+
+        Passes of the same time are sorted by the place of their kinds in PLACES. A rank has one
+        stage, so the rank's number is also the stage's.
+        """
         timed[rank].append((time, PLACES.index(kind), (first[kind] + m) * ranks + rank))
 
     ended = ends(longer, seconds)
-    loss = 0.0  # the time of the T of the micro-batch before
+    loss = 0.0  # the time of the latest pass T, which computes the loss of a micro-batch
     for rank, row in enumerate(longer.ranks[:ranks]):
         for number in row:
             # Each F and B stays on its rank, at the time at which it starts in the simulation.
+            # `ended` has the time at which each action of `longer` ends there.
             kind, _, m = longer.action(number)
             end = ended[number]
             start = end - seconds[kind, rank]
@@ -87,7 +94,8 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
                 times["T"] = loss = end + backward
             if kind == "B" and rank == 0:
                 times["G"] = end + AFTER_BACKWARD
-            # Every rank does each new pass, at the same time.
+            # `times` has a time for each new pass (E, S, T, G) that this action determines. Every
+            # rank does the new pass, and on every rank it has this time.
             for (new, time), other in product(times.items(), range(ranks)):
                 put(other, time, new, m)
     rows = [[number for *_, number in sorted(row)] for row in timed]
