@@ -61,13 +61,13 @@ class Positions:
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
         self.tables: tuple[Tensor, Tensor] | None = None
-        self._tables_here: tuple[Tensor, Tensor] | None = None  # their rows for this rank's tokens
+        self._tables_here: tuple[Tensor, Tensor] | None = None  # the rows of this rank's tokens
         if model.positions == "rotary":
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
             cp = self.mesh.cp
             self.tables = (cos, sin)
             self._tables_here = (cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0))
-        # ALiBi without other masks: the mask is the same for all micro-batches.
+        # The mask of ALiBi without other masks: the same for all micro-batches, so made only once.
         self._causal_alibi: Mask | None = None
         if self.slopes is not None and not masked:
             from corpora import attention_masks
@@ -90,7 +90,7 @@ class Positions:
             return self._causal_alibi
         from corpora import attention_masks
 
-        places = self._query_places(batch.starts.shape[1])  # the rows of the mask for this rank
+        places = self._query_places(batch.starts.shape[1])  # the queries (rows) that this rank has
         dtype = self.factory.dtype
         return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
 
@@ -120,7 +120,7 @@ def query_places(group: Group, length: int, device: torch.device) -> Tensor | No
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """Return this tensor rank's ALiBi slopes, (a,): a head's bias is -slope times the distance."""
+    """Return this tensor rank's ALiBi slopes, (a,): a score's bias is -slope times the distance."""
     from corpora.attention_masks import alibi_slopes
 
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
@@ -190,7 +190,7 @@ class KeyValueCache:
         self.most = most
         self.device = device
         self.tokens = 0
-        self.slopes = torch.zeros(1) if slopes is None else slopes
+        self.slopes = torch.zeros(1) if slopes is None else slopes  # 0: no bias
         self._keys_and_values: dict[nn.Module, list[Tensor]] = {}
 
     def begin(self, count: int) -> None:
@@ -265,14 +265,14 @@ class Attention(nn.Module):
         """
         if self.norms is None:
             q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)
-        else:  # the rotation comes after the norms
+        else:  # norms of q and k come before the rotation, so the split must not rotate (None)
             q, k, v = self.split(self.qkv(x), self.queries, self.d, None)
             q, k = self.norms(q, k)
             if rotary is not None:
                 q = rotate(q, rotary)
                 k = rotate(k, rotary)
         if cache is not None:
-            k, v, mask = cache.extend(self, k, v)  # k, v: of all tokens so far
+            k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
             return self.out(_attend(q, k, v, mask, Group()))
         q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
         kv_ranks = self.mesh.kv
@@ -377,8 +377,8 @@ class QueryKeyNorm(nn.Module):
         if not self.full:  # each head is normalised by itself
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
         exact = torch.promote_types(q.dtype, torch.float32)
-        means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])  # 2 s b
-        # The mean of the ranks' means is the mean of all heads: every rank has as many heads.
+        # (2, s, b): q's and k's mean squares, of this rank's heads; then the mean of all ranks.
+        means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])
         means = sum_both_ways(means_here, self.tp) / self.tp.size
         factors = torch.rsqrt(means + self.eps)[..., None, None]
         results = []

@@ -41,7 +41,7 @@ def continue_in_child() -> None:
         name = signal.Signals(-status).name
         raise messages.UserError(f"{name} in a library that reads these files: they are damaged")
     if status < 0:
-        status = 128 - status  # as a shell reports a signal
+        status = 128 - status  # negative: a signal; a shell reports 128 + the signal's number
     sys.exit(status)
 
 

@@ -305,7 +305,8 @@ class MicroBatches:
         self.evaluated = evaluated
         self.reading = False  # whether the prefetcher reads the micro-batches of this global batch
         self._kept: dict[int, Batch] | None = None  # micro-batches by index; None: none is kept
-        # A rank with several stages may hold the first and the last, which read each micro-batch.
+        # A rank with several stages may hold the first and the last. Both read each micro-batch, so
+        # it is kept for the second.
         if reader.layout.stages_per_rank > 1:
             self.keep()
 
@@ -341,8 +342,8 @@ class MicroBatches:
             self.reading = True
         rows = reader.prefetcher.take(samples, first_sample)
         batch = Batch(count=rows.targets, **rows.tensors)
-        if self.evaluated is not None:  # the last micro-batches may go beyond the evaluated samples
-            batch = batch.first(self.evaluated - first_sample)
+        if self.evaluated is not None:  # the last micro-batch may go beyond the evaluated samples
+            batch = batch.first(self.evaluated - first_sample)  # the labels after them do not count
         # The tensors of `rows`, in pinned host memory, are freed when this method returns, while
         # the copy may still run. That is safe: torch reuses the memory only after the copy.
         return batch.to(reader.device, reader.cp)

@@ -101,7 +101,7 @@ class LocalLoss(NamedTuple):
         labels: (s, b), numbers in the whole vocabulary, or below 0. spec: says which rows of the
         vocabulary this rank has. fused: use kernels of torch.compile.
         """
-        columns_here = spec.stop - spec.start  # the columns that are no padding
+        columns_here = spec.stop - spec.start  # this rank's columns without those of padding
         exact = torch.promote_types(logits.dtype, torch.float32)
         # The columns of padding get the probability 0.
         logits[..., columns_here:] = torch.finfo(logits.dtype).min

@@ -50,7 +50,7 @@ class ParamSpec:
 
     @property
     def tied(self) -> bool:
-        """Whether another stage holds a copy of this tensor."""
+        """Whether another stage holds a copy: embedding and output matrix may be one tensor."""
         return "tied" in self.reduce_over
 
     @property
@@ -59,7 +59,7 @@ class ParamSpec:
         return self.reduce_over[0] == "expert_replicas"
 
     def counts_on(self, mesh: Mesh) -> bool:
-        """Return whether this rank counts the elements in norms; one rank of each replica does."""
+        """Return whether this rank counts its elements in norms: one of equal copies is counted."""
         return not self.copy and (self.dim is not None or mesh.tp.rank == 0)
 
 
@@ -157,7 +157,7 @@ class ParamFactory:
         if std:  # with std 0 no weights are drawn: they will be loaded
             unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
             draw_normal(unpadded, name, shape, dim or 0, start, std, self.seed)
-        reduce_over: tuple[str, ...] = (replicas,)
+        reduce_over: tuple[str, ...] = (replicas,)  # the groups that sum the gradient
         gradient_is_a_term = self.sequence_parallel or partial
         if gradient_is_a_term and dim is None and tp.size > 1:
             reduce_over += ("tp",)
@@ -169,7 +169,7 @@ class ParamFactory:
 
 
 DRAWN_AT_ONCE = 2**20  # elements that draw_normal draws at once on a GPU
-DRAWN_ON_CPU = 2**16  # the same on a CPU, whose cache then holds the temporary tensors
+DRAWN_ON_CPU = 2**16  # elements drawn at once on a CPU: the temporary tensors fit into its cache
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
 _GAMMA = -7046029254386353131
 _MIX1 = -4658895280553007687
@@ -232,7 +232,7 @@ class DeferredGradients:
         self._computations: list[Callable[[], None]] = []
 
     def add(self, compute: Callable[[], None]) -> None:
-        """Put off `compute`, which will add the gradients of a layer's weights."""
+        """Put off `compute`, which adds the gradients of a layer's weights; called in pass B."""
         self._computations.append(compute)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
@@ -279,10 +279,10 @@ class _Linear(torch.autograd.Function):
         """Return the gradients of x, weight and bias; grad: that of the product, (s, b, out)."""
         x, weight = ctx.saved_tensors
         tp = ctx.tp
-        gather_from = ctx.gather_from
+        gather_from = ctx.gather_from  # tp if x is this rank's part of the sequence, else None
         whole_x = x
         gather_handle = sum_handle = None
-        if gather_from is not None and ctx.deferred is None:  # else pass W gathers x
+        if gather_from is not None and ctx.deferred is None:  # x is split; else pass W gathers it
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
         dx = grad @ weight
@@ -292,13 +292,13 @@ class _Linear(torch.autograd.Function):
             dx_here = torch.empty_like(x)
             sum_handle = tp.reduce_scatter(dx_here, dx)  # runs during the weight gradient below
             dx = dx_here
-        elif tp is not None:
+        elif tp is not None:  # x was whole on every rank: f's backward pass
             sum_handle = tp.all_reduce(dx)
         dw = db = None
-        if ctx.deferred is not None:
+        if ctx.deferred is not None:  # pass W computes the weight gradients
             add = ctx.add
             ctx.deferred.add(lambda: add(gather_sequence(x, gather_from), grad))
-        elif ctx.add is not None:
+        elif ctx.add is not None:  # add them to the parameters' buffers now
             ctx.add(whole_x, grad)
         else:
             dw, db = _weight_gradients(whole_x, grad, ctx.has_bias)
@@ -325,7 +325,7 @@ def _add_gradients(
     """
     if not hasattr(weight, "main_grad"):  # --zero 2, 3: no buffer for a step's gradients
         dw, db = _weight_gradients(x, grad, bias is not None)
-        # These backward passes add the gradients to .grad, and run the hooks.
+        # These backward passes add the gradients to .grad, and run the optimizer's hooks on them.
         torch.autograd.backward(weight, dw.view(weight.shape))
         if bias is not None and db is not None:
             torch.autograd.backward(bias, db.view(bias.shape))

@@ -87,7 +87,7 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     if options.eval_data:  # no prompts, and so no tokenizer
         sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
         return Task(folder, options, _make_config(options, model, ranks))
-    # An imported checkpoint has its tokenizer.json in a folder above.
+    # The tokenizer.json is beside the checkpoint, or if it was imported, one or two folders above.
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
     tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
     text = Text(tokenizer, model.vocab_size)
@@ -99,7 +99,8 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
             f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
             f"{longest + count}, but max-positions is {model.max_positions}"
         )
-    model = dataclasses.replace(model, seq_length=longest + count)  # the length of position tables
+    # Tables of positions have seq_length rows: as many as the longest continued prompt needs.
+    model = dataclasses.replace(model, seq_length=longest + count)
     return Task(folder, options, _make_config(options, model, ranks), text, prompts, count)
 
 
@@ -199,7 +200,12 @@ def run(task: Task, context: Context) -> Iterator[str]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the options of the command line; raise UserError if they are malformed."""
+    """Return the options of the command line; raise UserError if they are malformed.
+
+    Options without a default here, such as --max-tokens, are missing in the result unless the user
+    gave them. So `prepare_task` can refuse those that do not go with --eval-data; then it adds the
+    defaults (PROMPT_DEFAULTS).
+    """
     parser = Parser.described(__doc__)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
@@ -235,7 +241,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     prepare(task.config.run, task.config.layout.pp)  # sets variables that torch and NCCL read
     watch.follow(task.config.run.out)  # the folder for the report of a death
     context = start(launch, task.config.run)
-    watch.close()  # the start has succeeded
+    watch.close()  # the ranks have met: `context` ends them all if one fails from here on
     with context.failing_loudly():
         for line in run(task, context):
             if context.rank == 0:

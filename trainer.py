@@ -216,7 +216,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         if config.run.on_spike and config.run.resume:
             from telemetry.spikes import passing_over
 
-            config = passing_over(config)
+            config = passing_over(config)  # with the samples of earlier spikes, which are left out
         splits = data.build(config)
         precision.check(config, context)
         stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
@@ -285,7 +285,7 @@ class Trainer:
         log.epoch_tokens = splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
-        # Functions that are called before and after each step, with its number.
+        # Functions that are called before and after each step; the argument is the step's number.
         self.before_step: list[Callable[[int], None]] = [self.recorder.begin_step]
         self.after_step: list[Callable[[int], None]] = [garbage.collect_after]
         # Called after a step with its number, and whether it is the last step.
@@ -333,7 +333,7 @@ class Trainer:
         Raise UserError if training has diverged.
         """
         action: float = GO_ON
-        if self.done.iteration < self.last_step:  # a stop may have been requested in the start
+        if self.done.iteration < self.last_step:  # a signal may have come during the start
             by_samples = self.conditions.action_after(self.done.consumed_samples)
             action = max(self.stats_exchange.largest_request(), by_samples)
         if action == SAVE_AND_STOP:
@@ -362,7 +362,7 @@ class Trainer:
             if is_last or not self.losses.bad:
                 self.checkpoints.after_step(self.done, is_last, save_requested)
                 save_requested = False
-                if not self.checkpoints.saving:  # the save is complete, not only begun
+                if not self.checkpoints.saving:  # no save runs on in the background
                     self.conditions.saved()
         if self.splits.test:  # evaluated once, after the last step
             loss = evaluate(self.state, self.splits.test, self.config.data.eval_samples)
