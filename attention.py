@@ -403,7 +403,7 @@ def attention_kernel(
         ranks += f", keys of {mesh.kv.size} ranks"
     if mesh.heads.size > 1:
         ranks += f", heads over {mesh.heads.size} ranks"
-    flex = False
+    flex = False  # whether flex_attention, torch's kernel for masks, runs
     if masked or alibi:
         from corpora import attention_masks
 

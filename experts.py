@@ -95,11 +95,11 @@ class Router(nn.Module):
         self.weight = factory.parameter(
             f"{name}.weight", shape, std=factory.std, decay=True, partial=True
         )
-        self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)  # --balance bias
-        self.load = _constant(factory, f"{name}.load", model.experts, 1.0)  # of the step before
+        self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)  # added in `_choose`
+        self.load = _constant(factory, f"{name}.load", model.experts, 1.0)  # in the last step
         # The rows of each expert in this step so far, on this rank.
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
-        self.balance: Balance | None = None  # the auxiliary losses of a step, which sets them first
+        self.balance: Balance | None = None  # auxiliary losses, set before each step of training
         self.routing: Routing | None = None  # with --record-routing or --pin-routing: set once
 
     def forward(
@@ -217,7 +217,7 @@ class HeldExperts(nn.Module):
         counts: the number of rows of each expert on this rank.
         """
         h = rows.shape[-1]
-        up = self.up.view(self.experts_here, -1, h)
+        up = self.up.view(self.experts_here, -1, h)  # (experts, f, h), or 2 f: gate and up
         down = self.down.view(self.experts_here, h, -1)
         inner = self.activation(grouped_linear(rows, self.up, up, counts, self.deferred))
         return grouped_linear(inner, self.down, down, counts, self.deferred)

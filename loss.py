@@ -129,7 +129,8 @@ class LocalLoss(NamedTuple):
         total = (totals * (largest_of_ranks - largest).exp_()).sum(0)
         label_logit = label_logits.sum(0)  # 0 on all ranks but that of the label's column
         losses = (total.log() + largest - label_logit).masked_fill_(~self.targets, 0.0)
-        # softmax = exp(logit - largest_here) * exp(largest_here - largest) / total
+        # softmax = exp(logit - largest_here) * factor, with the factor that is returned here:
+        # exp(largest_here - largest) / total.
         largest_here = self.sums[0]
         return losses, (largest_here - largest).exp_().div_(total)
 

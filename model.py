@@ -270,7 +270,7 @@ class Embedding(nn.Module):
             if positions is None:
                 tp_size = self.sequence_group.size if self.sequence_group else 1
                 length = len(x) * self.cp.size * tp_size  # tokens of a whole sample
-                rows = self.cp.balanced_shard(self.positions[:length, None], 0)
+                rows = self.cp.balanced_shard(self.positions[:length, None], 0)  # of this cp rank
                 x = x + self._shard_sequence(rows)
             else:
                 x = x + F.embedding(self._shard_sequence(positions.t()), self.positions)

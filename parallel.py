@@ -246,7 +246,7 @@ class DeferredGradients:
         @torch.no_grad()
         def compute_weight_gradients() -> None:
             while computations:
-                compute = computations.pop(0)
+                compute = computations.pop(0)  # so that its tensors are freed after the call
                 compute()
 
         return compute_weight_gradients

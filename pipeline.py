@@ -358,7 +358,7 @@ class Execution:
         else:
             gradient = self._take_input(action)
         deferred = self.pipeline.deferred
-        if deferred is None:
+        if deferred is None:  # B computes all gradients
             torch.autograd.backward(output, gradient)
         else:
             self.for_weights[stage, micro_batch] = deferred.backward(output, gradient)

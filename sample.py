@@ -93,6 +93,8 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     text = Text(tokenizer, model.vocab_size)
     prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
+    # The number of new tokens for each prompt. Without --max-tokens it is MAX_TOKENS, or fewer, so
+    # that the longest prompt and its new tokens are no longer than a sample in training.
     count = options.max_tokens or max(1, min(MAX_TOKENS, model.seq_length - longest))
     if model.positions == "learned" and longest + count > model.max_positions:
         raise UserError(
@@ -139,6 +141,7 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
     an optimizer. Weights are not drawn (init_std 0), because they are loaded.
     """
     micro_batch = EVAL_BATCH if options.eval_data else 1
+    # The ranks that tp and pp leave are replicas, and each needs a micro-batch of the global batch.
     replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
     values = dataclasses.asdict(model)
     values |= {

@@ -64,7 +64,7 @@ class TrainState(ModelState):
 
     optimizer: Optimizer
     # Functions that are called before the forward passes of each step. Their arguments are the
-    # number of the step's first sample, and the tokens of a sample.
+    # number of the step's first sample, and the number of tokens in a sample.
     before_passes: list[Callable[[int, int], None]] = field(default_factory=list)
 
 
@@ -278,7 +278,7 @@ class Trainer:
         self.device = state.factory.device
         self.stats_exchange = StatsExchange(mesh, self.device, conditions, checkpoints)
         self.straggler_check = step_stats.StragglerCheck(config, log.context.nodes)
-        self.done = checkpoints.resume()
+        self.done = checkpoints.resume()  # the run's progress: steps, samples, tokens
         check_begin(config, self.done)
         self.last_step = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total = self.last_step
@@ -363,7 +363,7 @@ class Trainer:
                 self.checkpoints.after_step(self.done, is_last, save_requested)
                 save_requested = False
                 if not self.checkpoints.saving:  # no save runs on in the background
-                    self.conditions.saved()
+                    self.conditions.saved()  # removes the file of --save-switch
         if self.splits.test:  # evaluated once, after the last step
             loss = evaluate(self.state, self.splits.test, self.config.data.eval_samples)
             self.log.evaluation("test", self.done, loss)
@@ -444,7 +444,7 @@ class Trainer:
         where += f", after iteration {self.done.iteration} of {self.last_step}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
             raise UserError(f"stopped by {where}; its state could not be saved")
-        self.conditions.saved()
+        self.conditions.saved()  # removes the file of --save-switch
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False

@@ -114,7 +114,7 @@ class VocabularyEnds(Ends):
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
         """Broadcast the gradient of the first stage's input x to pass G of every rank."""
-        assert x.grad is not None  # the first stage's input x, which `first_input` made a leaf
+        assert x.grad is not None  # x: the first stage's input, which `first_input` made a leaf
         self._broadcast("G", action, x.grad)
 
     def post_receive(self, action: Action) -> None:
@@ -250,7 +250,7 @@ class VocabularyEnds(Ends):
         # First the gradient of the input x, for which the last rank waits. It is sent while this
         # rank computes the gradient of its rows of the output matrix (add_weight_gradients).
         add_weight_gradients = self.part.deferred.backward(edge, gradient)
-        assert x.grad is not None  # of the last stage's output x, which pass S made a leaf
+        assert x.grad is not None  # x: the last stage's output, which pass S made a leaf
         self._reduce(action, x.grad, self.last_rank)
         add_weight_gradients()
 

@@ -97,7 +97,7 @@ class Optimizer:
         self._next_bucket = 0  # index of the bucket that is reduced next
         self._reductions: list[Handle] = []  # running reductions of buckets, oldest first
         self._overlap = layout.overlap_param_gather
-        # Functions to call each time that all gradients have been reduced, in a step or an audit.
+        # Functions to call when all gradients are reduced: those of a step, or of other passes.
         self.after_reduction: list[Callable[[], None]] = []
         # An audit, which repeats passes, sets this function. It is called with each parameter whose
         # gradient is complete, and the gradient is not counted or reduced. None: during steps.
@@ -128,7 +128,7 @@ class Optimizer:
             self.balance = balance.RouterBalance(stages, factory, training, model)
             self.groups = [*self.groups, balance.ConstantGroup(stages, self.mesh)]
         kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
-        self.kernel = "; ".join(kernels) or "none"
+        self.kernel = "; ".join(kernels) or "none"  # the optimizers' names, for the log
         self.state_kinds = update_rules.state_kinds(training.optimizer)
         self.state_name = update_rules.interchangeable(training.optimizer)
 
@@ -173,7 +173,7 @@ class Optimizer:
         """
         bucket = self._bucket_of[p]
         if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:  # not --zero 2
-            p.main_grad.add_(p.grad)  # p.grad has 16 bits; the sum in the bucket has 32
+            p.main_grad.add_(p.grad)  # for example bf16 to fp32, which autograd cannot add in place
             p.grad = None
         self._count_gradient(p)
 
@@ -182,7 +182,7 @@ class Optimizer:
 
         Called when a micro-batch's gradient of `p` is in the bucket's buffer (--zero 2: `p.grad`).
         """
-        if self.gradient_taker is not None:  # an audit repeats passes
+        if self.gradient_taker is not None:  # set by an audit, which repeats passes
             self.gradient_taker(p)
             return
         self._bucket_of[p].missing -= 1
@@ -215,7 +215,7 @@ class Optimizer:
 
     def _finish_reducing(self) -> None:
         """End all reductions: over the replicas, then over tp and tied stages."""
-        for bucket in self.buckets[self._next_bucket :]:  # not reduced yet: gradients are missing
+        for bucket in self.buckets[self._next_bucket :]:  # not reduced yet: a gradient is missing
             if not bucket.each_micro_batch:
                 self._reductions.append(bucket.reduce())
         self._wait_for_reductions(allowed=0)
@@ -270,7 +270,7 @@ class Optimizer:
         recorder = self.mesh.recorder
         recorder.at("reduce")
         self._finish_reducing()
-        squares = self._square_sums()
+        squares = self._square_sums()  # of this rank's gradients, which are sums over the replicas
         # One all-reduce gives every rank the norm, the loss and, if asked for, the targets.
         parts = [squares.sum(), loss_sum.double()]
         if targets is not None:
@@ -278,7 +278,7 @@ class Optimizer:
         sums = torch.stack(parts)
         self.mesh.world.at_once.all_reduce(sums).wait()
         square, loss, *target_counts = self.mesh.world.values(sums)
-        counted = int(target_counts[0]) if target_counts else self._targets
+        counted = int(target_counts[0]) if target_counts else self._targets  # of all ranks
         # Gradients were divided by the targets given to begin_step, not by those counted: correct.
         target_factor = self._targets / counted if counted else 0.0
         scale = self.scale.value  # gradients are those of the loss times this scale
@@ -432,7 +432,7 @@ def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[U
     while the next set is updated. With --grad-dtype bf16 a set has about the size of a bucket,
     because its gradients are copied to fp32.
     """
-    # `groups` begins with the last layers, so go through it from the end; one key's are adjacent.
+    # `groups` begins with the last layers, so it is reversed. The groups of one key are adjacent.
     sets: list[UpdateSet] = []
     for _, groups_of_key in groupby(reversed(groups), key=lambda group: group.key):
         members = list(groups_of_key)

@@ -136,7 +136,7 @@ class Adam8bit:
         """
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
-        count = -(-len(values) // BLOCK) * BLOCK
+        count = -(-len(values) // BLOCK) * BLOCK  # with the padding of the last block
         blocks = F.pad(values, (0, count - len(values))).view(-1, BLOCK)
         scales = blocks.abs().amax(1)
         # The library's own quantisation sometimes takes a code beside the nearest. Here the middles
@@ -158,7 +158,7 @@ def check_blocks(p: Any) -> None:
     if spec.dim is None:
         return
     is_cut = p.shape[spec.dim] < spec.shape[spec.dim]
-    run = math.prod(p.shape[spec.dim :])  # weights that are adjacent in the whole matrix too
+    run = math.prod(p.shape[spec.dim :])  # weights that are adjacent here and in the whole matrix
     if is_cut and run % BLOCK:
         raise UserError(
             f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "

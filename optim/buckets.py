@@ -166,7 +166,7 @@ class ParamGroup(ABC):
         that each rank sends only the elements that it owns.
         """
         if not self.masters:
-            return  # no collective: no rank of `tp` or `tied` owns elements in its section then
+            return  # no collective: the other ranks of `tp` and `tied` own no elements here either
         further_groups = self.key.reduce_over[1:]
         for name in further_groups:
             group = self.mesh.group(name).at_once
@@ -223,7 +223,7 @@ class Bucket(ParamGroup):
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
         self.weights = first.new_zeros(total, dtype=dtype)
-        has_replicas = max(mesh.replicas.size, mesh.expert_replicas.size) > 1  # some bucket has
+        has_replicas = max(mesh.replicas.size, mesh.expert_replicas.size) > 1  # of any bucket
         # Whether the bucket is reduced after each micro-batch. All buckets do the same, those of
         # experts too: else the ranks of a group could reduce their buckets in different orders.
         self.each_micro_batch = zero == 2 and has_replicas
@@ -245,8 +245,8 @@ class Bucket(ParamGroup):
         section = self._section_of(self.weights)
         cuts = self._cuts()  # (parameter, its offset, start and stop of its part in this section)
         first_parameter, _ = self.places[0]
-        self.flat = section  # the masters' memory: here the weights themselves
-        if first_parameter.dtype != section.dtype:  # the masters have a higher precision
+        self.flat = section  # the masters' memory: the weights themselves in equal precision
+        if first_parameter.dtype != section.dtype:  # the masters need a buffer of their own
             self.flat = torch.zeros_like(section, dtype=first_parameter.dtype)
             for p, start, a, b in cuts:
                 self.flat[a - self.start : b - self.start] = p.data.view(-1)[a - start : b - start]
@@ -378,7 +378,7 @@ def make_buckets(
     matrices balance the sections better. UserError if tp cuts a matrix in a block of 8-bit state.
     """
     parameters_of: dict[Key, list[list[nn.Parameter]]] = {}  # by key, a list for each bucket
-    largest = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)
+    largest = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)  # of a bucket
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
         if key.family == "blocks":

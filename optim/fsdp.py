@@ -156,7 +156,7 @@ def _device_mesh(group: Group, factory: ParamFactory) -> DeviceMesh:
 
     The group has at least two ranks.
     """
-    handle: Any = group.handle  # None only in a group of one rank
+    handle: Any = group.handle  # torch's process group; None only in a group of one rank
     return DeviceMesh.from_group(handle, factory.device.type)
 
 
