@@ -306,7 +306,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, queries, d, rotary):
-        """Return q, k and v. The arguments are those of `_split_heads`; rotary is ignored."""
+        """Return q, k, v of qkv, (s, b, g (a/g + 2) d). queries: a/g. rotary: None, no rotation."""
         ctx.queries = queries
         return tuple(_split_heads(qkv, queries, d, None))
 

@@ -296,7 +296,8 @@ class MicroBatches:
     ):
         """Begin the micro-batches of a global batch, and read nothing yet.
 
-        Called by BatchReader.batches, which explains the arguments.
+        Called by BatchReader.batches. reader: has the prefetcher. first: the number of the global
+        batch's first sample. evaluated: the number of samples of an evaluation; None: training.
         """
         self.reader = reader
         self.samples = samples
@@ -401,9 +402,9 @@ def micro_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a micro-batch without threads; return its tokens and its labels, the next tokens.
 
-    Both are int64 of shape (micro_batch_size, seq_length). The arguments are those of
-    `first_of_micro_batch`. Called by tests and benchmarks: BatchReader must return the same.
-    Raise UserError if the samples end before the micro-batch does.
+    Both are int64 of shape (micro_batch_size, seq_length). first_sample: the global batch's. index:
+    the number of the micro-batch on the replica dp_rank. Called by tests and benchmarks:
+    BatchReader must return the same. Raise UserError if the samples end before the micro-batch.
     """
     size = layout.micro_batch_size
     begin = first_of_micro_batch(first_sample, index, layout, dp_rank)

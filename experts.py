@@ -187,7 +187,7 @@ class HeldExperts(nn.Module):
         std: float,
         activation: Callable[[Tensor], Tensor],
     ):
-        """Make the matrices of this rank's experts. The arguments are those of ExpertMLP."""
+        """Make the matrices of this rank's experts. std: for the second one. activation: MLPs'."""
         super().__init__()
         self.experts_here = model.experts // factory.mesh.experts.size  # held by this rank
         self.activation = activation
@@ -285,7 +285,7 @@ class ExpertMLP(nn.Module):
         """Return the experts' output, (T, h), for this rank's tokens x, (T, h).
 
         start: the first token's position among the tokens of the tensor group, which are in the
-        order (s, b). samples: b. chosen_experts: see `forward`.
+        order (s, b). samples: b. chosen_experts: the list that keeps the choice for recomputation.
         """
         places = torch.arange(start, start + len(x), device=x.device)
         experts, weights, counts = self.router(x, places, samples, chosen_experts)
@@ -419,7 +419,7 @@ def _add_gradients(
 ) -> None:
     """Add the gradient of an experts' parameter to its sum, and call the optimizer's hook.
 
-    shape: (experts, out, in). x, grad, counts: the arguments of `_add_weight_gradients`.
+    shape: (experts, out, in). x: (n, in). grad: the products' gradient, (n, out). counts: rows.
     """
     if not hasattr(parameter, "main_grad"):  # --zero 2, 3: autograd gives it to the hooks
         gradient = grad.new_zeros(shape)

@@ -31,7 +31,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, tp, spec, fused):
-        """Return the loss of each token, (s, b). The arguments are those of `cross_entropy`.
+        """Return the loss of each token, (s, b), for logits (s, b, V/tp) and labels (s, b).
 
         Each tensor rank computes sums over its columns, and the all-gather gives every rank the
         sums of all ranks.

@@ -152,8 +152,8 @@ class Block(nn.Module):
         """Return two tensors whose sum is the block's output: (s, b, h), or (s/tp, b, h) with
         sequence parallelism. One kernel of --compile does this sum and the next block's first norm.
 
-        x, y: the two tensors of the block before; y is None in a stage's first block. mask, rotary,
-        cache: the arguments of Attention.forward.
+        x, y: the two tensors of the block before; y is None in a stage's first block. mask: None is
+        causal. rotary: tables that turn q and k. cache: earlier keys and values, for decoding.
         """
         # The router writes its choice of experts into this list, and reads it if the pass is
         # recomputed, so that recomputation cannot change the choice.
@@ -434,7 +434,7 @@ class Stage(nn.Module):
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the output of the last block, or of --vocab-pp's final norm, as `forward` does."""
+        """Return the last block's output, or with --vocab-pp the final norm's; x as in `forward`."""
         token_positions = None if batch is None else batch.positions
         if cache is not None:
             token_positions = cache.positions

@@ -89,7 +89,7 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 def build_model(config: Config, context: Context | None = None) -> ModelState:
     """Return this rank's stages, pipeline and batch reader, without an optimizer.
 
-    Collective over all ranks. The arguments are those of `build`.
+    Collective over all ranks; called by `build` and sample.py. context: None for one CPU rank.
     """
     config, _ = precision.decide(config, context)
     layout = config.layout

@@ -82,7 +82,7 @@ class ParamShard:
     def write(self, kind: str, start: int, values: Tensor) -> None:
         """Set the local parameter's elements from `start` on to `values`, which is flat.
 
-        kind: as in `read`. The loader of a checkpoint calls this, and then `Optimizer.after_load`.
+        kind: "weights", or a state's name. The loader of a checkpoint calls this, then after_load.
         """
         first = start - self.start + self.offset  # the place of element `start` in the master
         if kind == "weights":
