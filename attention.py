@@ -357,7 +357,7 @@ class QueryKeyNorm(nn.Module):
         super().__init__()
         self.tp = factory.mesh.tp
         self.eps = model.norm_eps
-        self.full = model.qk_norm == "full"
+        self.full = model.qk_norm == "full"  # one norm over all heads, else a norm of each head
 
         def weight(kind: str, heads: int) -> nn.Parameter:
             """Return the weight for q or k (`kind`), which has this number of heads."""
@@ -379,7 +379,7 @@ class QueryKeyNorm(nn.Module):
         exact = torch.promote_types(q.dtype, torch.float32)
         # (2, s, b): q's and k's mean squares, of this rank's heads; then the mean of all ranks.
         means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])
-        means = sum_both_ways(means_here, self.tp) / self.tp.size
+        means = sum_both_ways(means_here, self.tp) / self.tp.size  # sums gradients over tp too
         factors = torch.rsqrt(means + self.eps)[..., None, None]
         results = []
         for (x, weight), factor in zip(pairs, factors):

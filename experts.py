@@ -196,14 +196,14 @@ class HeldExperts(nn.Module):
             self.activation = factory.compile_for_training(activation, dynamic=True)
         self.deferred = factory.deferred
         matrices = (2,) if model.up_matrices == 2 else ()  # gate and up are one tensor
-        f = model.expert_ffn_hidden
+        f = model.expert_ffn_hidden  # the width of an expert
         h = model.hidden
         # A function that makes a parameter (experts, ...), whose experts are split over `ep` ranks.
         expert_parameter = functools.partial(
             factory.parameter,
             dim=0,
             over=factory.mesh.experts,
-            replicas="expert_replicas",
+            replicas="expert_replicas",  # the ranks that hold the same experts
             decay=True,
         )
         up_shape = (model.experts, *matrices, f, h)

@@ -434,7 +434,7 @@ class Stage(nn.Module):
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the last block's output, or with --vocab-pp the final norm's; x as in `forward`."""
+        """Return the last block's output, or with --vocab-pp the final norm's; see `forward`."""
         token_positions = None if batch is None else batch.positions
         if cache is not None:
             token_positions = cache.positions

@@ -133,14 +133,14 @@ class Pipeline:
         """Begin without a schedule. stages: this rank's, by number. ends: the class of `Ends`."""
         self.stages = stages
         self.mesh = factory.mesh
-        self.deferred = factory.deferred
+        self.deferred = factory.deferred  # puts weight gradients off until W; None: no passes W
         self.dtype = factory.dtype
         self.device = factory.device
         self.masked = config.data.masks_attention or config.data.reset_positions
         self.ends = ends
         self._model = config.model
         self._layout = config.layout
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
         ranks_of_sequence = config.layout.cp  # ranks among which a sample's tokens are divided
         if config.layout.sequence_parallel:
             ranks_of_sequence *= config.layout.tp

@@ -106,8 +106,8 @@ class ParamGroup(ABC):
         """Begin a group of parameters with key `key`; the subclasses add masters and shards."""
         self.key = key
         self.mesh = mesh
-        self.sharded = sharded
-        self.replicas = mesh.group(key.reduce_over[0])
+        self.sharded = sharded  # whether each replica owns other elements
+        self.replicas = mesh.group(key.reduce_over[0])  # the ranks that sum gradients first
         self.masters: list[Tensor] = []
         self.gathering: Handle | None = None  # the all-gather of the weights, if it is running
         self._shard_fields: list[tuple] = []  # for each shard, ParamShard's fields after `group`
@@ -216,7 +216,7 @@ class Bucket(ParamGroup):
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
-        self.places = list(zip(parameters, starts))
+        self.places = list(zip(parameters, starts))  # parameters with their offsets
         self.section = total // size if self.sharded else total  # elements of this rank's section
         self.start = self.replicas.rank * self.section if self.sharded else 0  # its first element
         first = parameters[0]
