@@ -203,8 +203,8 @@ class HeldExperts(nn.Module):
             factory.parameter,
             dim=0,
             over=factory.mesh.experts,
-            replicas="expert_replicas",  # the ranks that hold the same experts
-            decay=True,
+            replicas="expert_replicas",
+            decay=True,  # weight decay
         )
         up_shape = (model.experts, *matrices, f, h)
         down_shape = (model.experts, h, f)

@@ -6,7 +6,8 @@ Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism 
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
 gradients over tp (`_Linear`), g sums outputs over tp (`reduce_from_tp`). For sequence
 parallelism see arXiv 2205.05198. A parameter may have a `main_grad`: the buffer of optim/buckets.py
-in which gradients are summed. Layers add to it themselves and then call `gradient_added`.
+in which gradients are summed. Layers add to it themselves and then call `gradient_added`. If the
+schedule has passes W, layers put the weight gradients off, from pass B to W: `DeferredGradients`.
 """
 
 import functools
@@ -196,7 +197,8 @@ def draw_normal(
     for first in range(0, len(flat), at_once):
         stop = min(first + at_once, len(flat))
         local_index = torch.arange(first, stop, device=out.device)
-        index = local_index + local_index // run * other_rows + start * row  # in the whole tensor
+        # The elements' indices in the whole tensor: `other_rows` elements lie between two runs.
+        index = local_index + local_index // run * other_rows + start * row
         flat[first:stop] = _to_normal(splitmix64(index, key)).mul_(std)
 
 
@@ -308,9 +310,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a weight (out, in) and a bias (out,) for x (s, b, in) and the
-    product's gradient `grad` (s, b, out); None for the bias if there is none.
-    """
+    """Return the gradients of weight and bias, or None, for x (s, b, in) and grad (s, b, out)."""
     rows = grad.flatten(0, -2)
     dw = rows.t() @ x.flatten(0, -2)
     return dw, rows.sum(0) if has_bias else None

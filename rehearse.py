@@ -110,7 +110,11 @@ class Progress:
 
 
 def _parser() -> Parser:
-    """Return the parser of the options that train.py does not have; it passes on all others."""
+    """Return the parser of the options that train.py does not have.
+
+    `_rehearse` gives all other options to the parser of train.py. The texts of --help are this
+    file's docstring.
+    """
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_gpus("ranks of the run", default=1)
     parser.add_argument("--nodes", type=int)

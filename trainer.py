@@ -212,7 +212,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
             from telemetry.pass_times import decide_schedule  # only --schedule auto needs it
 
             config, notes = decide_schedule(config, context)
-        start_checks.introduce(config, context, precision_line)
+        start_checks.introduce(config, context, precision_line)  # prints it, and checks the nodes
         if config.run.on_spike and config.run.resume:
             from telemetry.spikes import passing_over
 
@@ -245,7 +245,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
-        cleanup.callback(trainer.losses.spikes.finish)
+        cleanup.callback(trainer.losses.spikes.finish)  # writes the last rows of spikes.jsonl
         cleanup.enter_context(garbage.collecting_between_steps())
         finished = trainer.run()
         log.summarize()
@@ -279,11 +279,11 @@ class Trainer:
         self.stats_exchange = StatsExchange(mesh, self.device, conditions, checkpoints)
         self.straggler_check = step_stats.StragglerCheck(config, log.context.nodes)
         self.done = checkpoints.resume()  # the run's progress: steps, samples, tokens
-        check_begin(config, self.done)
+        check_begin(config, self.done)  # UserError if it is from before --begin-at-samples
         self.last_step = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total = self.last_step
         log.epoch_tokens = splits.epoch_tokens
-        self.losses = LossMonitor(config, splits.train, self.done, log)
+        self.losses = LossMonitor(config, splits.train, self.done, log)  # spikes, divergence
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
         # Functions that are called before and after each step; the argument is the step's number.
         self.before_step: list[Callable[[int], None]] = [self.recorder.begin_step]
