@@ -212,7 +212,7 @@ class KeyValueCache:
         if layer not in self._keys_and_values:
             self._keys_and_values[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
         keys, values = self._keys_and_values[layer]
-        first_new = self.tokens - len(k)
+        first_new = self.tokens - len(k)  # `tokens`, set by `begin`, counts the new ones too
         keys[first_new : self.tokens] = k
         values[first_new : self.tokens] = v
         mask = attention_masks.Mask(self._bias.to(k.dtype))
@@ -433,7 +433,7 @@ def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) ->
     parts = mesh.tp.size * mesh.heads.size  # ranks among which the heads are divided
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **options)
     queries = model.heads // model.kv_heads
-    heads = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
+    heads = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)  # as in training
     q, k, v = (t.permute(1, 2, 0, 3) for t in heads)  # b heads s d
     queries_here = s // mesh.kv.size
     bias = None

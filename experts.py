@@ -87,7 +87,7 @@ class Router(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
-        """Make a router's matrix, bias and loads; name: the beginning of their names."""
+        """Make a router's matrix, bias, loads, and counts of rows in a step; name: begins names."""
         super().__init__()
         self.mesh = factory.mesh
         self.model = model
@@ -97,7 +97,7 @@ class Router(nn.Module):
         )
         self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)  # added in `_choose`
         self.load = _constant(factory, f"{name}.load", model.experts, 1.0)  # in the last step
-        # The rows of each expert in this step so far, on this rank.
+        # counts: of this rank's tokens in this step so far. routing: of --record-, --pin-routing.
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
         self.balance: Balance | None = None  # auxiliary losses, set before each step of training
         self.routing: Routing | None = None  # with --record-routing or --pin-routing: set once

@@ -131,7 +131,7 @@ class LocalLoss(NamedTuple):
         losses = (total.log() + largest - label_logit).masked_fill_(~self.targets, 0.0)
         # softmax = exp(logit - largest_here) * factor, with the factor that is returned here:
         # exp(largest_here - largest) / total.
-        largest_here = self.sums[0]
+        largest_here = self.sums[0]  # on this rank
         return losses, (largest_here - largest).exp_().div_(total)
 
     def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
@@ -143,13 +143,13 @@ class LocalLoss(NamedTuple):
         label's element is written again, less its one-hot.
         """
         logits = self.logits
-        largest = self.sums[0]
+        largest = self.sums[0]  # each token's largest logit on this rank, (s, b)
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
         # The gradient of the logits is weight * softmax, minus the weight at the label (`one_hot`).
         # As softmax = exponential * share, the first term is exponential * scale.
         scale = share * weight
         one_hot = weight.masked_fill(self.absent, 0.0)
-        at_label = logits.gather(-1, self.columns)[..., 0]
+        at_label = logits.gather(-1, self.columns)[..., 0]  # in the column of the token's label
         function = _scale
         if logits.dtype != largest.dtype:  # 16-bit logits are not exponentiated yet
             at_label = (at_label - largest).exp_()

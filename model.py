@@ -138,7 +138,7 @@ class Block(nn.Module):
         self.has_experts = model.has_experts(index)
         make_mlp = _expert_mlp if self.has_experts else MLP
         self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
-        self.recompute = recompute == "full"
+        self.recompute = recompute == "full"  # the backward pass runs the whole block again
         self.kind = model.block  # --block: where the norms are
 
     def forward(

@@ -179,10 +179,11 @@ def run(task: Task, context: Context) -> Iterator[str]:
     splits = data.build(task.config)
     state = trainer.build_model(task.config, context)
     context.recorder.enter("load")
+    # Each rank compares the checksums of a part of the files.
     check_files(task.folder, True, context.rank, context.size)
     with Index(task.folder) as index:
         load_weights(state.stages, index)
-    state.stages.to(state.factory.dtype)
+    state.stages.to(state.factory.dtype)  # rounds the weights, which were loaded in fp32 or fp64
     if context.rank == 0:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)

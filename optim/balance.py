@@ -60,7 +60,7 @@ class Penalty:
                 loads = _loads_of_samples(router.mesh, choice)[choice.samples]
             shares = choice.scores / choice.scores.sum(-1, keepdim=True)
             penalty = penalty + self.rate * (shares * loads.to(shares.dtype)).sum()
-        if self.z_rate:
+        if self.z_rate:  # the z-loss, which keeps the logits small
             penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
         if not penalty.requires_grad:  # --balance none or bias, and no z-loss
             return weights
