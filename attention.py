@@ -56,11 +56,11 @@ class Positions:
         """
         self.factory = factory
         self.mesh = factory.mesh
-        self.slopes: Tensor | None = None
+        self.slopes: Tensor | None = None  # ALiBi's, of the heads that this rank computes
         if model.positions == "alibi":
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
-        self.tables: tuple[Tensor, Tensor] | None = None
+        self.tables: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions
         self._tables_here: tuple[Tensor, Tensor] | None = None  # the rows of this rank's tokens
         if model.positions == "rotary":
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))

@@ -247,7 +247,7 @@ class ExpertMLP(nn.Module):
         self.experts_per_token = model.experts_per_token
         self.held_experts = HeldExperts(factory, name, model, std, activation)
         self.shared = shared
-        self.gate: nn.Parameter | None = None
+        self.gate: nn.Parameter | None = None  # (1, h): gives a factor for the shared MLP's output
         if model.shared_gate:
             self.gate = factory.parameter(
                 f"{name}.shared_gate.weight", (1, model.hidden), std=factory.std, decay=True

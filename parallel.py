@@ -413,7 +413,7 @@ class ColumnLinear(nn.Module):
         dim: int,
         bias: bool,
     ):
-        """Make W, whose rows are split, and b if `bias`. name: the beginning of their names."""
+        """Make W, (*shape, inputs), split along `dim`, and b if `bias`; name: begins the names."""
         super().__init__()
         self.factory = factory
         self.weight = factory.parameter(

@@ -333,7 +333,7 @@ class Execution:
         """Do action F: the forward pass of a micro-batch through one stage."""
         stage = action.stage
         micro_batch = action.micro_batch
-        batch = self.ends.batch(action)
+        batch = self.ends.batch(action)  # None if this stage needs no tokens, labels or masks
         self.mesh.recorder.at("F", micro_batch)
         if stage == 0:
             x = self.ends.first_input(action, batch)
@@ -389,7 +389,7 @@ class Execution:
     def _post_receive(self, action: Action) -> None:
         """Start to receive an action's input, unless that is started or the input is local."""
         self.ends.post_receive(action)
-        if action not in self.sources:
+        if action not in self.sources:  # W, or `ends` has the input
             return
         source, source_rank = self.sources[action]
         if source_rank == self.rank or source in self.receives:

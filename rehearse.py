@@ -55,6 +55,7 @@ def _rehearse(arguments: list[str]) -> int:
     machine = hardware.load(options.gpu, options.calibration)
     nodes = _nodes(options, machine.node)
     request = parse_request(train_arguments, __doc__, lambda _: {"precision": machine.precision})
+    # The same decisions as at the start of a run, for GPUs: checks, layout, then the schedule.
     config = check_any_length(request.config, options.gpus)
     layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
     config, decided = choice.decide(replace(config, layout=layout), "cuda")

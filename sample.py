@@ -157,6 +157,7 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
         "zero": 0,
         "overlap_param_gather": False,
         "watchdog": ranks > 1,
+        # The folder of the watchdog's reports.
         "out": os.path.join(tempfile.gettempdir(), f"trine-sample-{os.getuid()}"),
     }
     if options.eval_data:

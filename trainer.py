@@ -298,27 +298,27 @@ class Trainer:
         """Add the observers that the options ask for: a profile, step times, samples of text."""
         state = self.state
         log = self.log
-        exchange = self.checkpoints.exchange
+        exchange = self.checkpoints.exchange  # passes values between all ranks, in torch's store
         if self.config.run.torch_profile:
             from telemetry.torch_profile import TorchProfile
 
             profile = TorchProfile(log, state.pipeline.finish_sending)
             self.before_step.append(profile.before)
             self.after_step.append(profile.after)
-        if self.config.run.trace_numerics:
+        if self.config.run.trace_numerics:  # it does the steps, and traces some of them
             from telemetry.numerics_trace import NumericsTrace
 
             self.step = NumericsTrace(state, run_passes, step, exchange.gather, log.without).step
-        if self.config.run.audit_every:
+        if self.config.run.audit_every:  # it repeats passes and compares the results
             from telemetry.audit import Audit
 
             audit = Audit(state, self.checkpoints, log, self.done, self.last_step)
             self.after_step.append(audit.after)
-        if self.config.run.on_spike:
+        if self.config.run.on_spike:  # this monitor judges a step before its update, too
             from telemetry.spikes import SpikeMonitor
 
             self.losses = SpikeMonitor(state, self.splits.train, self.checkpoints, log, self.done)
-        self.after_step.append(StepTimes(exchange, log).after)
+        self.after_step.append(StepTimes(exchange, log).after)  # writes times.jsonl
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples
 
