@@ -49,7 +49,7 @@ class Balance(Protocol):
     """The auxiliary losses that a step adds to a router: a class of optim/balance.py."""
 
     def add_penalty(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
-        """Return `weights`, (T, k), whose backward pass trains the router by these losses too."""
+        """Return `weights`, (T, k), whose backward pass trains by auxiliary losses too (Router)."""
 
 
 class Routing(Protocol):

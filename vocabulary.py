@@ -134,8 +134,7 @@ class VocabularyEnds(Ends):
     def finish(self) -> list[Handle]:
         """Return the handles of all tensors that are still being sent.
 
-        Execution calls this after the last action, and the pipeline waits for them before its next
-        messages.
+        Execution calls this after the last action; the pipeline waits for them before its next run.
         """
         return [handle for _, handle in self.messages.values()]
 
