@@ -56,18 +56,18 @@ class Positions:
         """
         self.factory = factory
         self.mesh = factory.mesh
-        self.slopes: Tensor | None = None
+        self.slopes: Tensor | None = None  # ALiBi's, of the heads that this rank computes
         if model.positions == "alibi":
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
-        self.tables: tuple[Tensor, Tensor] | None = None
-        self._tables_here: tuple[Tensor, Tensor] | None = None  # their rows for this rank's tokens
+        self.tables: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions
+        self._tables_here: tuple[Tensor, Tensor] | None = None  # the rows of this rank's tokens
         if model.positions == "rotary":
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
             cp = self.mesh.cp
             self.tables = (cos, sin)
             self._tables_here = (cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0))
-        # ALiBi without other masks: the mask is the same for all micro-batches.
+        # The mask of ALiBi without other masks: the same for all micro-batches, so made only once.
         self._causal_alibi: Mask | None = None
         if self.slopes is not None and not masked:
             from corpora import attention_masks
@@ -90,7 +90,7 @@ class Positions:
             return self._causal_alibi
         from corpora import attention_masks
 
-        places = self._query_places(batch.starts.shape[1])  # the rows of the mask for this rank
+        places = self._query_places(batch.starts.shape[1])  # the queries (rows) that this rank has
         dtype = self.factory.dtype
         return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
 
@@ -120,7 +120,7 @@ def query_places(group: Group, length: int, device: torch.device) -> Tensor | No
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """Return this tensor rank's ALiBi slopes, (a,): a head's bias is -slope times the distance."""
+    """Return this tensor rank's ALiBi slopes, (a,): a score's bias is -slope times the distance."""
     from corpora.attention_masks import alibi_slopes
 
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
@@ -190,7 +190,7 @@ class KeyValueCache:
         self.most = most
         self.device = device
         self.tokens = 0
-        self.slopes = torch.zeros(1) if slopes is None else slopes
+        self.slopes = torch.zeros(1) if slopes is None else slopes  # 0: no bias
         self._keys_and_values: dict[nn.Module, list[Tensor]] = {}
 
     def begin(self, count: int) -> None:
@@ -212,7 +212,7 @@ class KeyValueCache:
         if layer not in self._keys_and_values:
             self._keys_and_values[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
         keys, values = self._keys_and_values[layer]
-        first_new = self.tokens - len(k)
+        first_new = self.tokens - len(k)  # `tokens`, set by `begin`, counts the new ones too
         keys[first_new : self.tokens] = k
         values[first_new : self.tokens] = v
         mask = attention_masks.Mask(self._bias.to(k.dtype))
@@ -265,14 +265,14 @@ class Attention(nn.Module):
         """
         if self.norms is None:
             q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)
-        else:  # the rotation comes after the norms
+        else:  # norms of q and k come before the rotation, so the split must not rotate (None)
             q, k, v = self.split(self.qkv(x), self.queries, self.d, None)
             q, k = self.norms(q, k)
             if rotary is not None:
                 q = rotate(q, rotary)
                 k = rotate(k, rotary)
         if cache is not None:
-            k, v, mask = cache.extend(self, k, v)  # k, v: of all tokens so far
+            k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
             return self.out(_attend(q, k, v, mask, Group()))
         q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
         kv_ranks = self.mesh.kv
@@ -306,7 +306,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, queries, d, rotary):
-        """Return q, k and v. The arguments are those of `_split_heads`; rotary is ignored."""
+        """Return q, k, v of qkv, (s, b, g (a/g + 2) d). queries: a/g. rotary: None, no rotation."""
         ctx.queries = queries
         return tuple(_split_heads(qkv, queries, d, None))
 
@@ -357,7 +357,7 @@ class QueryKeyNorm(nn.Module):
         super().__init__()
         self.tp = factory.mesh.tp
         self.eps = model.norm_eps
-        self.full = model.qk_norm == "full"
+        self.full = model.qk_norm == "full"  # one norm over all heads, else a norm of each head
 
         def weight(kind: str, heads: int) -> nn.Parameter:
             """Return the weight for q or k (`kind`), which has this number of heads."""
@@ -377,9 +377,9 @@ class QueryKeyNorm(nn.Module):
         if not self.full:  # each head is normalised by itself
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
         exact = torch.promote_types(q.dtype, torch.float32)
-        means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])  # 2 s b
-        # The mean of the ranks' means is the mean of all heads: every rank has as many heads.
-        means = sum_both_ways(means_here, self.tp) / self.tp.size
+        # (2, s, b): q's and k's mean squares, of this rank's heads; then the mean of all ranks.
+        means_here = torch.stack([x.to(exact).square().mean((-2, -1)) for x in (q, k)])
+        means = sum_both_ways(means_here, self.tp) / self.tp.size  # sums gradients over tp too
         factors = torch.rsqrt(means + self.eps)[..., None, None]
         results = []
         for (x, weight), factor in zip(pairs, factors):
@@ -403,7 +403,7 @@ def attention_kernel(
         ranks += f", keys of {mesh.kv.size} ranks"
     if mesh.heads.size > 1:
         ranks += f", heads over {mesh.heads.size} ranks"
-    flex = False
+    flex = False  # whether flex_attention, torch's kernel for masks, runs
     if masked or alibi:
         from corpora import attention_masks
 
@@ -433,7 +433,7 @@ def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) ->
     parts = mesh.tp.size * mesh.heads.size  # ranks among which the heads are divided
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **options)
     queries = model.heads // model.kv_heads
-    heads = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
+    heads = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)  # as in training
     q, k, v = (t.permute(1, 2, 0, 3) for t in heads)  # b heads s d
     queries_here = s // mesh.kv.size
     bias = None

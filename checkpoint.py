@@ -41,7 +41,7 @@ def continue_in_child() -> None:
         name = signal.Signals(-status).name
         raise messages.UserError(f"{name} in a library that reads these files: they are damaged")
     if status < 0:
-        status = 128 - status  # as a shell reports a signal
+        status = 128 - status  # negative: a signal; a shell reports 128 + the signal's number
     sys.exit(status)
 
 
@@ -83,9 +83,11 @@ def show(folder: str) -> str:
         f"checks that were passed before it was saved: {_checks(manifest)}",
     ]
     with Index(folder) as index:
+        # A line for each group of numbers, such as the model's shape and the run's progress.
         for group in GROUPS:
             values = index.attributes(group)
             lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+        # The tensors: what is saved of each (weights and optimizer state), then names and shapes.
         shapes = index.shapes
         kinds = ", ".join(f"{kind} {index.dtypes[kind]}" for kind in index.kinds)
         total = sum(math.prod(shape) for shape in shapes.values())
@@ -107,7 +109,7 @@ def run_command(arguments: list[str]) -> None:
         return
     if options.command == "export" and not options.shard_gb > 0:
         raise UserError(f"--shard-gb {options.shard_gb:g}: a file needs more than 0 bytes")
-    folder = folders.find_checkpoints(options.source)[0]
+    folder = folders.find_checkpoints(options.source)[0]  # of a run: the newest checkpoint
     if options.command == "show":
         print(show(folder))
         return

@@ -296,7 +296,8 @@ class MicroBatches:
     ):
         """Begin the micro-batches of a global batch, and read nothing yet.
 
-        Called by BatchReader.batches, which explains the arguments.
+        Called by BatchReader.batches. reader: has the prefetcher. first: the number of the global
+        batch's first sample. evaluated: the number of samples of an evaluation; None: training.
         """
         self.reader = reader
         self.samples = samples
@@ -305,7 +306,8 @@ class MicroBatches:
         self.evaluated = evaluated
         self.reading = False  # whether the prefetcher reads the micro-batches of this global batch
         self._kept: dict[int, Batch] | None = None  # micro-batches by index; None: none is kept
-        # A rank with several stages may hold the first and the last, which read each micro-batch.
+        # A rank with several stages may hold the first and the last. Both read each micro-batch, so
+        # it is kept for the second.
         if reader.layout.stages_per_rank > 1:
             self.keep()
 
@@ -341,8 +343,8 @@ class MicroBatches:
             self.reading = True
         rows = reader.prefetcher.take(samples, first_sample)
         batch = Batch(count=rows.targets, **rows.tensors)
-        if self.evaluated is not None:  # the last micro-batches may go beyond the evaluated samples
-            batch = batch.first(self.evaluated - first_sample)
+        if self.evaluated is not None:  # the last micro-batch may go beyond the evaluated samples
+            batch = batch.first(self.evaluated - first_sample)  # the labels after them do not count
         # The tensors of `rows`, in pinned host memory, are freed when this method returns, while
         # the copy may still run. That is safe: torch reuses the memory only after the copy.
         return batch.to(reader.device, reader.cp)
@@ -400,9 +402,9 @@ def micro_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a micro-batch without threads; return its tokens and its labels, the next tokens.
 
-    Both are int64 of shape (micro_batch_size, seq_length). The arguments are those of
-    `first_of_micro_batch`. Called by tests and benchmarks: BatchReader must return the same.
-    Raise UserError if the samples end before the micro-batch does.
+    Both are int64 of shape (micro_batch_size, seq_length). first_sample: the global batch's. index:
+    the number of the micro-batch on the replica dp_rank. Called by tests and benchmarks:
+    BatchReader must return the same. Raise UserError if the samples end before the micro-batch.
     """
     size = layout.micro_batch_size
     begin = first_of_micro_batch(first_sample, index, layout, dp_rank)

@@ -115,7 +115,7 @@ class Decoder:
             unpadded = logits[: self.model.vocab_size, 0]  # the last rows of V may be padding
             chosen[0] = choose(unpadded.cpu(), how, random)
         chosen = chosen.to(self.factory.device)
-        first_pipeline = rows_along(self.mesh.axes, ("pp",))[0]  # its ranks, in order of stages
+        first_pipeline = rows_along(self.mesh.axes, ("pp",))[0]  # world ranks, by pp rank
         chooser = first_pipeline[self.pipeline.last_rank]
         self.mesh.world.at_once.broadcast(chosen, chooser).wait()
         return int(self.mesh.world.values(chosen)[0])

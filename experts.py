@@ -49,7 +49,7 @@ class Balance(Protocol):
     """The auxiliary losses that a step adds to a router: a class of optim/balance.py."""
 
     def add_penalty(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
-        """Return `weights`, (T, k), whose backward pass adds the auxiliary losses' gradients."""
+        """Return `weights`, (T, k), whose backward pass trains by auxiliary losses too (Router)."""
 
 
 class Routing(Protocol):
@@ -58,7 +58,7 @@ class Routing(Protocol):
     def settle(self, chosen: Tensor, places: Tensor, samples: int) -> Tensor:
         """Return the experts to take for T tokens, (T, k), after the router chose `chosen`, (T, k).
 
-        places, samples: the arguments of Router.forward.
+        Router.forward calls this in training, with its arguments `places` and `samples`.
         """
 
 
@@ -87,7 +87,7 @@ class Router(nn.Module):
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
-        """Make a router's matrix, bias and loads; name: the beginning of their names."""
+        """Make a router's matrix, bias, loads, and counts of rows in a step; name: begins names."""
         super().__init__()
         self.mesh = factory.mesh
         self.model = model
@@ -95,11 +95,12 @@ class Router(nn.Module):
         self.weight = factory.parameter(
             f"{name}.weight", shape, std=factory.std, decay=True, partial=True
         )
-        self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)
-        self.load = _constant(factory, f"{name}.load", model.experts, 1.0)
+        self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)  # added in `_choose`
+        self.load = _constant(factory, f"{name}.load", model.experts, 1.0)  # in the last step
+        # counts: of this rank's tokens in this step so far. routing: of --record-, --pin-routing.
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
-        self.balance: Balance | None = None  # set before each step of training
-        self.routing: Routing | None = None  # set once with --record-routing or --pin-routing
+        self.balance: Balance | None = None  # auxiliary losses, set before each step of training
+        self.routing: Routing | None = None  # with --record-routing or --pin-routing: set once
 
     def forward(
         self, x: Tensor, places: Tensor, samples: int, chosen_experts: list[Tensor]
@@ -186,24 +187,24 @@ class HeldExperts(nn.Module):
         std: float,
         activation: Callable[[Tensor], Tensor],
     ):
-        """Make the matrices of this rank's experts. The arguments are those of ExpertMLP."""
+        """Make the matrices of this rank's experts. std: for the second one. activation: MLPs'."""
         super().__init__()
         self.experts_here = model.experts // factory.mesh.experts.size  # held by this rank
         self.activation = activation
         if model.activation == "swiglu":
-            # Each pass has another number of rows: a graph for each would exceed torch's limit.
+            # dynamic: the number of rows differs in each pass, and torch limits compiled graphs.
             self.activation = factory.compile_for_training(activation, dynamic=True)
         self.deferred = factory.deferred
         matrices = (2,) if model.up_matrices == 2 else ()  # gate and up are one tensor
-        f = model.expert_ffn_hidden
+        f = model.expert_ffn_hidden  # the width of an expert
         h = model.hidden
-        # Makes a parameter whose first dimension, the experts, is split over the ranks of `ep`.
+        # A function that makes a parameter (experts, ...), whose experts are split over `ep` ranks.
         expert_parameter = functools.partial(
             factory.parameter,
             dim=0,
             over=factory.mesh.experts,
             replicas="expert_replicas",
-            decay=True,
+            decay=True,  # weight decay
         )
         up_shape = (model.experts, *matrices, f, h)
         down_shape = (model.experts, h, f)
@@ -216,7 +217,7 @@ class HeldExperts(nn.Module):
         counts: the number of rows of each expert on this rank.
         """
         h = rows.shape[-1]
-        up = self.up.view(self.experts_here, -1, h)
+        up = self.up.view(self.experts_here, -1, h)  # (experts, f, h), or 2 f: gate and up
         down = self.down.view(self.experts_here, h, -1)
         inner = self.activation(grouped_linear(rows, self.up, up, counts, self.deferred))
         return grouped_linear(inner, self.down, down, counts, self.deferred)
@@ -246,7 +247,7 @@ class ExpertMLP(nn.Module):
         self.experts_per_token = model.experts_per_token
         self.held_experts = HeldExperts(factory, name, model, std, activation)
         self.shared = shared
-        self.gate: nn.Parameter | None = None
+        self.gate: nn.Parameter | None = None  # (1, h): gives a factor for the shared MLP's output
         if model.shared_gate:
             self.gate = factory.parameter(
                 f"{name}.shared_gate.weight", (1, model.hidden), std=factory.std, decay=True
@@ -274,7 +275,7 @@ class ExpertMLP(nn.Module):
         if self.shared is None:
             return y
         shared = self.shared(x)
-        if self.gate is not None:  # a factor from 0 to 1 for each token
+        if self.gate is not None:  # a factor of the shared MLP's output, 0 to 1, for each token
             shared = shared * F.linear(x, self.gate).sigmoid()
         return y + shared
 
@@ -284,7 +285,7 @@ class ExpertMLP(nn.Module):
         """Return the experts' output, (T, h), for this rank's tokens x, (T, h).
 
         start: the first token's position among the tokens of the tensor group, which are in the
-        order (s, b). samples: b. chosen_experts: see `forward`.
+        order (s, b). samples: b. chosen_experts: the list that keeps the choice for recomputation.
         """
         places = torch.arange(start, start + len(x), device=x.device)
         experts, weights, counts = self.router(x, places, samples, chosen_experts)
@@ -299,7 +300,7 @@ class ExpertMLP(nn.Module):
             rows = self.held_experts(rows, counts_on_host)
         else:
             rows = self._exchange_and_run(rows, counts)
-        rows = Permute.apply(rows, back, order)
+        rows = Permute.apply(rows, back, order)  # in the order of the tokens again
         outputs = rows.view(len(x), self.experts_per_token, x.shape[-1])
         return (outputs * weights.to(x.dtype)[..., None]).sum(1)
 
@@ -316,7 +317,7 @@ class ExpertMLP(nn.Module):
         by_expert = order_by_expert(counts_by_rank, rows.device)
         by_rank = inverse(by_expert)
         rows = Permute.apply(rows, by_expert, by_rank)
-        counts_here = map(sum, zip(*counts_by_rank))  # rows of each expert, from all ranks
+        counts_here = map(sum, zip(*counts_by_rank))  # for each expert here, the rows of all ranks
         rows = self.held_experts(rows, list(counts_here))
         rows = Permute.apply(rows, by_rank, by_expert)
         return Exchange.apply(rows, group, sent, received)
@@ -350,7 +351,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx = _grouped_product(grad, weight, ctx.counts)
         dw = None
         if ctx.deferred is not None:
-            ctx.deferred.add(functools.partial(ctx.add, x, grad))
+            ctx.deferred.add(functools.partial(ctx.add, x, grad))  # later, in pass W
         elif ctx.add is not None:
             ctx.add(x, grad)  # at once, to the optimizer's buffer
         else:
@@ -363,7 +364,7 @@ class _GroupedLinear(torch.autograd.Function):
 # times as fast by it, and 8 large experts no faster (benchmarks/results/gpu-h100.md). So it is used
 # if there are many experts and each has a small matrix:
 LEAST_GROUPED = 32  # the smallest number of experts for which it is used
-MOST_OF_GROUPED = 2**22  # the largest number of elements of an expert's matrix
+MOST_OF_GROUPED = 2**22  # the most elements of one expert's matrix for which it is used
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
@@ -418,9 +419,9 @@ def _add_gradients(
 ) -> None:
     """Add the gradient of an experts' parameter to its sum, and call the optimizer's hook.
 
-    shape: (experts, out, in). x, grad, counts: the arguments of `_add_weight_gradients`.
+    shape: (experts, out, in). x: (n, in). grad: the products' gradient, (n, out). counts: rows.
     """
-    if not hasattr(parameter, "main_grad"):
+    if not hasattr(parameter, "main_grad"):  # --zero 2, 3: autograd gives it to the hooks
         gradient = grad.new_zeros(shape)
         _add_weight_gradients(gradient, x, grad, counts)
         torch.autograd.backward(parameter, gradient.view(parameter.shape))

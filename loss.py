@@ -31,7 +31,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, tp, spec, fused):
-        """Return the loss of each token, (s, b). The arguments are those of `cross_entropy`.
+        """Return the loss of each token, (s, b), for logits (s, b, V/tp) and labels (s, b).
 
         Each tensor rank computes sums over its columns, and the all-gather gives every rank the
         sums of all ranks.
@@ -101,7 +101,7 @@ class LocalLoss(NamedTuple):
         labels: (s, b), numbers in the whole vocabulary, or below 0. spec: says which rows of the
         vocabulary this rank has. fused: use kernels of torch.compile.
         """
-        columns_here = spec.stop - spec.start  # the columns that are no padding
+        columns_here = spec.stop - spec.start  # this rank's columns without those of padding
         exact = torch.promote_types(logits.dtype, torch.float32)
         # The columns of padding get the probability 0.
         logits[..., columns_here:] = torch.finfo(logits.dtype).min
@@ -129,8 +129,9 @@ class LocalLoss(NamedTuple):
         total = (totals * (largest_of_ranks - largest).exp_()).sum(0)
         label_logit = label_logits.sum(0)  # 0 on all ranks but that of the label's column
         losses = (total.log() + largest - label_logit).masked_fill_(~self.targets, 0.0)
-        # softmax = exp(logit - largest_here) * exp(largest_here - largest) / total
-        largest_here = self.sums[0]
+        # softmax = exp(logit - largest_here) * factor, with the factor that is returned here:
+        # exp(largest_here - largest) / total.
+        largest_here = self.sums[0]  # on this rank
         return losses, (largest_here - largest).exp_().div_(total)
 
     def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
@@ -142,13 +143,13 @@ class LocalLoss(NamedTuple):
         label's element is written again, less its one-hot.
         """
         logits = self.logits
-        largest = self.sums[0]
+        largest = self.sums[0]  # each token's largest logit on this rank, (s, b)
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
         # The gradient of the logits is weight * softmax, minus the weight at the label (`one_hot`).
         # As softmax = exponential * share, the first term is exponential * scale.
         scale = share * weight
         one_hot = weight.masked_fill(self.absent, 0.0)
-        at_label = logits.gather(-1, self.columns)[..., 0]
+        at_label = logits.gather(-1, self.columns)[..., 0]  # in the column of the token's label
         function = _scale
         if logits.dtype != largest.dtype:  # 16-bit logits are not exponentiated yet
             at_label = (at_label - largest).exp_()

@@ -129,7 +129,7 @@ class Block(nn.Module):
         """Make block number `index` of the model. recompute: this block's value of --recompute."""
         super().__init__()
         name = f"blocks.{index}"
-        std = factory.std / math.sqrt(2 * model.layers)  # for the two output matrices
+        std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
         self.attention = Attention(
             factory, f"{name}.attention", model, std, recompute == "selective"
@@ -138,8 +138,8 @@ class Block(nn.Module):
         self.has_experts = model.has_experts(index)
         make_mlp = _expert_mlp if self.has_experts else MLP
         self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
-        self.recompute = recompute == "full"
-        self.kind = model.block
+        self.recompute = recompute == "full"  # the backward pass runs the whole block again
+        self.kind = model.block  # --block: where the norms are
 
     def forward(
         self,
@@ -152,8 +152,8 @@ class Block(nn.Module):
         """Return two tensors whose sum is the block's output: (s, b, h), or (s/tp, b, h) with
         sequence parallelism. One kernel of --compile does this sum and the next block's first norm.
 
-        x, y: the two tensors of the block before; y is None in a stage's first block. mask, rotary,
-        cache: the arguments of Attention.forward.
+        x, y: the two tensors of the block before; y is None in a stage's first block. mask: None is
+        causal. rotary: tables that turn q and k. cache: earlier keys and values, for decoding.
         """
         # The router writes its choice of experts into this list, and reads it if the pass is
         # recomputed, so that recomputation cannot change the choice.
@@ -209,11 +209,11 @@ class VocabEmbedding(nn.Module):
         tied: bool,
         over: Group | None = None,
     ):
-        """Make this rank's part of the `padded` rows of a matrix. over: --vocab-pp's group."""
+        """Make this rank's part of `padded` rows. over: the group that shares them; None: tp."""
         super().__init__()
         self.factory = factory
         self.group = over or factory.mesh.tp
-        shape = (vocab, hidden)
+        shape = (vocab, hidden)  # without the rows of padding
         self.weight = factory.parameter(
             name, shape, std=factory.std, dim=0, padded=padded, decay=True, tied=tied, over=over
         )
@@ -270,14 +270,14 @@ class Embedding(nn.Module):
             if positions is None:
                 tp_size = self.sequence_group.size if self.sequence_group else 1
                 length = len(x) * self.cp.size * tp_size  # tokens of a whole sample
-                rows = self.cp.balanced_shard(self.positions[:length, None], 0)
+                rows = self.cp.balanced_shard(self.positions[:length, None], 0)  # of this cp rank
                 x = x + self._shard_sequence(rows)
             else:
                 x = x + F.embedding(self._shard_sequence(positions.t()), self.positions)
         return x if self.norm is None else self.norm(x)
 
     def _shard_sequence(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of the positions' rows; without sequence parallelism, all."""
+        """Return this tensor rank's tokens of `rows` (s, ...); all without sequence parallelism."""
         return self.sequence_group.shard(rows) if self.sequence_group else rows
 
 
@@ -300,7 +300,7 @@ class Head(nn.Module):
         if model.tied and embedding is not None and embedding.tokens is not None:
             self.shared = True
             self.weight = embedding.tokens.weight
-        else:
+        else:  # if tied, a copy of the first stage's matrix: both copies get both gradients
             tied = model.tied
             shape = (model.vocab_size, model.hidden)
             name = TOKENS if tied else "head.weight"
@@ -334,7 +334,7 @@ class VocabularyPart(nn.Module):
         super().__init__()
         over = factory.mesh.vocabulary
         shape = (model.vocab_size, model.hidden)
-        self.deferred = DeferredGradients()
+        self.deferred = DeferredGradients()  # pass T sends dx before it computes dW
         self.factory = replace(factory, deferred=self.deferred)
         self.tokens = VocabEmbedding(factory, TOKENS, shape[0], padded, shape[1], False, over)
         self.weight: nn.Parameter = self.tokens.weight
@@ -385,15 +385,15 @@ class Stage(nn.Module):
         self.head: Head | None = None
         self.output_norm: Norm | None = None
         if spec.head and layout.vocab_pp:
-            self.output_norm = Norm(factory, "head.norm", model)
+            self.output_norm = Norm(factory, "head.norm", model)  # logits: `self.vocabulary`
         elif spec.head:
             embedding_stage = self if first is None else first  # has the matrix of a tied head
             self.head = Head(factory, model, padded, embedding_stage.embedding)
-        # A tied head may use the matrix of the first stage on this rank: it is counted there.
+        # A tied head may use the matrix of the first stage on this rank, which counts it already.
         counted_elsewhere: list[nn.Parameter] = []
         if self.head is not None and first is not None and model.tied:
             counted_elsewhere.append(self.head.weight)
-            self.head.weight.passes = 2  # gradients in a micro-batch: one from each stage
+            self.head.weight.passes = 2  # the number of gradients in each micro-batch
         self.positions: Positions | None = None
         if spec.blocks:
             self.positions = Positions(factory, model, layout.micro_batch_size, masked)
@@ -427,14 +427,14 @@ class Stage(nn.Module):
         if cache is not None:
             last_token = x[-1:]
             return self.head.logits(last_token)[0]
-        if batch is None:
+        if batch is None:  # without labels: the last block's output
             return x
         return self.head(x, batch.labels).sum()
 
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the output of the last block, or of --vocab-pp's final norm, as `forward` does."""
+        """Return the last block's output, or with --vocab-pp the final norm's; see `forward`."""
         token_positions = None if batch is None else batch.positions
         if cache is not None:
             token_positions = cache.positions

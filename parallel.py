@@ -6,7 +6,8 @@ Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism 
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
 gradients over tp (`_Linear`), g sums outputs over tp (`reduce_from_tp`). For sequence
 parallelism see arXiv 2205.05198. A parameter may have a `main_grad`: the buffer of optim/buckets.py
-in which gradients are summed. Layers add to it themselves and then call `gradient_added`.
+in which gradients are summed. Layers add to it themselves and then call `gradient_added`. If the
+schedule has passes W, layers put the weight gradients off, from pass B to W: `DeferredGradients`.
 """
 
 import functools
@@ -50,7 +51,7 @@ class ParamSpec:
 
     @property
     def tied(self) -> bool:
-        """Whether another stage holds a copy of this tensor."""
+        """Whether another stage holds a copy: embedding and output matrix may be one tensor."""
         return "tied" in self.reduce_over
 
     @property
@@ -59,7 +60,7 @@ class ParamSpec:
         return self.reduce_over[0] == "expert_replicas"
 
     def counts_on(self, mesh: Mesh) -> bool:
-        """Return whether this rank counts the elements in norms; one rank of each replica does."""
+        """Return whether this rank counts its elements in norms: one of equal copies is counted."""
         return not self.copy and (self.dim is not None or mesh.tp.rank == 0)
 
 
@@ -157,7 +158,7 @@ class ParamFactory:
         if std:  # with std 0 no weights are drawn: they will be loaded
             unpadded = tensor.zero_().narrow(dim or 0, 0, stop - start)
             draw_normal(unpadded, name, shape, dim or 0, start, std, self.seed)
-        reduce_over: tuple[str, ...] = (replicas,)
+        reduce_over: tuple[str, ...] = (replicas,)  # the groups that sum the gradient
         gradient_is_a_term = self.sequence_parallel or partial
         if gradient_is_a_term and dim is None and tp.size > 1:
             reduce_over += ("tp",)
@@ -169,7 +170,7 @@ class ParamFactory:
 
 
 DRAWN_AT_ONCE = 2**20  # elements that draw_normal draws at once on a GPU
-DRAWN_ON_CPU = 2**16  # the same on a CPU, whose cache then holds the temporary tensors
+DRAWN_ON_CPU = 2**16  # elements drawn at once on a CPU: the temporary tensors fit into its cache
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
 _GAMMA = -7046029254386353131
 _MIX1 = -4658895280553007687
@@ -196,7 +197,8 @@ def draw_normal(
     for first in range(0, len(flat), at_once):
         stop = min(first + at_once, len(flat))
         local_index = torch.arange(first, stop, device=out.device)
-        index = local_index + local_index // run * other_rows + start * row  # in the whole tensor
+        # The elements' indices in the whole tensor: `other_rows` elements lie between two runs.
+        index = local_index + local_index // run * other_rows + start * row
         flat[first:stop] = _to_normal(splitmix64(index, key)).mul_(std)
 
 
@@ -232,7 +234,7 @@ class DeferredGradients:
         self._computations: list[Callable[[], None]] = []
 
     def add(self, compute: Callable[[], None]) -> None:
-        """Put off `compute`, which will add the gradients of a layer's weights."""
+        """Put off `compute`, which adds the gradients of a layer's weights; called in pass B."""
         self._computations.append(compute)
 
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
@@ -246,7 +248,7 @@ class DeferredGradients:
         @torch.no_grad()
         def compute_weight_gradients() -> None:
             while computations:
-                compute = computations.pop(0)
+                compute = computations.pop(0)  # so that its tensors are freed after the call
                 compute()
 
         return compute_weight_gradients
@@ -279,10 +281,10 @@ class _Linear(torch.autograd.Function):
         """Return the gradients of x, weight and bias; grad: that of the product, (s, b, out)."""
         x, weight = ctx.saved_tensors
         tp = ctx.tp
-        gather_from = ctx.gather_from
+        gather_from = ctx.gather_from  # tp if x is this rank's part of the sequence, else None
         whole_x = x
         gather_handle = sum_handle = None
-        if gather_from is not None and ctx.deferred is None:  # else pass W gathers x
+        if gather_from is not None and ctx.deferred is None:  # x is split; else pass W gathers it
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
         dx = grad @ weight
@@ -292,13 +294,13 @@ class _Linear(torch.autograd.Function):
             dx_here = torch.empty_like(x)
             sum_handle = tp.reduce_scatter(dx_here, dx)  # runs during the weight gradient below
             dx = dx_here
-        elif tp is not None:
+        elif tp is not None:  # x was whole on every rank: f's backward pass
             sum_handle = tp.all_reduce(dx)
         dw = db = None
-        if ctx.deferred is not None:
+        if ctx.deferred is not None:  # pass W computes the weight gradients
             add = ctx.add
             ctx.deferred.add(lambda: add(gather_sequence(x, gather_from), grad))
-        elif ctx.add is not None:
+        elif ctx.add is not None:  # add them to the parameters' buffers now
             ctx.add(whole_x, grad)
         else:
             dw, db = _weight_gradients(whole_x, grad, ctx.has_bias)
@@ -308,9 +310,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a weight (out, in) and a bias (out,) for x (s, b, in) and the
-    product's gradient `grad` (s, b, out); None for the bias if there is none.
-    """
+    """Return the gradients of weight and bias, or None, for x (s, b, in) and grad (s, b, out)."""
     rows = grad.flatten(0, -2)
     dw = rows.t() @ x.flatten(0, -2)
     return dw, rows.sum(0) if has_bias else None
@@ -325,7 +325,7 @@ def _add_gradients(
     """
     if not hasattr(weight, "main_grad"):  # --zero 2, 3: no buffer for a step's gradients
         dw, db = _weight_gradients(x, grad, bias is not None)
-        # These backward passes add the gradients to .grad, and run the hooks.
+        # These backward passes add the gradients to .grad, and run the optimizer's hooks on them.
         torch.autograd.backward(weight, dw.view(weight.shape))
         if bias is not None and db is not None:
             torch.autograd.backward(bias, db.view(bias.shape))
@@ -413,7 +413,7 @@ class ColumnLinear(nn.Module):
         dim: int,
         bias: bool,
     ):
-        """Make W, whose rows are split, and b if `bias`. name: the beginning of their names."""
+        """Make W, (*shape, inputs), split along `dim`, and b if `bias`; name: begins the names."""
         super().__init__()
         self.factory = factory
         self.weight = factory.parameter(

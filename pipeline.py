@@ -46,8 +46,8 @@ class Ends:
     passes; `passes` maps each of these kinds to the method that does the pass.
     """
 
-    # Whether the passes of this class show this rank that its activations have arrived. In an
-    # evaluation no gradients come back that would show it, so else `_pass_on` waits for each send.
+    # Whether passes of this class tell a rank that its activations have arrived. If not, an
+    # evaluation waits for its sends in `_pass_on`, since no gradients come back as a sign.
     shows_arrivals = False
 
     def __init__(self, execution: "Execution"):
@@ -58,7 +58,7 @@ class Ends:
     def connect(mesh: Mesh, device: torch.device) -> None:
         """Send a first message in every group that the methods in `passes` use; here no group.
 
-        Pipeline._connect calls this before the first schedule, for the reason that it gives.
+        Pipeline._connect calls this: a first message inside a schedule could block ranks for ever.
         """
 
     def batch(self, action: Action) -> Batch | None:
@@ -76,7 +76,7 @@ class Ends:
 
     def first_input(self, action: Action, batch: Batch | None) -> Tensor:
         """Return the input of the first stage's forward pass: the tokens, (b, s)."""
-        assert batch is not None  # `batch` gives the first stage its micro-batch
+        assert batch is not None  # the method `batch` returns a micro-batch for the first stage
         return batch.tokens
 
     def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
@@ -84,13 +84,13 @@ class Ends:
 
         Return `y` times the loss weight: the scalar from which the backward pass starts.
         """
-        assert batch is not None  # `batch` gives the last stage its micro-batch
+        assert batch is not None  # the method `batch` returns a micro-batch for the last stage
         self.execution.loss += y.detach()
         self.execution.targets += batch.count
         return y * self.execution.loss_weight
 
     def last_gradient(self, action: Action) -> Tensor | None:
-        """Return the gradient of the result of `last_output`; None, because it is a scalar loss."""
+        """Return the gradient with which the last stage's B begins; None: it begins at a loss."""
         return None
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
@@ -133,23 +133,23 @@ class Pipeline:
         """Begin without a schedule. stages: this rank's, by number. ends: the class of `Ends`."""
         self.stages = stages
         self.mesh = factory.mesh
-        self.deferred = factory.deferred
+        self.deferred = factory.deferred  # puts weight gradients off until W; None: no passes W
         self.dtype = factory.dtype
         self.device = factory.device
         self.masked = config.data.masks_attention or config.data.reset_positions
         self.ends = ends
         self._model = config.model
         self._layout = config.layout
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
         ranks_of_sequence = config.layout.cp  # ranks among which a sample's tokens are divided
         if config.layout.sequence_parallel:
             ranks_of_sequence *= config.layout.tp
         local_length = config.model.seq_length // ranks_of_sequence
-        # The shape of a stage's activations, (s, b, h).
-        self.shape = (local_length, config.layout.micro_batch_size, config.model.hidden)
+        self.shape = (local_length, config.layout.micro_batch_size, config.model.hidden)  # s b h
         self.sending: list[Handle] = []  # sends that the last `run` did not wait for
         self.last_rank = placement(config.layout)[-1]  # pipeline rank that holds the last stage
-        self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
+        # Schedule.rank_of, the ranks of the stages, of schedules whose ranks have been connected.
+        self._connected: set[tuple[int, ...]] = set()
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the layout's schedule for this number of micro-batches; cache the last result."""
@@ -214,7 +214,7 @@ class Pipeline:
         self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
-            continue  # the iteration itself does an action
+            continue  # each turn of the iterator does one action
         # All ranks of a tensor group have the same loss. The caller sums over ranks: one counts it.
         if self.mesh.tp.rank > 0:
             return torch.zeros_like(execution.loss), 0
@@ -293,13 +293,13 @@ class Execution:
                 self.sources[action] = (source, schedule.rank_of[source.stage])
         # Results of this rank's actions that are inputs of another stage on this rank.
         self.local_results: dict[Action, Tensor] = {}
-        # Receives by the neighbour's action that computes the message; sends by this rank's action.
+        # Running receives, by the action of the neighbour that sends; sends, by this rank's action.
         self.receives: dict[Action, tuple[Tensor, Handle]] = {}
         self.sends: dict[Action, DelayedStart] = {}
-        # Sends and collectives by index i: they are started before actions[i].
+        # Sends and collectives that are put off; those of entry i are started before actions[i].
         self.unstarted: dict[int, list[DelayedStart]] = {}
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
-        # The index of each neighbour's action in that neighbour's list.
+        # Each neighbour's actions: the index of an action in the list of the neighbour's actions.
         self.index_of = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
         # Per neighbour, the number of its actions that are known to be finished.
         self.finished = dict.fromkeys(neighbours, 0)
@@ -333,7 +333,7 @@ class Execution:
         """Do action F: the forward pass of a micro-batch through one stage."""
         stage = action.stage
         micro_batch = action.micro_batch
-        batch = self.ends.batch(action)
+        batch = self.ends.batch(action)  # None if this stage needs no tokens, labels or masks
         self.mesh.recorder.at("F", micro_batch)
         if stage == 0:
             x = self.ends.first_input(action, batch)
@@ -358,7 +358,7 @@ class Execution:
         else:
             gradient = self._take_input(action)
         deferred = self.pipeline.deferred
-        if deferred is None:
+        if deferred is None:  # B computes all gradients
             torch.autograd.backward(output, gradient)
         else:
             self.for_weights[stage, micro_batch] = deferred.backward(output, gradient)
@@ -389,7 +389,7 @@ class Execution:
     def _post_receive(self, action: Action) -> None:
         """Start to receive an action's input, unless that is started or the input is local."""
         self.ends.post_receive(action)
-        if action not in self.sources:
+        if action not in self.sources:  # W, or `ends` has the input
             return
         source, source_rank = self.sources[action]
         if source_rank == self.rank or source in self.receives:

@@ -55,6 +55,7 @@ def _rehearse(arguments: list[str]) -> int:
     machine = hardware.load(options.gpu, options.calibration)
     nodes = _nodes(options, machine.node)
     request = parse_request(train_arguments, __doc__, lambda _: {"precision": machine.precision})
+    # The same decisions as at the start of a run, for GPUs: checks, layout, then the schedule.
     config = check_any_length(request.config, options.gpus)
     layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
     config, decided = choice.decide(replace(config, layout=layout), "cuda")
@@ -110,7 +111,11 @@ class Progress:
 
 
 def _parser() -> Parser:
-    """Return the parser of the options that train.py does not have; it passes on all others."""
+    """Return the parser of the options that train.py does not have.
+
+    `_rehearse` gives all other options to the parser of train.py. The texts of --help are this
+    file's docstring.
+    """
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_gpus("ranks of the run", default=1)
     parser.add_argument("--nodes", type=int)

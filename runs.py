@@ -28,7 +28,8 @@ SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "pa
 def run_command(arguments: list[str]) -> int:
     """Run the command that the words after runs.py name; return the exit status.
 
-    Raise UserError if a folder is no run.
+    The parser puts the command's function into `given.answer`, for example `_diff`. Raise UserError
+    if a folder is no run.
     """
     given = _parser().parse_args(arguments)
     return given.answer(given)

@@ -87,19 +87,22 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     if options.eval_data:  # no prompts, and so no tokenizer
         sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
         return Task(folder, options, _make_config(options, model, ranks))
-    # An imported checkpoint has its tokenizer.json in a folder above.
+    # The tokenizer.json is beside the checkpoint, or if it was imported, one or two folders above.
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
     tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
     text = Text(tokenizer, model.vocab_size)
     prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
+    # The number of new tokens for each prompt. Without --max-tokens it is MAX_TOKENS, or fewer, so
+    # that the longest prompt and its new tokens are no longer than a sample in training.
     count = options.max_tokens or max(1, min(MAX_TOKENS, model.seq_length - longest))
     if model.positions == "learned" and longest + count > model.max_positions:
         raise UserError(
             f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
             f"{longest + count}, but max-positions is {model.max_positions}"
         )
-    model = dataclasses.replace(model, seq_length=longest + count)  # the length of position tables
+    # Tables of positions have seq_length rows: as many as the longest continued prompt needs.
+    model = dataclasses.replace(model, seq_length=longest + count)
     return Task(folder, options, _make_config(options, model, ranks), text, prompts, count)
 
 
@@ -138,6 +141,7 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
     an optimizer. Weights are not drawn (init_std 0), because they are loaded.
     """
     micro_batch = EVAL_BATCH if options.eval_data else 1
+    # The ranks that tp and pp leave are replicas, and each needs a micro-batch of the global batch.
     replicas = max(1, ranks // (max(1, options.tp) * max(1, options.pp)))
     values = dataclasses.asdict(model)
     values |= {
@@ -153,6 +157,7 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
         "zero": 0,
         "overlap_param_gather": False,
         "watchdog": ranks > 1,
+        # The folder of the watchdog's reports.
         "out": os.path.join(tempfile.gettempdir(), f"trine-sample-{os.getuid()}"),
     }
     if options.eval_data:
@@ -175,10 +180,11 @@ def run(task: Task, context: Context) -> Iterator[str]:
     splits = data.build(task.config)
     state = trainer.build_model(task.config, context)
     context.recorder.enter("load")
+    # Each rank compares the checksums of a part of the files.
     check_files(task.folder, True, context.rank, context.size)
     with Index(task.folder) as index:
         load_weights(state.stages, index)
-    state.stages.to(state.factory.dtype)
+    state.stages.to(state.factory.dtype)  # rounds the weights, which were loaded in fp32 or fp64
     if context.rank == 0:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
@@ -199,7 +205,12 @@ def run(task: Task, context: Context) -> Iterator[str]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the options of the command line; raise UserError if they are malformed."""
+    """Return the options of the command line; raise UserError if they are malformed.
+
+    Options without a default here, such as --max-tokens, are missing in the result unless the user
+    gave them. So `prepare_task` can refuse those that do not go with --eval-data; then it adds the
+    defaults (PROMPT_DEFAULTS).
+    """
     parser = Parser.described(__doc__)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
@@ -235,7 +246,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     prepare(task.config.run, task.config.layout.pp)  # sets variables that torch and NCCL read
     watch.follow(task.config.run.out)  # the folder for the report of a death
     context = start(launch, task.config.run)
-    watch.close()  # the start has succeeded
+    watch.close()  # the ranks have met: `context` ends them all if one fails from here on
     with context.failing_loudly():
         for line in run(task, context):
             if context.rank == 0:

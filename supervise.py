@@ -46,14 +46,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpu", metavar="NAME", help="go on with fewer nodes: the planner's name")
     parser.add_argument("--calibration", metavar="FILE", help="what was measured of --gpu")
     parser.add_argument("--max-slowdown", type=float, metavar="X", help="of a step (default 1.5)")
-    options = parser.parse_args(arguments[:end_of_options])
+    options = parser.parse_args(arguments[:end_of_options])  # the words before `--`
     for name in ("spare_nodes", "restarts_per_hour"):
         number = getattr(options, name)
         if number < 0:
             raise UserError(f"--{name.replace('_', '-')} must be at least 0, not {number}")
     ranks_command = arguments[end_of_options + 1 :]
     command = read_command(ranks_command, options.spare_nodes)
-    fewer_nodes = _layouts_for_fewer_nodes(command, options)
+    fewer_nodes = _layouts_for_fewer_nodes(command, options)  # None without --gpu
+    # The session starts the command, and again after each fault, until the run is done or hopeless.
     return Session(command, options.restarts_per_hour, fewer_nodes).run()
 
 

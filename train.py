@@ -53,7 +53,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     launch = Launch("python")  # if `discover` fails, its error is printed as by a single process
     try:
         launch = replace(discover(), watch=watch)
-        signals.follow(launch)  # until all ranks have met, SIGTERM or Ctrl-C ends them
+        signals.follow(launch)  # SIGTERM or Ctrl-C now ends all ranks, until they have met
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)

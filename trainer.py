@@ -64,7 +64,7 @@ class TrainState(ModelState):
 
     optimizer: Optimizer
     # Functions that are called before the forward passes of each step. Their arguments are the
-    # number of the step's first sample, and the tokens of a sample.
+    # number of the step's first sample, and the number of tokens in a sample.
     before_passes: list[Callable[[int, int], None]] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 def build_model(config: Config, context: Context | None = None) -> ModelState:
     """Return this rank's stages, pipeline and batch reader, without an optimizer.
 
-    Collective over all ranks. The arguments are those of `build`.
+    Collective over all ranks; called by `build` and sample.py. context: None for one CPU rank.
     """
     config, _ = precision.decide(config, context)
     layout = config.layout
@@ -212,11 +212,11 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
             from telemetry.pass_times import decide_schedule  # only --schedule auto needs it
 
             config, notes = decide_schedule(config, context)
-        start_checks.introduce(config, context, precision_line)
+        start_checks.introduce(config, context, precision_line)  # prints it, and checks the nodes
         if config.run.on_spike and config.run.resume:
             from telemetry.spikes import passing_over
 
-            config = passing_over(config)
+            config = passing_over(config)  # with the samples of earlier spikes, which are left out
         splits = data.build(config)
         precision.check(config, context)
         stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
@@ -245,7 +245,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
-        cleanup.callback(trainer.losses.spikes.finish)
+        cleanup.callback(trainer.losses.spikes.finish)  # writes the last rows of spikes.jsonl
         cleanup.enter_context(garbage.collecting_between_steps())
         finished = trainer.run()
         log.summarize()
@@ -278,14 +278,14 @@ class Trainer:
         self.device = state.factory.device
         self.stats_exchange = StatsExchange(mesh, self.device, conditions, checkpoints)
         self.straggler_check = step_stats.StragglerCheck(config, log.context.nodes)
-        self.done = checkpoints.resume()
-        check_begin(config, self.done)
+        self.done = checkpoints.resume()  # the run's progress: steps, samples, tokens
+        check_begin(config, self.done)  # UserError if it is from before --begin-at-samples
         self.last_step = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total = self.last_step
         log.epoch_tokens = splits.epoch_tokens
-        self.losses = LossMonitor(config, splits.train, self.done, log)
+        self.losses = LossMonitor(config, splits.train, self.done, log)  # spikes, divergence
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
-        # Functions that are called before and after each step, with its number.
+        # Functions that are called before and after each step; the argument is the step's number.
         self.before_step: list[Callable[[int], None]] = [self.recorder.begin_step]
         self.after_step: list[Callable[[int], None]] = [garbage.collect_after]
         # Called after a step with its number, and whether it is the last step.
@@ -298,27 +298,27 @@ class Trainer:
         """Add the observers that the options ask for: a profile, step times, samples of text."""
         state = self.state
         log = self.log
-        exchange = self.checkpoints.exchange
+        exchange = self.checkpoints.exchange  # passes values between all ranks, in torch's store
         if self.config.run.torch_profile:
             from telemetry.torch_profile import TorchProfile
 
             profile = TorchProfile(log, state.pipeline.finish_sending)
             self.before_step.append(profile.before)
             self.after_step.append(profile.after)
-        if self.config.run.trace_numerics:
+        if self.config.run.trace_numerics:  # it does the steps, and traces some of them
             from telemetry.numerics_trace import NumericsTrace
 
             self.step = NumericsTrace(state, run_passes, step, exchange.gather, log.without).step
-        if self.config.run.audit_every:
+        if self.config.run.audit_every:  # it repeats passes and compares the results
             from telemetry.audit import Audit
 
             audit = Audit(state, self.checkpoints, log, self.done, self.last_step)
             self.after_step.append(audit.after)
-        if self.config.run.on_spike:
+        if self.config.run.on_spike:  # this monitor judges a step before its update, too
             from telemetry.spikes import SpikeMonitor
 
             self.losses = SpikeMonitor(state, self.splits.train, self.checkpoints, log, self.done)
-        self.after_step.append(StepTimes(exchange, log).after)
+        self.after_step.append(StepTimes(exchange, log).after)  # writes times.jsonl
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples
 
@@ -333,7 +333,7 @@ class Trainer:
         Raise UserError if training has diverged.
         """
         action: float = GO_ON
-        if self.done.iteration < self.last_step:  # a stop may have been requested in the start
+        if self.done.iteration < self.last_step:  # a signal may have come during the start
             by_samples = self.conditions.action_after(self.done.consumed_samples)
             action = max(self.stats_exchange.largest_request(), by_samples)
         if action == SAVE_AND_STOP:
@@ -362,8 +362,8 @@ class Trainer:
             if is_last or not self.losses.bad:
                 self.checkpoints.after_step(self.done, is_last, save_requested)
                 save_requested = False
-                if not self.checkpoints.saving:  # the save is complete, not only begun
-                    self.conditions.saved()
+                if not self.checkpoints.saving:  # no save runs on in the background
+                    self.conditions.saved()  # removes the file of --save-switch
         if self.splits.test:  # evaluated once, after the last step
             loss = evaluate(self.state, self.splits.test, self.config.data.eval_samples)
             self.log.evaluation("test", self.done, loss)
@@ -444,7 +444,7 @@ class Trainer:
         where += f", after iteration {self.done.iteration} of {self.last_step}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
             raise UserError(f"stopped by {where}; its state could not be saved")
-        self.conditions.saved()
+        self.conditions.saved()  # removes the file of --save-switch
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False

@@ -70,7 +70,8 @@ class VocabularyEnds(Ends):
             "T": self._compute_loss,
             "G": self._add_embedding_gradient,
         }
-        # Each is kept by micro-batch, from the first pass that has it to the last that needs it.
+        # Three dictionaries by micro-batch. A pass adds the entry, and the last pass that needs the
+        # entry removes it.
         self.batches: dict[int, Batch] = {}  # tokens and labels, from E on
         self.embeddings: dict[int, GradientEdge] = {}  # autograd's node of E's result, until G
         self.logits: dict[int, _Logits] = {}  # results of S, until T
@@ -78,8 +79,8 @@ class VocabularyEnds(Ends):
         # handle to wait for before the tensor is used or freed. E and T: the sum of their results;
         # S and G: their input, which is broadcast to them.
         self.messages: dict[tuple[str, int], tuple[Tensor, Handle]] = {}
-        # For each micro-batch: the earlier micro-batches whose G every rank has done when T of this
-        # micro-batch begins, so that T can free what G has taken.
+        # By micro-batch m: the earlier micro-batches whose pass G every rank has done when pass T
+        # of m begins. Then T frees the tensors that were broadcast for these passes G.
         self.finished_by = execution.schedule.gradients_taken
 
     @staticmethod
@@ -113,7 +114,7 @@ class VocabularyEnds(Ends):
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
         """Broadcast the gradient of the first stage's input x to pass G of every rank."""
-        assert x.grad is not None  # `first_input` made x require its gradient
+        assert x.grad is not None  # x: the first stage's input, which `first_input` made a leaf
         self._broadcast("G", action, x.grad)
 
     def post_receive(self, action: Action) -> None:
@@ -124,14 +125,17 @@ class VocabularyEnds(Ends):
         """
         kind, _, micro_batch = action
         senders = {"S": self.last_rank, "G": 0}  # by kind of pass, the rank that broadcasts to it
-        sender = senders.get(kind, self.rank)  # other kinds receive nothing
+        sender = senders.get(kind, self.rank)  # E and T get no broadcast: nothing to receive
         if sender != self.rank and (kind, micro_batch) not in self.messages:
             buffer = self.execution.new_activation()
             handle = self.groups[kind].broadcast(buffer, sender)
             self.messages[kind, micro_batch] = (buffer, handle)
 
     def finish(self) -> list[Handle]:
-        """Return the handles of all tensors that are still being sent; called after all actions."""
+        """Return the handles of all tensors that are still being sent.
+
+        Execution calls this after the last action; the pipeline waits for them before its next run.
+        """
         return [handle for _, handle in self.messages.values()]
 
     # -- messages ---------------------------------------------------------------------------
@@ -205,7 +209,8 @@ class VocabularyEnds(Ends):
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         part = self.part
         logits = part.logits(x)
-        # Pass T starts the backward pass at this edge; the logits themselves need not be kept.
+        # Pass T starts autograd's backward pass at this edge, the logits' node in the graph. So the
+        # logits themselves need not be kept, and LocalLoss may overwrite them.
         edge = get_gradient_edge(logits) if torch.is_grad_enabled() else None
         labels = self.batches[micro_batch].labels.t()
         local_loss = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)
@@ -238,13 +243,13 @@ class VocabularyEnds(Ends):
         if self.rank == self.last_rank:
             self.execution.loss += losses.sum()
             self.execution.targets += self.batches[micro_batch].count
-        if edge is None:  # an evaluation has no gradients
+        if edge is None:  # an evaluation has no backward pass, so it needs no gradients
             del self.batches[micro_batch]
             return
-        # First the input's gradient, for which the last rank waits; it is sent while this rank
-        # computes the gradient of its rows of the output matrix.
+        # First the gradient of the input x, for which the last rank waits. It is sent while this
+        # rank computes the gradient of its rows of the output matrix (add_weight_gradients).
         add_weight_gradients = self.part.deferred.backward(edge, gradient)
-        assert x.grad is not None  # pass S made x require its gradient
+        assert x.grad is not None  # x: the last stage's output, which pass S made a leaf
         self._reduce(action, x.grad, self.last_rank)
         add_weight_gradients()
 
@@ -259,8 +264,8 @@ class VocabularyEnds(Ends):
             gradient, _ = self.messages["G", micro_batch]  # this rank broadcasts it
         else:
             gradient = self._take("G", micro_batch)
-        # The gradient of T's sum has come back through all stages, so this rank's part of the sum
-        # must have arrived.
+        # This gradient has come back through all stages. It began as the sum of the ranks' results
+        # of T, so this rank's result has arrived at the last rank, and is freed.
         self._free("T", micro_batch)
         torch.autograd.backward(self.embeddings.pop(micro_batch), gradient)
         del self.batches[micro_batch]

@@ -97,14 +97,14 @@ class Optimizer:
         self._next_bucket = 0  # index of the bucket that is reduced next
         self._reductions: list[Handle] = []  # running reductions of buckets, oldest first
         self._overlap = layout.overlap_param_gather
-        # Functions that are called when the gradients of a step (or of other passes) are reduced.
+        # Functions to call when all gradients are reduced: those of a step, or of other passes.
         self.after_reduction: list[Callable[[], None]] = []
         # An audit, which repeats passes, sets this function. It is called with each parameter whose
         # gradient is complete, and the gradient is not counted or reduced. None: during steps.
         self.gradient_taker: Callable[[nn.Parameter], None] | None = None
         # Called before each update, to decide whether to update (--on-spike sets it); every rank
         # must return the same. Arguments: the loss, the gradient norm, the sums of squares of this
-        # rank's gradients (`_square_sums`), and the factor from these gradients to the true ones.
+        # rank's gradients (`_square_sums`), and the factor from these to those of the mean loss.
         self.accepts: Callable[..., bool] = lambda *_: True
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
@@ -128,14 +128,14 @@ class Optimizer:
             self.balance = balance.RouterBalance(stages, factory, training, model)
             self.groups = [*self.groups, balance.ConstantGroup(stages, self.mesh)]
         kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
-        self.kernel = "; ".join(kernels) or "none"
+        self.kernel = "; ".join(kernels) or "none"  # the optimizers' names, for the log
         self.state_kinds = update_rules.state_kinds(training.optimizer)
         self.state_name = update_rules.interchangeable(training.optimizer)
 
     def _make_buckets(
         self, parameters: list[nn.Parameter], factory: ParamFactory, zero: int
     ) -> list[Bucket]:
-        """Move parameters and their gradients into buckets, with hooks; return the buckets."""
+        """Move parameters into buckets, with hooks that are told of each gradient; return them."""
         self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
         # Python's collector does not look into hooks: a hook with a strong reference to the
@@ -172,8 +172,8 @@ class Optimizer:
         If the sum has another type, `p.grad` is added here; else autograd has added it in place.
         """
         bucket = self._bucket_of[p]
-        if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:
-            p.main_grad.add_(p.grad)  # p.grad has 16 bits, the sum in the bucket has more
+        if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:  # not --zero 2
+            p.main_grad.add_(p.grad)  # for example bf16 to fp32, which autograd cannot add in place
             p.grad = None
         self._count_gradient(p)
 
@@ -182,7 +182,7 @@ class Optimizer:
 
         Called when a micro-batch's gradient of `p` is in the bucket's buffer (--zero 2: `p.grad`).
         """
-        if self.gradient_taker is not None:  # an audit repeats passes
+        if self.gradient_taker is not None:  # set by an audit, which repeats passes
             self.gradient_taker(p)
             return
         self._bucket_of[p].missing -= 1
@@ -202,7 +202,7 @@ class Optimizer:
                 return
             self._reductions.append(bucket.reduce())
             self._next_bucket += 1
-            if bucket.each_micro_batch:  # begin again, for the gradients of the next micro-batch
+            if bucket.each_micro_batch:  # --zero 2: count the next micro-batch's gradients again
                 bucket.missing += bucket.passes
                 self._next_bucket %= len(self.buckets)
                 # A running reduction holds a copy of a whole bucket, so few of them may run.
@@ -214,8 +214,8 @@ class Optimizer:
             self._reductions.pop(0).wait()
 
     def _finish_reducing(self) -> None:
-        """End all reductions: over the replicas, then over the groups of `reduce_further`."""
-        for bucket in self.buckets[self._next_bucket :]:
+        """End all reductions: over the replicas, then over tp and tied stages."""
+        for bucket in self.buckets[self._next_bucket :]:  # not reduced yet: a gradient is missing
             if not bucket.each_micro_batch:
                 self._reductions.append(bucket.reduce())
         self._wait_for_reductions(allowed=0)
@@ -270,7 +270,7 @@ class Optimizer:
         recorder = self.mesh.recorder
         recorder.at("reduce")
         self._finish_reducing()
-        squares = self._square_sums()
+        squares = self._square_sums()  # of this rank's gradients, which are sums over the replicas
         # One all-reduce gives every rank the norm, the loss and, if asked for, the targets.
         parts = [squares.sum(), loss_sum.double()]
         if targets is not None:
@@ -278,15 +278,15 @@ class Optimizer:
         sums = torch.stack(parts)
         self.mesh.world.at_once.all_reduce(sums).wait()
         square, loss, *target_counts = self.mesh.world.values(sums)
-        counted = int(target_counts[0]) if target_counts else self._targets
-        # Gradients were divided by the number given to begin_step: correct them to the counted one.
+        counted = int(target_counts[0]) if target_counts else self._targets  # of all ranks
+        # Gradients were divided by the targets given to begin_step, not by those counted: correct.
         target_factor = self._targets / counted if counted else 0.0
         scale = self.scale.value  # gradients are those of the loss times this scale
         norm = math.nan
         if square >= 0:  # false for NaN: then the norm stays NaN
             norm = math.sqrt(square) / scale * target_factor
         overflowed = not math.isfinite(norm)
-        recorder.at("optimizer")  # for the report of a hang
+        recorder.at("optimizer")  # what this rank does from here on, for the report of a hang
         mean_loss = loss / max(1, counted)
         accepted = not counted or self.accepts(mean_loss, norm, squares, target_factor / scale)
         skipped = overflowed or not counted or not accepted
@@ -309,7 +309,7 @@ class Optimizer:
             self.balance.discard()
 
     def _clear_gradients(self) -> None:
-        """Set all gradients to zero, or free them."""
+        """Set all gradients to zero, or at --zero 3 free them; called after a step."""
         buffers = [buffer for group in self.groups for buffer in group.clear_gradients()]
         if buffers:
             torch._foreach_zero_(buffers)
@@ -363,7 +363,7 @@ class Optimizer:
         return [shard for group in self.groups for shard in group.shards]
 
     def scalars(self) -> dict[str, float]:
-        """Return the part of the state that is plain numbers, equal on every rank, by name."""
+        """Return the plain numbers of the state for a checkpoint, equal on every rank, by name."""
         return {"step": self.updates, **self.scale.state()}
 
     def after_load(self, scalars: dict[str, float] | None = None) -> None:
@@ -393,7 +393,7 @@ class UpdateSet:
         key = groups[0].key
         self.masters: list[Tensor] = []
         for group in groups:
-            group.first = len(self.masters)  # the place of its masters in the rule's list
+            group.first = len(self.masters)  # index of the group's first master in the rule's list
             self.masters += group.masters
         self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
         for group in groups:
@@ -432,18 +432,18 @@ def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[U
     while the next set is updated. With --grad-dtype bf16 a set has about the size of a bucket,
     because its gradients are copied to fp32.
     """
-    # The groups begin with the last layers, and groups of one key are adjacent.
+    # `groups` begins with the last layers, so it is reversed. The groups of one key are adjacent.
     sets: list[UpdateSet] = []
     for _, groups_of_key in groupby(reversed(groups), key=lambda group: group.key):
         members = list(groups_of_key)
         sizes = [sum(master.numel() for master in group.masters) for group in members]
         set_size = -(-sum(sizes) // SETS_OF_KEY)  # elements of a set, rounded up
         if training.grad_dtype == "bf16":
-            set_size = min(set_size, BUCKET_ELEMENTS)
+            set_size = min(set_size, BUCKET_ELEMENTS)  # update() copies a set's gradients to fp32
         groups_of_set: dict[int, list[ParamGroup]] = {}
         elements_before = 0
         for group, size in zip(members, sizes):
-            set_number = elements_before // max(1, set_size)  # sets of about the same size
+            set_number = elements_before // max(1, set_size)  # the set in which the group begins
             groups_of_set.setdefault(set_number, []).append(group)
             elements_before += size
         sets += [UpdateSet(groups_here, training) for groups_here in groups_of_set.values()]

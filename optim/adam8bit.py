@@ -41,7 +41,7 @@ class Adam8bit:
         from bitsandbytes import functional
 
         self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
-        self.library: Any = functional  # Any: its annotations lack arguments that it takes
+        self.library: Any = functional  # Any: its annotations lack arguments that are used here
         self.masters = masters
         self.steps = 0
         self.betas = betas
@@ -49,10 +49,13 @@ class Adam8bit:
         self.weight_decay = weight_decay
         device = masters[0].device if masters else torch.device("cpu")
         signed = functional.create_dynamic_map(signed=True)
-        signed[0] = -1.0  # the library's lowest level is above -1, and its highest is 1
+        # A block's values are divided by its largest absolute value, so both 1 and -1 must be
+        # levels. The library's highest level is 1, but its lowest is above -1.
+        signed[0] = -1.0
         unsigned = functional.create_dynamic_map(signed=False)
         self.maps = {"exp_avg": signed.to(device), "exp_avg_sq": unsigned.to(device)}
-        # By kind of moment, for each master: a code per element, and a scale per block.
+        # By kind of moment, for each master: `codes` has the number of a level of `maps` for each
+        # element, and `scales` the factor of the levels for each block.
         self.codes: dict[str, list[Tensor]] = {}
         self.scales: dict[str, list[Tensor]] = {}
         for kind in self.maps:
@@ -60,9 +63,10 @@ class Adam8bit:
             self.scales[kind] = [master.new_zeros(master.numel() // BLOCK) for master in masters]
 
     def _zero_codes(self, master: Tensor, kind: str) -> Tensor:
-        """Return the codes of zero moments, uint8, one for each element of the master.
+        """Return the codes of a moment that is zero, uint8, one for each element of the master.
 
-        kind: "exp_avg" or "exp_avg_sq"; the two have different levels, and so another code for 0.
+        A code is the number of a level in `maps`. kind: "exp_avg" or "exp_avg_sq"; the two have
+        different levels, and so another code for 0.
         """
         zero = int((self.maps[kind] == 0).nonzero()[0])
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
@@ -132,7 +136,7 @@ class Adam8bit:
         """
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
-        count = -(-len(values) // BLOCK) * BLOCK
+        count = -(-len(values) // BLOCK) * BLOCK  # with the padding of the last block
         blocks = F.pad(values, (0, count - len(values))).view(-1, BLOCK)
         scales = blocks.abs().amax(1)
         # The library's own quantisation sometimes takes a code beside the nearest. Here the middles
@@ -154,7 +158,7 @@ def check_blocks(p: Any) -> None:
     if spec.dim is None:
         return
     is_cut = p.shape[spec.dim] < spec.shape[spec.dim]
-    run = math.prod(p.shape[spec.dim :])  # weights that are adjacent in the whole matrix too
+    run = math.prod(p.shape[spec.dim :])  # weights that are adjacent here and in the whole matrix
     if is_cut and run % BLOCK:
         raise UserError(
             f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "

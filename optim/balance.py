@@ -53,13 +53,14 @@ class Penalty:
         """
         penalty = choice.logits.new_zeros(())
         if self.kind in ("sequence", "global"):
-            # For "global" the loads of the step before, (E,); else those of each token's sample.
+            # "global": the loads of the step before, (E,). "sequence": for each token the loads of
+            # the experts in the token's sample, (T, E).
             loads: Tensor = router.load
             if self.kind == "sequence":
                 loads = _loads_of_samples(router.mesh, choice)[choice.samples]
             shares = choice.scores / choice.scores.sum(-1, keepdim=True)
             penalty = penalty + self.rate * (shares * loads.to(shares.dtype)).sum()
-        if self.z_rate:
+        if self.z_rate:  # the z-loss, which keeps the logits small
             penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
         if not penalty.requires_grad:  # --balance none or bias, and no z-loss
             return weights
@@ -91,7 +92,10 @@ class _AddPenalty(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, penalty):
-        """Return a view of x, whose backward pass reaches `penalty` too."""
+        """Return a view of x; its backward pass gives `penalty`, a scalar loss, the gradient 1.
+
+        So the loss `penalty` is trained although the language loss does not contain it.
+        """
         ctx.penalty = penalty
         return x.view_as(x)
 
@@ -110,11 +114,14 @@ class RouterBalance:
     def __init__(
         self, stages: Iterable[Any], factory: ParamFactory, training: Training, model: ModelShape
     ):
-        """Find the routers of this rank's stages, `stages`, and set their balance from here on."""
+        """Find the routers in `stages`, this rank's stages; begin_step then gives them a Balance.
+
+        Optimizer makes this object if the model has experts.
+        """
         self.mesh = factory.mesh
         self.device = factory.device
         self.training = training
-        self.shape = (model.layers, model.experts)
+        self.shape = (model.layers, model.experts)  # of the counts of rows in `finish_step`
         self.blocks_with_experts = [n for n in range(model.layers) if model.has_experts(n)]
         self.routers: dict[int, Router] = {}  # by the number of the block in the whole model
         for stage in stages:
@@ -145,15 +152,16 @@ class RouterBalance:
         Called after the optimizer's update; collective over the world. Return for each block with
         experts the rows of its busiest expert, over the mean of its experts.
         """
-        # (blocks of the whole model, experts): the sum over ranks fills the rows of other stages.
+        # (blocks of the whole model, experts): each rank fills in the blocks of its own stages, and
+        # the sum over ranks fills in the blocks of other stages.
         counts = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
         for block, router in self.routers.items():
             counts[block] = router.counts
         self.discard()
         self.mesh.world.at_once.all_reduce(counts).wait()
         experts = self.shape[1]
-        rows = counts.sum(1, keepdim=True)
-        loads = counts * experts / rows.double()
+        rows = counts.sum(1, keepdim=True)  # of all experts of each block, (blocks, 1)
+        loads = counts * experts / rows.double()  # each count over the mean of its block
         if not skipped:
             for block, router in self.routers.items():
                 router.load.copy_(loads[block])
@@ -191,7 +199,11 @@ class ConstantGroup(ParamGroup):
     """
 
     def __init__(self, stages: nn.ModuleList, mesh: Mesh):
-        """Take all routers' biases and loads of `stages`, the stages of this rank, if any."""
+        """Take all routers' biases and loads of `stages`, the stages of this rank, if any.
+
+        They are the masters of a group without gradients, so that checkpoints are written and read
+        through the same shards as for parameters. Their rule has no optimizer state.
+        """
         constants = [p for p in stages.parameters() if not p.requires_grad]
         super().__init__(Key(("replicas",), True, "plain"), mesh, sharded=False)
         self.masters = [p.data for p in constants]

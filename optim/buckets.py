@@ -76,13 +76,13 @@ class ParamShard:
         end = stop - self.start + self.offset
         if kind == "weights":
             return self.group.masters[self.master].view(-1)[first:end]
-        index = self.group.first + self.master  # of the master in the rule's list of masters
+        index = self.group.first + self.master  # the master's index in the update rule's list
         return self.group.rule.read(kind, index, first, end)
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
         """Set the local parameter's elements from `start` on to `values`, which is flat.
 
-        kind: as in `read`. The loader of a checkpoint calls this, and then `Optimizer.after_load`.
+        kind: "weights", or a state's name. The loader of a checkpoint calls this, then after_load.
         """
         first = start - self.start + self.offset  # the place of element `start` in the master
         if kind == "weights":
@@ -103,14 +103,14 @@ class ParamGroup(ABC):
     first: int
 
     def __init__(self, key: Key, mesh: Mesh, sharded: bool):
-        """Begin a group of parameters without masters and shards; the subclasses add them."""
+        """Begin a group of parameters with key `key`; the subclasses add masters and shards."""
         self.key = key
         self.mesh = mesh
-        self.sharded = sharded
-        self.replicas = mesh.group(key.reduce_over[0])
+        self.sharded = sharded  # whether each replica owns other elements
+        self.replicas = mesh.group(key.reduce_over[0])  # the ranks that sum gradients first
         self.masters: list[Tensor] = []
         self.gathering: Handle | None = None  # the all-gather of the weights, if it is running
-        self._shard_fields: list[tuple] = []  # of each shard, the fields after `group`
+        self._shard_fields: list[tuple] = []  # for each shard, ParamShard's fields after `group`
 
     def add_shard(
         self, spec: ParamSpec, shape: tuple[int, ...], start: int, stop: int, place: tuple[int, int]
@@ -119,8 +119,8 @@ class ParamGroup(ABC):
 
         shape: that of the local parameter. place: the index of the master, and the offset in it.
         """
-        copies = 1
-        copy = 0
+        copies = 1  # the ranks that own these same elements; they share the work of saving them
+        copy = 0  # this rank's number among these ranks
         if not self.sharded:  # every replica holds these elements
             copies = self.replicas.size
             copy = self.replicas.rank
@@ -166,7 +166,7 @@ class ParamGroup(ABC):
         that each rank sends only the elements that it owns.
         """
         if not self.masters:
-            return  # no collective: the other ranks of these groups own no elements either
+            return  # no collective: the other ranks of `tp` and `tied` own no elements here either
         further_groups = self.key.reduce_over[1:]
         for name in further_groups:
             group = self.mesh.group(name).at_once
@@ -188,7 +188,7 @@ class ParamGroup(ABC):
     def counted_gradients(self) -> list[Tensor]:
         """Return the gradients of `counted_shards`, flat; the gradient norm is their norm."""
         gradients = self.own_gradients()
-        counted = []
+        counted = []  # the part of a master's gradient that belongs to the shard
         for shard in self.counted_shards():
             stop = shard.offset + shard.stop - shard.start
             counted.append(gradients[shard.master][shard.offset : stop])
@@ -216,16 +216,16 @@ class Bucket(ParamGroup):
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
-        self.places = list(zip(parameters, starts))
-        self.section = total // size if self.sharded else total
-        self.start = self.replicas.rank * self.section if self.sharded else 0
+        self.places = list(zip(parameters, starts))  # parameters with their offsets
+        self.section = total // size if self.sharded else total  # elements of this rank's section
+        self.start = self.replicas.rank * self.section if self.sharded else 0  # its first element
         first = parameters[0]
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
         self.weights = first.new_zeros(total, dtype=dtype)
-        has_replicas = max(mesh.replicas.size, mesh.expert_replicas.size) > 1
-        # Whether the bucket is reduced after each micro-batch. This is equal for all buckets of the
-        # rank, because all replicas must reduce the buckets in the same order.
+        has_replicas = max(mesh.replicas.size, mesh.expert_replicas.size) > 1  # of any bucket
+        # Whether the bucket is reduced after each micro-batch. All buckets do the same, those of
+        # experts too: else the ranks of a group could reduce their buckets in different orders.
         self.each_micro_batch = zero == 2 and has_replicas
         if self.each_micro_batch:
             self.gradients = first.new_zeros(self.section, dtype=exact)
@@ -233,7 +233,7 @@ class Bucket(ParamGroup):
             self.gradients = first.new_zeros(total, dtype=self.sum_dtype)
         # A matrix that is used twice in a micro-batch gets two gradients: its `passes` is 2.
         self.passes = sum(getattr(p, "passes", 1) for p in parameters)
-        self.missing = 0  # Optimizer.begin_step sets it
+        self.missing = 0  # gradients until the reduction; Optimizer.begin_step sets the number
         self.whole_matrices = key.family == "matrices"
 
     def adopt(self) -> None:
@@ -245,8 +245,8 @@ class Bucket(ParamGroup):
         section = self._section_of(self.weights)
         cuts = self._cuts()  # (parameter, its offset, start and stop of its part in this section)
         first_parameter, _ = self.places[0]
-        self.flat = section  # the masters' memory: here the weights themselves
-        if first_parameter.dtype != section.dtype:  # the masters have a higher precision
+        self.flat = section  # the masters' memory: the weights themselves in equal precision
+        if first_parameter.dtype != section.dtype:  # the masters need a buffer of their own
             self.flat = torch.zeros_like(section, dtype=first_parameter.dtype)
             for p, start, a, b in cuts:
                 self.flat[a - self.start : b - self.start] = p.data.view(-1)[a - start : b - start]
@@ -258,8 +258,8 @@ class Bucket(ParamGroup):
                 continue
             p.main_grad = self.gradients[start : start + p.numel()].view(p.shape)
             if p.dtype == self.gradients.dtype:
-                p.grad = p.main_grad  # autograd adds to it in place
-        self._parts = [slice(0, self.section)]  # one master: the whole section
+                p.grad = p.main_grad  # autograd then adds a gradient to p.grad in place
+        self._parts = [slice(0, self.section)]  # each master's part of the section: one master
         if self.whole_matrices:  # one master for each matrix
             self._parts = [slice(a - self.start, b - self.start) for _, _, a, b in cuts]
         for i, (p, start, a, b) in enumerate(cuts):
@@ -303,7 +303,7 @@ class Bucket(ParamGroup):
         return [flat[part] for part in self._parts]
 
     def clear_gradients(self) -> list[Tensor]:
-        """Return the gradient buffer: the whole bucket's, or at --zero 2 this section's."""
+        """Return the gradient buffer, which zero.py fills with zeros after a step."""
         return [self.gradients]
 
     def reduce(self) -> Handle:
@@ -337,13 +337,13 @@ class Bucket(ParamGroup):
         return _AddingHandle(handle, section, self.gradients, joined)
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this section's weights and masters as one pair; none if they share memory."""
+        """Return one pair: weights and masters of this section; no pair if they are one tensor."""
         if self.flat.dtype == self.weights.dtype:
             return []
         return [(self._section_of(self.weights), self.flat)]
 
     def all_gather_params(self) -> None:
-        """Start the all-gather of the sections of the weights, if they are sharded."""
+        """Start the all-gather of the weights' sections, unless every rank has updated all."""
         if self.sharded:
             section = self._section_of(self.weights)
             self.gathering = self.replicas.all_gather(self.weights, section)
@@ -353,7 +353,7 @@ class _AddingHandle:
     """A reduce-scatter of one micro-batch's gradients; its wait adds the result to a sum."""
 
     def __init__(self, handle: Handle, section: Tensor, total: Tensor, source: Tensor):
-        """handle: the running reduce-scatter. section: its result, which `wait` adds to `total`.
+        """Keep a running reduce-scatter, `handle`, whose result `section` is added to `total`.
         source: its input, which is kept here so that its memory is not freed before the end.
         """
         self.handle = handle
@@ -362,7 +362,7 @@ class _AddingHandle:
         self.source = source
 
     def wait(self) -> None:
-        """Wait for the reduce-scatter, and add its result to the sum."""
+        """Wait for the reduce-scatter; add its result to `total`, the sum of the micro-batches."""
         self.handle.wait()
         self.total.add_(self.section)
 
@@ -378,7 +378,7 @@ def make_buckets(
     matrices balance the sections better. UserError if tp cuts a matrix in a block of 8-bit state.
     """
     parameters_of: dict[Key, list[list[nn.Parameter]]] = {}  # by key, a list for each bucket
-    largest = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)
+    largest = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)  # of a bucket
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
         if key.family == "blocks":
@@ -406,8 +406,8 @@ def _lay_out(
 ) -> tuple[list[int], int]:
     """Return each parameter's offset in a bucket's buffers, and the buffers' length in elements.
 
-    owners: the number of sections, which divides the length. Sections may cut parameters, but not
-    the whole matrices of the family "matrices".
+    owners: the number of sections, which divides the length; a section is a multiple of ALIGNMENT.
+    Sections may cut parameters, but not the whole matrices of the family "matrices".
     """
     if family == "matrices" and sharded:
         return _lay_out_matrices(parameters, owners)
@@ -446,5 +446,5 @@ def _round_up(number: int, divisor: int) -> int:
 def _flat_shape(shard: ParamShard) -> tuple[int, ...]:
     """Return a master's shape for a rule of whole matrices: (rows, width), or flat for a vector."""
     size = shard.stop - shard.start
-    width = shard.shape[-1]
-    return (size // width, width) if shard.spec.decay else (size,)  # only matrices have decay
+    width = shard.shape[-1]  # of a matrix; weight decay applies to matrices, not to vectors
+    return (size // width, width) if shard.spec.decay else (size,)  # decay: a matrix, no vector

@@ -83,7 +83,7 @@ class FullyShardedGroup(ParamGroup):
         return [p.grad.to_local().view(-1) for p in self.parameters]
 
     def clear_gradients(self) -> list[Tensor]:
-        """Free the gradients; return no buffers, because none remain."""
+        """Free the gradients after a step. Return no buffers to fill with zeros: none remain."""
         for p in self.parameters:
             p.grad = None
         return []
@@ -108,7 +108,8 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
     exact = torch.promote_types(factory.dtype, torch.float32)
     sum_dtype = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sum_dtype, cast_forward_inputs=False)
-    # The two groups may be the same: then the dictionary has one entry.
+    # torch needs a DeviceMesh for each group over which it shards. The two groups may be the same:
+    # then the dictionary has one entry. A group of one rank gets none: its parts are not sharded.
     groups = dict.fromkeys((mesh.replicas, mesh.expert_replicas))
     device_meshes = {group: _device_mesh(group, factory) for group in groups if group.size > 1}
 
@@ -117,12 +118,13 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
 
         torch replaces the parameters; the new ones get the attributes `spec` and `drawn_shape`.
         """
-        drawn = {}  # by name of the parameters to shard: the spec, and the shape as drawn
+        drawn = {}  # for each parameter to shard, by name: its spec, and its shape before sharding
         ignored = set()  # parameters that fully_shard must leave as they are
         for name, p in part.named_parameters():
             if isinstance(p, DTensor):  # it belongs to a part that is sharded already
                 continue
-            # Constants of routers have no gradients. Other parameters have other replicas: experts.
+            # Leave out the constants of routers, which have no gradients, and the parameters of
+            # experts if they are reduced over another group than `replicas`.
             if not p.requires_grad or mesh.group(p.spec.reduce_over[0]) is not replicas:
                 ignored.add(p)
                 continue
@@ -154,7 +156,7 @@ def _device_mesh(group: Group, factory: ParamFactory) -> DeviceMesh:
 
     The group has at least two ranks.
     """
-    handle: Any = group.handle  # None only in a group of one rank
+    handle: Any = group.handle  # torch's process group; None only in a group of one rank
     return DeviceMesh.from_group(handle, factory.device.type)
 
 

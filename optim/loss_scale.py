@@ -21,7 +21,12 @@ class LossScale:
     """
 
     def __init__(self, training: Training):
-        """Begin with the scale of the options: a fixed one, the first of a dynamic one, or 1."""
+        """Begin with the scale of the options; without fp16 the scale is always 1.
+
+        --loss-scale fixes the scale. Without it the scale is dynamic: `update` adapts it, from 2 to
+        the power of --initial-loss-scale-power on. stuck: the overflows in a row at a scale that
+        cannot fall; with too many, `update` ends the run.
+        """
         self.training = training
         fp16 = training.precision == "fp16"
         self.dynamic = fp16 and not training.loss_scale
@@ -35,8 +40,9 @@ class LossScale:
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step; called on all ranks with the same `overflow`.
 
-        The class's docstring has the rule. Raise UserError, which ends the run, if fp16 keeps
-        overflowing at the smallest or a fixed scale.
+        A dynamic scale doubles after --loss-scale-window steps without an overflow, and halves at
+        an overflow if --loss-scale-hysteresis overflows have come since it last doubled. Raise
+        UserError, which ends the run, if fp16 keeps overflowing at the smallest or a fixed scale.
         """
         training = self.training
         # A step without an overflow: perhaps the scale doubles.

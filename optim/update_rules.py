@@ -59,7 +59,8 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     begin = training.lr_warmup_samples  # the number of samples at which the rate begins to fall
     if training.lr_schedule == "wsd":
         begin = max(begin, end - (training.lr_wsd_decay_samples or end // 10))
-    share = max(0.0, (samples - begin) / max(1, end - begin))  # the part of the fall that is done
+    # How much of the way from `begin` to `end` is done: from 0, at `peak`, to 1, at `low`.
+    share = max(0.0, (samples - begin) / max(1, end - begin))
     if training.lr_schedule == "cosine":
         return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
     return low + (peak - low) * (1 - share)
@@ -232,7 +233,8 @@ class _TorchOptimizerRule:
     def _state(self, kind: str, index: int) -> Tensor | None:
         """Return torch's state tensor of a kind for master `index`, None if the master has none.
 
-        Before the first step torch has no state: it is made here, as zeros.
+        Before the first step torch has no state: it is made here, as zeros. library: what makes
+        torch's optimizer; its `kinds` say which of torch's state tensors is which kind.
         """
         master = self.masters[index]
         kinds = self.library.kinds(master)
@@ -312,8 +314,8 @@ def _library(t: Training, group: str) -> _Library:
     Muon and 8-bit AdamW leave the family plain to AdamW.
     """
     optim = torch.optim
-    # The state tensors of SGD or Muon, by kind. None: the optimizer keeps no tensor of this kind,
-    # and a checkpoint has zeros.
+    # The state tensors of SGD or Muon, by kind. None: the optimizer keeps no tensor of this kind
+    # for these options, and a checkpoint has zeros in its place.
     kinds = dict[str, _StateTensor | None]()
     if t.optimizer == "apex":
         return _Library("NVIDIA apex FusedAdam", partial(_apex(), adam_w_mode=True), _moments)
@@ -324,6 +326,7 @@ def _library(t: Training, group: str) -> _Library:
         make = partial(optim.SGD, momentum=t.sgd_momentum)
         return _Library("torch.optim.SGD", make, lambda master: kinds)
     if group == "matrices":
+        # A checkpoint has AdamW's kinds for Muon too: its momentum is "exp_avg".
         kinds |= {"exp_avg": _StateTensor("momentum_buffer"), "exp_avg_sq": None}
         muon = partial(optim.Muon, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
         return _Library("torch.optim.Muon on the blocks' matrices", muon, lambda master: kinds)
