@@ -107,8 +107,8 @@ class DelayedStart:
         self.handle: Handle | None = None  # None until the operation is started
 
     def start(self) -> None:
-        """Start the operation, recorded under the action that computed its input."""
-        current_place = self._recorder.place
+        """Start the operation, recorded under the action that computed its input (`_place`)."""
+        current_place = self._recorder.place  # the action that runs now; put back below
         self._recorder.place = self._place
         self.handle = self._begin()
         del self._begin  # frees the input, unless the operation keeps it
@@ -334,11 +334,11 @@ class Group:
     def _all_to_all(
         self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] = ([], [])
     ) -> Handle:
-        """Start an all-to-all; gloo gets copies in host memory of tensors on a GPU."""
+        """Start an all-to-all; `rows` as in `all_to_all`. gloo gets copies of a GPU's tensors."""
         sent = source.cpu() if self._gloo else source  # no copy if `source` is on the CPU already
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
         work = self._collective(dist.all_to_all_single, received, sent, *rows)
-        handle = _Pending(work, sent=sent)
+        handle = _Pending(work, sent=sent)  # keeps `sent` in memory until the wait
         if received is not output:
             handle.complete = lambda: output.copy_(received)
         return handle

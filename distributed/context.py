@@ -284,7 +284,7 @@ class Context(Meeting):
                 time.sleep(SECONDS_TO_BE_ENDED)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: hide MPI_Abort's message
             self.end_all_ranks(status)
-        if self.launch.mpi:  # srun
+        if self.launch.mpi:  # under srun; mpirun was handled above
             from mpi4py import MPI
 
             MPI.Finalize()
@@ -341,7 +341,7 @@ def _nccl_options(role: str) -> Any:
 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=role in HIGH_PRIORITY)
     options._timeout = COLLECTIVE_TIMEOUT  # torch warns if new_group has another timeout
-    name = role.partition(" ")[0]
+    name = role.partition(" ")[0]  # the first word of the role, the key of MOST_CTAS
     if name in MOST_CTAS:
         options.config.max_ctas = MOST_CTAS[name]
     return options

@@ -62,9 +62,10 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...
     n = group.size
     if n == 1:
         return q, k, v
-    parts = [t.unflatten(2, (n, -1)) for t in (q, k, v)]  # s b n heads/n d
-    sent = torch.cat(parts, 3).movedim(2, 0).contiguous()  # n s b (a + 2g)/n d: block j for rank j
-    whole = _in_order(_Exchange.apply(sent, group))  # ns b (a + 2g)/n d
+    parts = [t.unflatten(2, (n, -1)) for t in (q, k, v)]  # (s, b, n, heads/n, d)
+    # (n, s, b, (a + 2g)/n, d): block j has the heads that rank j of the group will compute.
+    sent = torch.cat(parts, 3).movedim(2, 0).contiguous()
+    whole = _in_order(_Exchange.apply(sent, group))  # (n s, b, (a + 2g)/n, d): all n ranks' tokens
     return whole.split([t.shape[3] for t in parts], 2)
 
 
@@ -78,8 +79,10 @@ def to_tokens(mixed: Tensor, group: Group) -> Tensor:
         return mixed
     # The first half of the sample has each rank's first chunk, in rank order; the second half has
     # each rank's second chunk, in reverse rank order, which `flip` turns round.
-    first, second = (half.unflatten(0, (n, -1)) for half in mixed.chunk(2))  # n s/2 b ad/n
-    received = _Exchange.apply(torch.cat([first, second.flip(0)], 1), group)  # n s b ad/n
+    first, second = (half.unflatten(0, (n, -1)) for half in mixed.chunk(2))
+    # `first` and `second` are (n, s/2, b, a d / n). Block j of what is sent has the two chunks of
+    # rank j's tokens; block i of what is received has the heads of rank i: (n, s, b, a d / n).
+    received = _Exchange.apply(torch.cat([first, second.flip(0)], 1), group)
     return received.movedim(0, 2).flatten(2)
 
 

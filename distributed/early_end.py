@@ -148,7 +148,8 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
 
 def place_of_rank() -> tuple[str, str] | None:
     """Return this rank and the number of ranks from the launcher's variables; None for one rank."""
-    # RANK and WORLD_SIZE, the first of PLACES, count only under torchrun.
+    # Each pair of PLACES names two variables: of the rank, and of the number of ranks. The first
+    # pair, RANK and WORLD_SIZE, counts only under torchrun.
     first = 0 if "TORCHELASTIC_RUN_ID" in os.environ else 1
     for rank, size in PLACES[first:]:
         if os.environ.get(size, "1") != "1":

@@ -147,7 +147,8 @@ class Server:
         listener = socket.create_server((host, 0), backlog=max(128, CONNECTIONS * size))
         self.address = Address(host, listener.getsockname()[1])
         self.descriptor = listener.detach()
-        # TCPStore connects to this address too, and would try for half an hour.
+        # TCPStore also connects to this address as a client. If the address cannot be reached, it
+        # would try for half an hour; this check finds the error at once.
         _check_reachable(self.address)
         self.store = dist.TCPStore(
             host,

@@ -111,7 +111,7 @@ class Mesh:
 
         Example: four ranks of a stage, ep = 2: experts (0, 1), (2, 3); replicas (0, 2), (1, 3).
         """
-        stages = rows_along(self.axes, ("dp", "cp", "tp"))  # the ranks of each pipeline position
+        stages = rows_along(self.axes, ("dp", "cp", "tp"))  # a row of ranks for each value of pp
         starts = range(0, len(stages[0]), ep)
         experts = own_group([row[i : i + ep] for row in stages for i in starts], "experts")
         replicas = [row[i::ep] for row in stages for i in range(ep)]

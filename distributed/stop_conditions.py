@@ -133,7 +133,10 @@ class Signals:
         self._reader.close()
 
     def _handle(self, number: signal.Signals) -> None:
-        """Record a signal; a second signal, or one before all ranks have met, ends all ranks."""
+        """Record a signal; a second signal, or one before all ranks have met, ends all ranks.
+
+        Otherwise the training loop finds the signal in `first` at the next step boundary.
+        """
         now = time.monotonic()
         self.first = self.first or number
         if number in ENDING:
@@ -142,12 +145,12 @@ class Signals:
         # that torchrun has ended, and the kernel has sent SIGTERM for that (`follow`).
         if self._launcher not in (None, os.getppid()):
             self._end_now("the launcher has ended", 1)
-        self._end_meeting()
+        self._end_meeting()  # if the ranks still meet, SIGTERM or SIGINT ends them all now
         # SIGTERM and SIGINT count as one kind, so that either may be the second signal: under
         # torchrun the ranks receive SIGINT at the first Ctrl-C and SIGTERM at the second. SIGUSR1
         # is the other kind: a SIGTERM after it is no second signal.
         first_time = self._since.setdefault(number == signal.SIGUSR1, now)
-        if now - first_time >= SECONDS_OF_ONE_SIGNAL:
+        if now - first_time >= SECONDS_OF_ONE_SIGNAL:  # not the first signal, delivered twice
             self._end_now(f"{number.name} as the second signal", 128 + number)
 
     def _end_meeting(self) -> None:

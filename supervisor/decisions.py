@@ -256,7 +256,8 @@ class Journal:
         A node with the value False was left out for a fault, and does not come back.
         """
         silent_by_node: dict[str, bool] = {}
-        # Repeat all decisions of this start, oldest first: nodes were left out, and came back.
+        # Repeat all decisions of this start, oldest first. Nodes that were left out are added, with
+        # whether they did not answer; nodes that can be used again are removed.
         for entry in self._of_this_start():
             for node in entry.decision.out:
                 silent_by_node[node] = node in entry.evidence.silent

@@ -54,9 +54,12 @@ class Processes:
     """
 
     def __init__(self, srun: bool):
-        """Take over the signals in STOPS, and become the parent of orphaned descendants."""
+        """Take over the signals in STOPS, and become the parent of orphaned descendants.
+
+        srun: whether the launcher is srun, which does not pass all signals on.
+        """
         self.srun = srun
-        self.stopped = False
+        self.stopped = False  # whether a signal has asked the supervisor for the end
         self._process: subprocess.Popen[bytes] | None = None  # the launcher while it runs
         self._libc = ctypes.CDLL(None)
         self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -202,7 +205,8 @@ class Session:
                 say(f"too few nodes are left: {', '.join(self._nodes()) or 'none'}")
                 return STOPPED_EARLY
             status, decision = self._start()
-            if decision.action == Action.QUEUE:  # for this status the batch script queues the job
+            # At the status STOPPED_EARLY the batch script puts the job into the queue again.
+            if decision.action == Action.QUEUE:
                 return STOPPED_EARLY
             if decision.action in (Action.PASS, Action.STOP):
                 return status
@@ -227,7 +231,10 @@ class Session:
         return [node for node in self.command.nodes if node not in self.journal.left_out()]
 
     def _nodes(self) -> list[str]:
-        """Return the nodes for the next start; [] if the launcher chooses the nodes."""
+        """Return the nodes for the next start; [] if the launcher chooses the nodes.
+
+        They are the first nodes that are not left out, as many as the layout needs.
+        """
         return self._usable()[: self._used()]
 
     def _start(self) -> tuple[int, Decision]:
@@ -279,8 +286,9 @@ class Session:
         user has given, the ranks are asked to save and to end. before: the run's files as they were
         before this start of the ranks.
         """
-        silent = self.journal.silent()
+        silent = self.journal.silent()  # nodes left out because they did not answer
         now = time.monotonic()
+        # Whether to ask them: the last question is long ago, and none has answered so far.
         due = self.asked + SECONDS_BETWEEN_PROBES < now and not self.back
         # The silent nodes are asked only while the ranks run on fewer nodes than the user wanted.
         if due and silent and self._used() < self.command.used:

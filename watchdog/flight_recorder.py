@@ -65,7 +65,10 @@ class Operation:
         recorder.progress += 1
 
     def under_way(self, handle: Any) -> "Operation":
-        """Keep torch's handle of the started operation, and return this operation."""
+        """Keep torch's handle of the operation, which has just been started; return `self`.
+
+        The Group that started it returns this Operation to the caller in place of torch's handle.
+        """
         self.handle = handle
         return self
 
@@ -138,7 +141,10 @@ class GroupLog:
         return Operation(self, "send", number, size, to)
 
     def enter_receive(self, size: int, source: int) -> Operation:
-        """Record a message of `size` bytes from the group's rank `source`, before it can arrive."""
+        """Record a receive of `size` bytes from position `source` of the group, before its start.
+
+        The n-th receive from a rank gets the number n, as the sender's n-th send does.
+        """
         number = self.received[source] = self.received.get(source, 0) + 1
         return Operation(self, "receive", number, size, source)
 
@@ -260,7 +266,7 @@ class FlightRecorder:
 
     def enter(self, phase: str) -> None:
         """Record that a phase other than a training step begins: evaluate, save, load, end, ..."""
-        self._move((phase, self.place[1], phase, None))
+        self._move((phase, self.place[1], phase, None))  # place[1]: the step, which stays the same
 
     def at(self, action: str, micro_batch: int | None = None) -> None:
         """Record that the next action begins: data, F, B, reduce, optimizer, ...
@@ -270,10 +276,14 @@ class FlightRecorder:
         self._move((self.place[0], self.place[1], action, micro_batch))
 
     def _move(self, place: Place) -> None:
-        """End the current action and begin the action `place`."""
+        """End the current action and begin the action `place`; `begin_step` and others call this.
+
+        place: (phase, step, action, micro-batch). The seconds of the action that ends count towards
+        its phase.
+        """
         now = time.monotonic()
         self.spent[self.place[0]] += now - self.since
-        if self.spans is not None:
+        if self.spans is not None:  # spans are kept (`keep_spans`): add the action that ends
             mark = self.stamp() if self.stamp else now
             self.spans.append((*self.place[2:], self._mark, mark))
             self._mark = mark
@@ -347,9 +357,9 @@ class FlightRecorder:
         waiting = self.waiting
         other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
-            # The host is not in a wait, or waits for the GPU. It may be blocked in any later
-            # action, because its launch queue is full: the operation in which the rank really
-            # waits is the operation that the stream has not passed.
+            # The host is not in a wait, or waits for the GPU. It may be blocked in any action after
+            # the operation that the stream has not passed, because its launch queue is full. So the
+            # rank really waits in that operation, `device`.
             waiting = device
         return {
             **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),

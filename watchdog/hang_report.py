@@ -114,10 +114,12 @@ class WaitGraph:
         if peer is None:  # a collective
             return [other for other in self._not_entered(group, wait["number"]) if other != rank]
         # A message: a receive waits for the peer's send of the same number, and a send for the
-        # peer's receive. So the peer's counts decide; a peer without known counts has entered none.
+        # peer's receive. So the numbers of messages that the peer has sent and received decide; a
+        # peer of which nothing is known counts as having begun no message.
         _, sent, received = self.counts.get(group, {}).get(peer, [0, {}, {}])
         peer_counts = sent if wait["kind"] == "receive" else received
-        # Counts are kept by position in the group; the key is text because it comes from JSON.
+        # `peer_counts` has a number for each position in the group, as text because JSON has made
+        # it. The peer has begun its side of the message if the number is large enough.
         position = str(wait["ranks"].index(rank))
         has_entered = peer_counts.get(position, 0) >= wait["number"]
         is_known = peer in self.ranks and peer != rank

@@ -120,8 +120,9 @@ class Watchdog:
         # The timer was last set at `_armed`: long ago, so that the first heartbeat sets it.
         self._dump_after = 60.0
         self._armed = -3600.0
-        # Seconds to add to time.monotonic() for the monitor's clock, and their error. The heartbeat
-        # with the fastest answer gives the best value.
+        # time.monotonic() + clock_offset is the time of the monitor's clock, wrong by at most
+        # clock_error seconds. The heartbeat with the fastest answer gives the best value. Until an
+        # answer comes, this rank's own clock is taken, with an error of an hour.
         self.clock_offset = time.time() - time.monotonic()
         self.clock_error = 3600.0
         process = Process(rank, node, os.getpid(), start_time(os.getpid()) or 0)

@@ -101,7 +101,7 @@ class Rank:
         """Return plain values for the report and its files; times become seconds before `now`."""
         status = self.status or {}
         state = self.state
-        if state == "alive":  # the report tells whether such a rank has answered "inspect"
+        if state == "alive":  # for a living rank the report says whether it answered "inspect"
             state = "answered" if status else "silent"
         return {
             "rank": self.rank,
@@ -111,8 +111,8 @@ class Rank:
             "state": state,
             "process": self.process,
             "error": self.error,
-            "heard": round(now - self.heard, 3),
-            "still": round(now - self.moved, 3),
+            "heard": round(now - self.heard, 3),  # since the rank's last message
+            "still": round(now - self.moved, 3),  # since the rank's last progress
             "memory": status.get("memory") or self.memory,
             "groups": self.groups,
             "snapshot": status.get("snapshot") or self.snapshot,
@@ -144,7 +144,7 @@ class Monitor:
         self.first: Rank | None = None  # the first rank that failed, once it may print its error
         self.left: set[int] = set()  # ranks that said goodbye
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
-        self.began = self.checked = time.monotonic()
+        self.began = self.checked = time.monotonic()  # checked: the last search for a hang
         self.poll = select.epoll()
         self.listening = listener.fileno()
         self.entrance = Entrance(listener, job.size, job.key, self.poll)
@@ -175,8 +175,8 @@ class Monitor:
 
     def _receive(self) -> None:
         """Handle the messages, new connections and deaths that arrive within POLL_SECONDS."""
-        # epoll returns descriptors in the order of their events. The sort moves the connections for
-        # stacks to the front and keeps their order, so `closed` gets the first death first.
+        # epoll returns descriptors in the order of their events. The sort puts the connections for
+        # stacks first, in that order: their ends are the deaths, which `closed` lists by time.
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
         stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
         for number in sorted(numbers, key=lambda number: number not in stacks):
@@ -232,16 +232,16 @@ class Monitor:
             self._handle(rank, json.loads(line))
 
     def _mark_dead(self) -> None:
-        """Mark the ranks in `closed` as dead, unless they have failed or said goodbye."""
+        """Mark the ranks whose connection has ended as dead, if no error or goodbye came before."""
         now = time.monotonic()
         closed = self.closed
         self.closed = []
-        for rank, when in closed:
+        for rank, when in closed:  # the time at which the end of its connection was seen
             # The rank's connection for messages is not registered yet: judge the rank later.
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
                 self.closed.append((rank, when))
                 continue
-            if rank.descriptor in self.connections:  # it may hold a goodbye
+            if rank.descriptor in self.connections:  # a goodbye may have arrived, not yet read
                 self._read(rank.descriptor)
             if rank.state == "alive":
                 rank.state = "gone"
@@ -382,7 +382,7 @@ class Monitor:
             if silent < missing:  # go on waiting while answers come: a thousand take long to read
                 until = time.monotonic() + STATUS_TIMEOUT
                 missing = silent
-        for rank in asked:  # about silent ranks on its own node the monitor asks the kernel itself
+        for rank in asked:  # the monitor asks the kernel about silent ranks on its own node
             if rank.status is None and rank.state == "alive" and rank.node == self.job.node:
                 rank.process = process_state(rank.pid, rank.started)
 
