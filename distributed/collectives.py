@@ -147,7 +147,7 @@ class Group:
         self.blocking = blocking
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
-        self._on_current_stream = False  # True in `at_once` over NCCL: waits start the collectives
+        self._on_current_stream = False  # True in `at_once` over NCCL: a collective runs in `wait`
         self.at_once = self
         if handle is not None and not self._gloo and not blocking:
             self.at_once = copy.copy(self)
@@ -356,7 +356,7 @@ class Group:
 
     def _prefers_one_hop(self, message: int) -> bool:
         """Whether sending `message` bytes to every other member is faster than gloo's rings."""
-        sent = message * (self.size - 1)  # bytes
+        sent = message * (self.size - 1)  # the bytes that this rank sends to all other members
         return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
 
     def _one_hop(self, rows: Tensor) -> tuple[Handle, Tensor]:

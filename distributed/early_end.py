@@ -112,7 +112,7 @@ class StartWatch:
     def _tell(self, message: dict[str, Any]) -> None:
         """Send values of attributes of start_watch.Watched to the process, if there is one."""
         if self._process and self._process.stdin:
-            with contextlib.suppress(OSError):  # the process was killed
+            with contextlib.suppress(OSError):  # the watch was killed: nothing is left to be told
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
 

@@ -33,7 +33,9 @@ def in_use(out: str) -> bool:
     except OSError:
         return False
     try:
-        with file:  # to try the lock shows whether it is held; closing the file gives it up
+        # The attempt shows whether another process has the lock. Closing the file releases the
+        # lock that this process gets if there was none.
+        with file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in HELD

@@ -43,7 +43,9 @@ HANDLED = (*ENDING, signal.SIGUSR1)
 # launcher may deliver twice, in two ways. A user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
 PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>: the kernel sends a signal if the parent dies
-STEPS_REMEMBERED = 20  # the next step is expected to take as long as the slowest of the last 20
+# The number of step durations that are kept for --exit-after-minutes: the next step is expected to
+# take as long as the slowest of these steps.
+STEPS_REMEMBERED = 20
 
 
 class RequestedAction(enum.IntEnum):
@@ -94,7 +96,7 @@ class Signals:
         """
         if launch.size > 1:
             self._meeting, self.end = True, functools.partial(end_job, launch.watch)
-        self._end_meeting()  # if a signal came before this line, it ends the meeting now
+        self._end_meeting()  # a SIGTERM or SIGINT that came before this line ends all ranks now
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -244,6 +246,7 @@ class StopConditions:
         """
         if self.signals.first is not None:
             return self.signals.first.name
+        # Only rank 0 (`first`) looks for the file; its request then reaches all ranks.
         if self.first and self.run.kill_switch and os.path.exists(self.run.kill_switch):
             return f"--kill-switch {self.run.kill_switch}"
         limit = 60 * self.run.exit_after_minutes

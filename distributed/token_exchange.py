@@ -45,7 +45,7 @@ class OwnTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         """Return the gradient of the whole x: the sum of the ranks' parts, padded with zeros."""
-        whole = F.pad(grad, ctx.padding)
+        whole = F.pad(grad, ctx.padding)  # zeros for the tokens of the other ranks
         ctx.tp.at_once.all_reduce(whole).wait()
         return whole, None, None, None
 
@@ -71,7 +71,8 @@ def exchange_counts(
     """
     # The n ranks have E / n experts each, in order: row j of `by_rank` counts the rows for rank j.
     by_rank = counts.view(group.size, -1)  # n E/n
-    arriving = torch.empty_like(by_rank)  # row j: the rows that come from rank j, by my experts
+    # Row j: how many rows come from rank j, for each of this rank's experts.
+    arriving = torch.empty_like(by_rank)
     group.at_once.all_to_all(arriving, by_rank).wait()
     leaving, arrived = counts_on_host(group, torch.stack([by_rank, arriving]), rows)
     return list(map(sum, leaving)), list(map(sum, arrived)), arrived

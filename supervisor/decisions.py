@@ -317,7 +317,10 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def _check_type(value: Any, kind: type) -> None:
-    """Raise TypeError unless a value is a `kind`, and the items of a tuple are str or int."""
+    """Raise TypeError unless a value of the journal has the type `kind`.
+
+    The items of a tuple must be str or int.
+    """
     items = value if isinstance(value, tuple) else ()
     if not isinstance(value, kind) or not all(isinstance(item, str | int) for item in items):
         raise TypeError(value)

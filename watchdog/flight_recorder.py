@@ -90,7 +90,7 @@ class Operation:
         if recorder.stream is None:
             recorder.waited += now - began
         recorder.progress += 1
-        if recorder.spans is not None:  # this step is drawn: keep the wait as a span
+        if recorder.spans is not None:  # spans of this step are kept: add the wait
             side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
             name = f"{self.kind} {self.number} of {self.group_log.role}{side}"
             recorder.spans.append(("wait", name, *(marks or (began, now))))
@@ -219,7 +219,7 @@ class FlightRecorder:
         # The last records: operations, and actions with the times at which they began.
         self.ring: deque[Operation | tuple[Place, float]] = deque(maxlen=RING)
         self.group_logs: dict[tuple[str, tuple[int, ...]], GroupLog] = {}  # by (role, ranks)
-        self.coordinates: dict[str, int] = {}
+        self.coordinates: dict[str, int] = {}  # this rank's position on each axis of the mesh
         self.place: Place = ("start", 0, "start", None)  # the current action
         self.since = time.monotonic()  # when the current action (`place`) began
         self.progress = 0

@@ -107,9 +107,9 @@ class Watchdog:
         self.rank = rank
         self.node = node
         self.end = end
-        self._monitor = monitor
-        self._lock = threading.Lock()
-        self._closing = False
+        self._monitor = monitor  # the monitor's process, on the rank that started it
+        self._lock = threading.Lock()  # one message at a time is sent
+        self._closing = False  # whether this rank has left the job (`_leaves_first`)
         self._first: bool | None = None  # the monitor's answer: whether this rank failed first
         self._answered = threading.Event()  # set when `_first` has arrived
         self._unanswered = 0  # heartbeats since the last message of the monitor
@@ -298,10 +298,10 @@ class Watchdog:
         self._end(1)
 
     def _end(self, status: int) -> None:
-        """End the process with `end`, and after ABORT_TIMEOUT with faulthandler.
+        """End this process with `end`; if `end` hangs, faulthandler ends it after ABORT_TIMEOUT.
 
-        `end` calls MPI_Abort, which may hang. faulthandler ends the process then, because it needs
-        neither MPI nor Python's lock.
+        `end` calls MPI_Abort, which may hang. faulthandler's timer needs neither MPI nor Python's
+        lock: it writes the stacks, here to nowhere, and exits.
         """
         with open(os.devnull, "w") as nowhere:
             faulthandler.dump_traceback_later(ABORT_TIMEOUT, exit=True, file=nowhere)

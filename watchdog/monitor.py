@@ -135,7 +135,7 @@ class Monitor:
 
     def __init__(self, listener: socket.socket, job: Job):
         self.job = job
-        self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress
+        self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress that are a hang
         self.ranks: dict[int, Rank] = {}
         # Ranks whose connection for stacks closed or that sent a bad message, each with the time.
         self.closed: list[tuple[Rank, float]] = []
@@ -169,7 +169,7 @@ class Monitor:
             if case := self._find_case(now):
                 if case := self._ask_ranks(case):
                     return self._close(case)
-                before = time.monotonic()  # the hang was none; to ask took time, but no suspension
+                before = time.monotonic()  # no hang; the time to ask must not look like suspension
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -373,13 +373,13 @@ class Monitor:
         for rank in asked:
             rank.status = rank.process = None  # forget the answers to an earlier question
             processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
-            self._send(rank, {"inspect": processes})
+            self._send(rank, {"inspect": processes})  # asks also for the states of these processes
         until = now + STATUS_TIMEOUT
         missing = len(asked)
         while missing and time.monotonic() < until:
             self._receive()
             silent = sum(not r.status and r.state not in ("gone", "left") for r in asked)
-            if silent < missing:  # go on waiting while answers come: a thousand take long to read
+            if silent < missing:  # wait longer while answers come: a thousand take long to read
                 until = time.monotonic() + STATUS_TIMEOUT
                 missing = silent
         for rank in asked:  # the monitor asks the kernel about silent ranks on its own node
@@ -403,7 +403,7 @@ class Monitor:
                 others = [r for r in unresponsive if r.node == rank.node and r is not rank]
                 self._send(rank, {"end": status, "kill": [(r.pid, r.started) for r in others]})
         until = time.monotonic() + EXIT_TIMEOUT
-        while self.connections and time.monotonic() < until:
+        while self.connections and time.monotonic() < until:  # a rank that ends closes its own
             self._receive()
         for rank in self.ranks.values():  # on its own node the monitor kills ranks that still run
             if rank.node == self.job.node:
