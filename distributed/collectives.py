@@ -140,11 +140,11 @@ class Group:
         blocking: bool = False,
     ):
         """Make this rank's view of a process group; Context.group calls it with all arguments."""
-        self.ranks = ranks
-        self.rank = rank
-        self.handle = handle
-        self.group_log = group_log
-        self.blocking = blocking
+        self.ranks = ranks  # the members, as ranks of the world
+        self.rank = rank  # the position of this rank among the members
+        self.handle = handle  # torch's process group; None in a group of one rank
+        self.group_log = group_log  # records the group's operations for the watchdog
+        self.blocking = blocking  # --blocking: wait for each operation where it starts
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
         self._on_current_stream = False  # True in `at_once` over NCCL: a collective runs in `wait`
@@ -230,10 +230,10 @@ class Group:
         return record.under_way(handle) if record else handle
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
-        """Start to receive into `tensor` from the group's rank `source`."""
+        """Start to receive into `tensor` the next message from the group's rank `source`."""
         record = self.group_log.enter_receive(tensor.nbytes, source) if self.group_log else None
         received = tensor
-        if self._gloo and tensor.is_cuda:  # gloo uses host memory; the wait copies to the GPU
+        if self._gloo and tensor.is_cuda:  # gloo receives into host memory; `wait` copies to a GPU
             received = torch.empty_like(tensor, device="cpu")
         receiving = dist.irecv(received, self.ranks[source], group=self.handle)
         handle = _Pending(receiving)
@@ -312,7 +312,7 @@ class Group:
         works = [sending, dist.irecv(received, other, group=self.handle)]
 
         def add() -> None:
-            """Add the received half to this rank's own half."""
+            """Write the sum of the received half and this rank's half into `output`."""
             summand = received.to(output.device).view_as(output)
             torch.add(halves[self.rank].view_as(output), summand, out=output)
 
@@ -325,7 +325,7 @@ class Group:
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
             # Rank i broadcasts part i, in place: gloo's own all-gather makes a copy of `output`.
             parts = output.view(self.size, -1)
-            if parts[self.rank].data_ptr() != source.data_ptr():  # `source` is elsewhere
+            if parts[self.rank].data_ptr() != source.data_ptr():  # `source` is no part of `output`
                 parts[self.rank].copy_(source.view(-1))
             return _All([self._broadcast(part, i) for i, part in enumerate(parts)])
         work, received = self._one_hop(source.reshape(1, -1))
@@ -375,7 +375,7 @@ class _SumBothWays(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        """Replace x by its sum over the group, in place."""
+        """Replace x by its sum over the group, in place; called by `sum_both_ways`."""
         ctx.group = group
         ctx.mark_dirty(x)
         group.at_once.all_reduce(x).wait()
@@ -403,7 +403,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, tp):
-        """Replace x by its sum over tp, in place."""
+        """Replace x, (s, b, h), by its sum over tp, in place; called by `reduce_from_tp`."""
         ctx.mark_dirty(x)
         tp.at_once.all_reduce(x).wait()
         return x
@@ -418,7 +418,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, tp):
-        """Return this rank's part, (s/tp, b, h), of the sum of x, (s, b, h), over tp."""
+        """Return this rank's tokens of the sum of x over tp, as `reduce_from_tp`: (s/tp, b, h)."""
         ctx.tp = tp
         part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
         tp.at_once.reduce_scatter(part, x.contiguous()).wait()
@@ -442,7 +442,7 @@ def reduce_from_tp(x: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
 
 
 def gather_sequence(x: Tensor, tp: Group | None) -> Tensor:
-    """Return x, (s/tp, b, h), all-gathered to (s, b, h); x itself if tp is None."""
+    """Return the tokens of all tensor ranks: x, (s/tp, b, h), to (s, b, h); x if tp is None."""
     if tp is None:
         return x
     whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])

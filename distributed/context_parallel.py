@@ -39,7 +39,10 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        """Send block j of x, (n, ...), to rank j of the group; return the n received blocks."""
+        """Send block j of x, (n, ...), to rank j of the group; return the n received blocks.
+
+        Called by to_heads, before attention, and by to_tokens, after it.
+        """
         ctx.group = group
         received = torch.empty_like(x)
         group.at_once.all_to_all(received, x).wait()
@@ -104,7 +107,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        """Return x, (s, ...), of all n ranks, joined in rank order: (n s, ...)."""
+        """Return x, (s, ...), of all n ranks, joined in rank order: (n s, ...).
+
+        gather_tokens calls this with keys and values side by side.
+        """
         ctx.group = group
         gathered = x.new_empty(group.size * len(x), *x.shape[1:])
         group.at_once.all_gather(gathered, x).wait()
@@ -175,7 +181,7 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     grouped = q.shape[1] != k.shape[1]  # several query heads share a key/value head
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if not q.is_cuda:
+    if not q.is_cuda:  # on a CPU a mask would need memory for every query and key
         return _LastOnCpu.apply(q, k, v)
     from torch.nn.attention.bias import causal_lower_right  # imported here: it takes 110 MB
 

@@ -100,7 +100,7 @@ def open_store(launch: Launch, local: Local) -> JobStore:
 
 
 def new_secret() -> str:
-    """Return 32 random bytes in hexadecimal."""
+    """Return a new secret for a job, which no other program can guess: 32 random bytes as text."""
     return os.urandom(32).hex()
 
 
@@ -166,8 +166,8 @@ class Server:
         another number of connections after SECONDS_TO_CLOSE: then another program is connected.
         """
         null = os.open(os.devnull, os.O_RDONLY)
-        # torch has no call that ends only the listening. To put another file in the place of the
-        # listening socket's descriptor closes the socket.
+        # torch has no call that ends only the listening. dup2 puts /dev/null in the place of the
+        # listening socket, which is closed thereby; the connections stay.
         os.dup2(null, self.descriptor)
         os.close(null)
         deadline = time.monotonic() + SECONDS_TO_CLOSE

@@ -237,6 +237,7 @@ def _local_by_mpi(launch: Launch) -> Local:
         )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)  # a communicator of the ranks on this node
     cores = allowed_cores()
+    # The ranks of this node that may use exactly the same cores as this rank.
     sharing = [rank for rank, other in enumerate(node.allgather(cores)) if other == cores]
     _unlink_shared_memory()
     one_node = node.size == world.size

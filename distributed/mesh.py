@@ -98,7 +98,7 @@ class Mesh:
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # Each kind of vocabulary pass (E, S, T, G) has a group: kinds never wait for one another.
+        # With `vocabulary` each kind of its passes (E, S, T, G) has a group: no kind delays another.
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))
@@ -127,7 +127,8 @@ class Mesh:
         has a group of its own: of three ranks in a row, 1 receives from 0 in "up from even" and
         sends to 2 in "up from odd". A waiting message delays only messages to the same receiver.
         """
-        channel = source % 2  # an index of CHANNELS
+        # An index of CHANNELS: 0, 1: up from an even, an odd rank; 2, 3: down from an even, an odd.
+        channel = source % 2
         if to < source:
             channel += 2
         return self._channels[kind][channel]

@@ -61,7 +61,8 @@ class RunLock:
         this_run = f"process {os.getpid()} on {node_name()}" + (f" (job {job})" if job else "")
         try:
             os.makedirs(out, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link could name any file
+            # O_NOFOLLOW: a symbolic link named .lock is refused, since it could point to any file.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             self._file = os.open(Path(out, ".lock"), flags, 0o666)
             self._lock(out, this_run)
             os.ftruncate(self._file, 0)

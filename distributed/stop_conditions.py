@@ -72,7 +72,7 @@ class Signals:
         gives another one, only this process is ended.
         """
         self.end = end
-        self.first: signal.Signals | None = None
+        self.first: signal.Signals | None = None  # the first signal that has been received
         self._ending: signal.Signals | None = None  # the first SIGTERM or SIGINT
         self._meeting = False  # whether there are other ranks, and not all ranks have met yet
         self._launcher: int | None = None  # process id of torchrun, whose end also ends this rank
@@ -175,7 +175,7 @@ class StopConditions:
         self.run = run
         self.signals = signals
         self.first = first
-        self._save_switch = run.save_switch if first else None
+        self._save_switch = run.save_switch if first else None  # a file's name, only on rank 0
         self.reason: str | None = None  # why this rank requests a stop
         self._began = psutil.Process().create_time()  # in seconds since 1970; for the time limit
         self._boundary: float | None = None  # time.monotonic() at the last step boundary

@@ -108,6 +108,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """Return the gradients of the rows that this rank sent, from the ranks that got them."""
         return _exchange(grad, ctx.group, ctx.sent, ctx.received), None, None, None
 
 
@@ -169,7 +170,10 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, order, back):
-        """Return the rows of x in the order `order`; back: the permutation that undoes `order`."""
+        """Return the rows of x in the order `order`, such as the received rows by expert.
+
+        back: the permutation that undoes `order` (`inverse`).
+        """
         ctx.save_for_backward(back)
         return x[order]
 

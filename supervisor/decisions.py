@@ -176,7 +176,8 @@ def _leave_out(
         return Decision(Action.STOP, advice)
     if len(nodes) <= spare:
         return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
-    ends = [end for end in recent if end.evidence.newest == found.newest]  # no new checkpoint since
+    # The ends of the ranks since the newest checkpoint; after how many of them the job was queued.
+    ends = [end for end in recent if end.evidence.newest == found.newest]
     queued = [end.decision.action for end in ends].count(Action.QUEUE)
     reason = f"{', '.join(nodes)} cannot be used, and {spare} nodes are spare"
     if queued >= MOST_QUEUED:

@@ -64,7 +64,8 @@ class Evidence:
     def is_mistake(self) -> bool:
         """Whether a UserError or diverged training ended the run; both have status 2.
 
-        A failed check and a spike have status 2 too, but after them another start may succeed.
+        If there is a case of a lost rank, a failed check or a spike (LOST, REFUSED, SPIKE), status
+        2 is no such mistake: another start may succeed.
         """
         return self.status == 2 and self.kind not in (*LOST, *REFUSED, SPIKE)
 

@@ -245,7 +245,9 @@ class Session:
         command = self.command
         journal = self.journal
         nodes = self._nodes()
-        used, flags = self._layout()
+        used, flags = (
+            self._layout()
+        )  # of a layout on fewer nodes; `used` is 0 for the user's layout
         where = f" on {', '.join(nodes)}" if nodes else ""
         where += f" with {' '.join(flags) or 'the default layout'}" if used else ""
         checkpoint, _ = evidence.newest_checkpoint(command.out)
@@ -260,8 +262,10 @@ class Session:
         silent = silent_nodes(nodes) if failed else ()
         end = evidence.read_evidence(command.out, status, before, silent, stopped)
         end = replace(end, back=self.back)
+        # The number of nodes that the ranks may still lose; None if the launcher chooses the nodes.
         spare = len(self._usable()) - len(nodes) if nodes else None
         decision = decide(end, journal.earlier(), spare, self.limit)
+        # Before the job is queued, a layout on the nodes that are left is looked for.
         if decision.action == Action.QUEUE and self.fewer:
             decision = self._on_fewer(decision, self.fewer)
         journal.add(end, decision)

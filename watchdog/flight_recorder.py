@@ -222,7 +222,7 @@ class FlightRecorder:
         self.coordinates: dict[str, int] = {}  # this rank's position on each axis of the mesh
         self.place: Place = ("start", 0, "start", None)  # the current action
         self.since = time.monotonic()  # when the current action (`place`) began
-        self.progress = 0
+        self.progress = 0  # grows with each action, operation and end of a wait
         self.waiting: Operation | None = None  # the operation in which the host waits now
         self.waited = 0.0  # the host's seconds in waits since `take_waited`
         self.background: dict[str, Any] | None = None  # the checkpoint thread's action
@@ -353,6 +353,8 @@ class FlightRecorder:
         if progress != self._seen[0]:
             self._seen = progress, now
         is_still = now - self._seen[1] >= SECONDS_TO_ASK  # no new progress for these seconds
+        # The operation for which the GPU's stream waits, the operation for which the host waits,
+        # and the host's wait that is no operation; each is None if there is no such wait.
         device = self.stream.not_passed() if is_still and self.stream else None
         waiting = self.waiting
         other = self.other_wait
@@ -410,7 +412,10 @@ def _wait(kind: str, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _wait_to_dict(wait: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
-    """Return a record of `_wait` with its length until now in place of its begin; None for None."""
+    """Return a wait that `_wait` recorded, for a snapshot; None if there is no wait.
+
+    The seconds that it has lasted until `now` stand in place of the time of its begin.
+    """
     if wait is None:
         return None
     return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": round(now - wait["began"], 3)}

@@ -416,8 +416,9 @@ def _short(frame: str) -> str:
 def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
     """Write the files of a case into `folder`, which is OUT/hang.
 
-    report.txt is written first, so that it is there if the disk then fills up. The folder of an
-    earlier case is renamed to hang.1, hang.2, ... Raise OSError if writing fails.
+    report.txt is written first, so that it is there if the disk then fills up; case.json is written
+    last, so that the other files are there when the supervisor finds it. The folder of an earlier
+    case is renamed to hang.1, hang.2, ... Raise OSError if writing fails.
     """
     path = Path(folder)
     if path.exists():

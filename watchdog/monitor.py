@@ -156,8 +156,8 @@ class Monitor:
         while True:
             self._receive()
             now = time.monotonic()
-            if now - before > SUSPENDED_SECONDS:  # the ranks were perhaps suspended with it
-                for rank in self.ranks.values():
+            if now - before > SUSPENDED_SECONDS:  # this process and perhaps all ranks stood still:
+                for rank in self.ranks.values():  # that time counts neither as silence nor as hang
                     rank.heard += now - before
                     rank.moved += now - before
             before = now
@@ -327,7 +327,7 @@ class Monitor:
         ends = WaitGraph(ranks).chain_ends(rank.rank for rank in stalled)
         causes = [self.ranks[end] for end in ends]
         if causes and all(now - rank.moved < self._limit_of(rank) for rank in causes):
-            return None
+            return None  # the ranks that all stalled ranks wait for still move: no hang yet
         slowest = min(stalled, key=lambda rank: rank.moved)
         return Case("hang", self.job.size, still=slowest.rank, limit=self._limit_of(slowest))
 
@@ -363,7 +363,7 @@ class Monitor:
             case.culprits = find_culprits(case, WaitGraph(ranks))
             report(case, ranks, self.job.out)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
-        self._end_ranks(status or 1, [] if failed else silent)
+        self._end_ranks(status or 1, [] if failed else silent)  # if one failed, none was asked
 
     def _inspect_ranks(self) -> None:
         """Ask all ranks for stacks and records, and for the states of quiet ranks' processes."""
