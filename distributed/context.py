@@ -62,7 +62,7 @@ HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
 MOST_CTAS = {"forward": 4, "backward": 4, "vocabulary": 4, "dp": 16, "replicas": 16}
 SECONDS_FOR_MONITOR_TO_END = 5.0  # the longest wait of `stop` for the monitor
 SECONDS_FOR_THREADS_TO_REST = 5.0  # the longest wait of `stop` for threads of gloo
-M_ARENA_MAX = -8  # glibc's mallopt calls this option "the most heaps" (malloc.h)
+M_ARENA_MAX = -8  # the option of glibc's mallopt for the most heaps of a process (malloc.h)
 # The launcher takes the job's status from rank 0's exit (`_exit_job`). Under srun rank 0 exits
 # SECONDS_AFTER_OTHERS after the other ranks. Under mpirun rank 0 ends the other ranks by MPI_Abort,
 # and they sleep up to SECONDS_TO_BE_ENDED until that happens.
@@ -97,7 +97,7 @@ def prepare(run: Run, pp: int = 1) -> None:
 
 
 def share_heap() -> None:
-    """Make all threads of this process allocate from one heap, unless the user set a number.
+    """Make all threads allocate from one heap, unless the user has set a number of heaps.
 
     By default glibc gives each thread a heap of its own, and each thread of gloo would keep the
     memory of the largest message that it has gathered. Called before any thread is started:
@@ -195,7 +195,7 @@ class Context(Meeting):
                     options["pg_options"] = _nccl_options(role)
                 self._groups[row, role] = dist.new_group(list(row), **options)
         log = self.recorder.group_log(role, members) if members in rows else None
-        handle = self._groups.get((members, role))
+        handle = self._groups.get((members, role))  # None if this rank is the only member
         # --blocking waits for each collective where it starts. In a pass of the vocabulary a rank
         # that waited there would not do the actions that other ranks need before they can join.
         blocking = self.blocking and not role.startswith("vocabulary")
@@ -301,7 +301,7 @@ class Context(Meeting):
         lock on the run's folder is released before that, because another rank that failed too may
         end this process at any moment.
         """
-        if self.run_lock:
+        if self.run_lock:  # only on rank 0
             self.run_lock.release()
         status = error.status if isinstance(error, UserError) else 0  # 0: an exception of the code
         trace = "".join(traceback.format_exception(error))
@@ -414,6 +414,7 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
     key = context.monitor_key
     try:
         if context.rank == 0:
+            # The host and the port of the monitor; the third item is `key`, which is known.
             (*address, _), monitor = start_monitor(
                 host, context.node, context.size, run.out, run.hang_timeout, key
             )

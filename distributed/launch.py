@@ -131,6 +131,7 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks of the Slurm step, or else of the Slurm job; 1 without Slurm."""
+    # The variable of the step is set in processes that srun has started, and counts more.
     names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
     return _number(env, names[0]) if names else 1
 

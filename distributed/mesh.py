@@ -82,23 +82,23 @@ class Mesh:
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
-        self.heads, self.kv = Group((self.rank,)), self.cp
+        self.heads, self.kv = Group((self.rank,)), self.cp  # if n = over_heads is 1
         if over_heads > 1:
             cp_groups = rows_along(self.axes, ("cp",))
             n = over_heads
             starts = range(0, self.cp.size, n)
             self.heads = own_group([row[i : i + n] for row in cp_groups for i in starts], "heads")
             self.kv = own_group([row[i::n] for row in cp_groups for i in range(n)], "kv")
-        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas
-        if ep and (ep > 1 or self.tp.size > 1):
+        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas  # if ep = tp = 1
+        if ep and (ep > 1 or self.tp.size > 1):  # tensor ranks do not divide experts: replicas
             self.experts, self.expert_replicas = self._expert_groups(ep, own_group)
-        self.pp = self.forward = along("forward", "pp")
-        self.backward = along("backward", "pp")
+        self.pp = self.forward = along("forward", "pp")  # messages of activations
+        self.backward = along("backward", "pp")  # messages of their gradients
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # With `vocabulary` each kind of its passes (E, S, T, G) has a group: no kind delays another.
+        # With `vocabulary` each kind of pass (E, S, T, G) has a group, so no kind delays another.
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))

@@ -93,6 +93,7 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     """
     began = time.perf_counter()
     context = peers.context
+    # Each `gather` also checks that every rank answers within the time limit.
     check_versions(peers.gather("start", versions(config)), peers)
     gpu = context.places[context.rank].gpu
     sharing = sum(place.gpu == gpu for place in context.places)  # ranks on this rank's GPU

@@ -191,11 +191,11 @@ class StopConditions:
         boundary. None: no step has just ended; called after an evaluation or before the first step.
         """
         now = time.monotonic()
-        # `ahead` is None before the first step; otherwise a step has just ended, and the time since
-        # the last boundary is its time.
+        # If `ahead` is given, a step has just ended: the time since the last boundary is its time.
         if self._boundary is not None and ahead is not None:
             self._steps.append(now - self._boundary)
         self._boundary = now
+        # A reason to stop holds until the end of the run, even if its file is removed meanwhile.
         self.reason = self.reason or self._reason_to_stop(ahead or 0.0)
         if self.reason:
             return RequestedAction.SAVE_AND_STOP

@@ -42,8 +42,8 @@ from telemetry.row_file import RowFile, read_rows
 
 SAME_STEP = 3  # after this number of failures in the same step the supervisor stops
 MOST_QUEUED = 3  # the job goes back to the queue at most this often without a new checkpoint
-HOUR = 3600.0
-DAY = 86400.0
+HOUR = 3600.0  # seconds; the restarts within an hour are limited
+DAY = 86400.0  # seconds; failures of the last day make a node suspect
 
 
 class Action(enum.StrEnum):
@@ -133,6 +133,7 @@ def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) ->
 
     recent: the run's ends within a day, oldest first. spare: as in `decide`.
     """
+    # The same kind of case in the same step counts as the same fault.
     fault = (found.kind, found.iteration)
     at = f"in step {found.iteration}"
     same_fault = [end for end in recent if (end.evidence.kind, end.evidence.iteration) == fault]
@@ -146,8 +147,10 @@ def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) ->
     failures = len(same_fault) + 1
     if failures >= SAME_STEP:
         return Decision(Action.STOP, f"it failed {failures} times {at}")
+    # A lost rank, or a node that has had any fault within a day, makes the nodes suspect.
     failed_before = any(not nodes.isdisjoint(end.evidence.nodes) for end in recent)
     suspect = found.kind in LOST or failed_before
+    # spare is None: the launcher chooses the nodes, so that none can be left out.
     if not nodes or not suspect or spare is None:
         return Decision(Action.RESTART, "no node is known to be the cause")
     if len(found.nodes) <= spare:

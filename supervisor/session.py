@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask the run to save and end
-# Constants of <sys/prctl.h>: "send me a signal when my parent ends", and "make me the parent of my
-# descendants whose parents have ended".
+# Constants of <sys/prctl.h>. With the first, the kernel sends a process a signal when its parent
+# ends; with the second, a process becomes the parent of its descendants whose parents have ended.
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SECONDS_BETWEEN_ENDS = 0.05  # seconds between two checks whether processes have ended
@@ -201,6 +201,7 @@ class Session:
         """Start the ranks until the run ends for good; return the exit status."""
         self._await_earlier_run()
         while not self.processes.stopped:
+            # Too few nodes are left even for the newest layout: the job goes back to the queue.
             if len(self._nodes()) < self._used():
                 say(f"too few nodes are left: {', '.join(self._nodes()) or 'none'}")
                 return STOPPED_EARLY
@@ -208,8 +209,10 @@ class Session:
             # At the status STOPPED_EARLY the batch script puts the job into the queue again.
             if decision.action == Action.QUEUE:
                 return STOPPED_EARLY
+            # The run is finished, or another start would not help: the user gets this status.
             if decision.action in (Action.PASS, Action.STOP):
                 return status
+            # In the other cases the ranks are started again, after a wait if the disk is full.
             if decision.action == Action.WAIT:
                 self._await_room()
         say("stopped while no rank ran")

@@ -250,7 +250,10 @@ class FlightRecorder:
     # -- what the rank does now -------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Record that a training step begins."""
+        """Record that a training step begins; the trainer calls this before the step's first pass.
+
+        Until the schedule names an action (`at`), the action is "begin".
+        """
         # The seconds in waits between the steps do not count as waits of this step.
         self.waited = 0.0
         if self.stream:

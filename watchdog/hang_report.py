@@ -102,7 +102,8 @@ class WaitGraph:
         """Return the ranks for which `rank` waits; the list is empty if it does not wait.
 
         In an operation of a group, a rank waits for the members that have not entered the
-        operation; silent ranks count as such members.
+        operation, silent ranks included. wait["number"]: the operation's number among the
+        group's collectives, or among the messages to or from the peer.
         """
         wait = self.waits.get(rank)
         if wait is None:

@@ -82,6 +82,7 @@ def start_monitor(
     )
     with cast(IO[str], process.stdin) as stdin:
         json.dump(job | {"key": key}, stdin)
+    # The monitor has inherited the listening socket; this process closes its own copy.
     with listener:
         return (host, listener.getsockname()[1], key), process
 
@@ -144,6 +145,7 @@ class Watchdog:
             self._send({"failed": text, "exit_status": status})
         except OSError:  # there is no monitor any more
             return True
+        # The thread puts the monitor's answer into `_first`: whether this rank failed first.
         self._answered.wait(EXIT_WAIT_SECONDS)
         if self._first is False:  # the monitor ends this process during this sleep
             time.sleep(EXIT_WAIT_SECONDS)
@@ -171,7 +173,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # the monitor may have ended already
             self._send({"goodbye": True})
-            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.shutdown(socket.SHUT_WR)  # nothing follows: the monitor reads the end
 
     def _leaves_first(self) -> bool:
         """Note that this rank leaves the job; return whether this is the first call.
@@ -223,7 +225,10 @@ class Watchdog:
             self._armed = now
 
     def _listen(self, seconds: float) -> None:
-        """Handle the monitor's messages for `seconds` seconds; raise OSError if it is gone."""
+        """Handle the monitor's messages for `seconds` seconds; raise OSError if it is gone.
+
+        The watchdog's thread calls this between two heartbeats.
+        """
         # select would fail for descriptors above 1,023, poll does not.
         until = time.monotonic() + seconds
         poll = select.poll()
@@ -308,7 +313,7 @@ class Watchdog:
             self.end(status)
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Send a message to the monitor, from any thread; raise OSError if it is gone."""
+        """Send a message to the monitor, from any thread; raise OSError if the monitor is gone."""
         with self._lock:
             self._socket.sendall(encode(message))
 
@@ -343,6 +348,7 @@ class MemoryReader:
     """
 
     def __init__(self) -> None:
+        """Open the kernel's files on the memory of this process and of the node."""
         self._own = os.open("/proc/self/statm", os.O_RDONLY)
         self._node = os.open("/proc/meminfo", os.O_RDONLY)
 
