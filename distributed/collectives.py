@@ -253,11 +253,11 @@ class Group:
     def _start(self, kind: str, size: int, run: Callable, output: Tensor, other: Any) -> Handle:
         """Record an operation of `size` bytes, then start the operation by `run(output, other)`.
 
-        kind: the operation's name in the record. other: the tensor `source`, the reduction `op` or
-        a rank, by operation. In a group of one rank it is always `source`, which is copied.
+        kind: the operation's name in the record. other: the tensor `source`, or for some operations
+        the reduction `op` or a rank; in a group of one rank these have returned before this call.
         """
         if self.size == 1:
-            output.copy_(other)
+            output.copy_(other)  # `source`
             return _Pending()
         record = self.group_log.enter(kind, size) if self.group_log else None
         handle = run(output, other)
@@ -286,7 +286,7 @@ class Group:
             if host is tensor:
                 return work
             return _Pending(work, lambda: tensor.copy_(host))
-        work, received = self._one_hop(tensor.reshape(1, -1))
+        work, received = self._one_hop(tensor.reshape(1, -1))  # row j: the whole tensor of rank j
         reduce = torch.sum if op == SUM else torch.amax
         return _Pending(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
@@ -296,7 +296,7 @@ class Group:
             return self._collective(_reduce_scatter, output, source)
         if self.size == 2:
             return self._exchange_halves(output, source.reshape(2, -1))
-        work, received = self._one_hop(source.reshape(self.size, -1))
+        work, received = self._one_hop(source.reshape(self.size, -1))  # row j: the summand of j
         return _Pending(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
     def _exchange_halves(self, output: Tensor, halves: Tensor) -> Handle:
@@ -328,7 +328,7 @@ class Group:
             if parts[self.rank].data_ptr() != source.data_ptr():  # `source` is no part of `output`
                 parts[self.rank].copy_(source.view(-1))
             return _All([self._broadcast(part, i) for i, part in enumerate(parts)])
-        work, received = self._one_hop(source.reshape(1, -1))
+        work, received = self._one_hop(source.reshape(1, -1))  # row j: the `source` of member j
         return _Pending(work, lambda: output.copy_(received.view_as(output)))
 
     def _all_to_all(

@@ -277,7 +277,7 @@ class Context(Meeting):
         is given, so under mpirun rank 0 ends all ranks by MPI_Abort.
         """
         for output in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # nothing reads the output any more, or disk full
+            with contextlib.suppress(OSError):  # the reader has ended, or the disk is full
                 output.flush()
         if self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:

@@ -110,7 +110,10 @@ class StartWatch:
                 process.kill()
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """Send values of attributes of start_watch.Watched to the process, if there is one."""
+        """Send the watch, if there is one, new values of attributes of its start_watch.Watched.
+
+        message: the values by attribute, such as {"met": True}.
+        """
         if self._process and self._process.stdin:
             with contextlib.suppress(OSError):  # the watch was killed: nothing is left to be told
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -194,7 +197,8 @@ def abort_by_pmi(status: int) -> None:
 
     Called by a rank before MPI has started, or by its watch, when MPI may have started.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher with PMI has started torchrun, not ranks
+    # Under torchrun a PMI socket, if there is one, is torchrun's own: a launcher started torchrun.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     # The variable PMI_FD has the descriptor of the socket. If there is no such socket or nothing
     # listens, the errors are suppressed, and the caller can only exit.

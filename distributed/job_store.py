@@ -182,7 +182,8 @@ class Server:
     def _count(self) -> int:
         """Return the number of connections that the server has now."""
         all_ends = psutil.Process().net_connections("tcp")
-        # Rank 0 is also a client of its server; the clients' ends have other local ports.
+        # This process is server and client, so both ends of its own connections are in the list.
+        # Only the server's ends have the store's port as their local port.
         own_ends = [end for end in all_ends if end.laddr.port == self.address.port]
         return sum(end.status == psutil.CONN_ESTABLISHED for end in own_ends)
 

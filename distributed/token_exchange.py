@@ -70,7 +70,7 @@ def exchange_counts(
     once in a forward pass.
     """
     # The n ranks have E / n experts each, in order: row j of `by_rank` counts the rows for rank j.
-    by_rank = counts.view(group.size, -1)  # n E/n
+    by_rank = counts.view(group.size, -1)  # (n, E / n)
     # Row j: how many rows come from rank j, for each of this rank's experts.
     arriving = torch.empty_like(by_rank)
     group.at_once.all_to_all(arriving, by_rank).wait()

@@ -225,7 +225,7 @@ class Journal:
         entry = Entry(time.time(), self.job, found, decision)
         self.entries.append(entry)
         row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "at": entry.at, "job": self.job}
-        with contextlib.suppress(OSError):  # RowFile prints the error
+        with contextlib.suppress(OSError):  # without the folder, RowFile.write prints the error
             Path(self.file.path).parent.mkdir(parents=True, exist_ok=True)
         self.file.write(row | vars(decision) | {"evidence": dataclasses.asdict(found)})
 

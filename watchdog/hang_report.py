@@ -286,7 +286,7 @@ def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
             thread = "it" if name == "main" else f"its {name} thread"
             lines.append(f"  {thread} is at")
             lines += [f"    {_short(frame)}" for frame in frames[:SHOWN_FRAMES]]
-    if not rank["stacks"] and rank["raw"]:  # the rank sent no answer, but faulthandler its stack
+    if not rank["stacks"] and rank["raw"]:  # no answer came, but faulthandler has sent a stack
         raw = [f"    {line}" for line in rank["raw"].strip().splitlines()[: 2 * SHOWN_FRAMES]]
         lines += ["  its stack, written by faulthandler:", *raw]
     return lines

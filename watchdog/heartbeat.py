@@ -149,7 +149,7 @@ class Watchdog:
         self._answered.wait(EXIT_WAIT_SECONDS)
         if self._first is False:  # the monitor ends this process during this sleep
             time.sleep(EXIT_WAIT_SECONDS)
-        return self._first is not False  # None: the monitor has not answered
+        return self._first is not False  # if the monitor has not answered (None), print too
 
     def end_job(self, status: int) -> None:
         """Tell the monitor that this rank ends the job: it ends the other ranks, with no report."""
