@@ -123,7 +123,7 @@ def versions(config: Config) -> dict[str, str]:
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
         "numpy": np.__version__,
-        "Trine's source files": sources.hexdigest()[:12],
+        "Trine's source files": sources.hexdigest()[:12],  # 12 digits are enough to differ
         "options": hashlib.sha256(options).hexdigest()[:12],
     }
 
@@ -168,7 +168,7 @@ def try_device(device: torch.device, sharing: int = 1) -> str:
 
 
 def multiply(device: torch.device) -> None:
-    """Multiply two square matrices; raise RuntimeError if the product is wrong."""
+    """Multiply two square matrices; raise RuntimeError if the product's first column is wrong."""
     edge = GEMM_EDGE[device.type]
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     # Row i of `a` is all zeros (i even) or all ones (i odd), and the other matrix is all ones. So a

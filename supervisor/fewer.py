@@ -150,6 +150,7 @@ class Fewer:
         fixed: options of the layout that the planner must not change, by name. accepted: the
         largest risk of running out of memory with which a layout is ranked.
         """
+        # --precision auto becomes the precision of this machine's GPUs.
         config = self.config.with_precision(self.machine.precision)
         ranks = self._ranks(nodes)
         asked = Asked(config.model, config.training, self.machine, ranks, fixed)

@@ -248,9 +248,7 @@ class Session:
         command = self.command
         journal = self.journal
         nodes = self._nodes()
-        used, flags = (
-            self._layout()
-        )  # of a layout on fewer nodes; `used` is 0 for the user's layout
+        used, flags = self._layout()  # `used` is 0 if the layout is as the user has given it
         where = f" on {', '.join(nodes)}" if nodes else ""
         where += f" with {' '.join(flags) or 'the default layout'}" if used else ""
         checkpoint, _ = evidence.newest_checkpoint(command.out)
@@ -261,6 +259,7 @@ class Session:
         before = evidence.files_before(command.out)  # to tell later which files are new
         status = self.processes.run(self._words(nodes), lambda: self._look(before))
         stopped = self.processes.stopped  # whether a signal asked the supervisor for the end
+        # After a failure every node of this start is asked whether a task can be started on it.
         failed = status not in (0, STOPPED_EARLY) and not stopped
         silent = silent_nodes(nodes) if failed else ()
         end = evidence.read_evidence(command.out, status, before, silent, stopped)
@@ -282,6 +281,7 @@ class Session:
         and with a layout on fewer nodes the options of the run have that layout's flags.
         """
         used, flags = self._layout()
+        # Whether the user's command line itself starts the ranks on exactly these nodes.
         as_given = len(nodes) == len(self.command.nodes) and not self.journal.has_left_out
         options = self.fewer.words(flags) if used and self.fewer else []
         return self.command.on([] if as_given else nodes, options)

@@ -79,7 +79,7 @@ class Operation:
         recorder = self.group_log.recorder
         began = self.waited_since = time.monotonic()
         recorder.waiting = self
-        marks = None  # over NCCL, in a measured step: the timing events before and after the wait
+        marks = None  # over NCCL, if spans are kept: the timing events before and after the wait
         if recorder.stream:
             marks = recorder.stream.wait_for(self, recorder.stamp)
         else:
@@ -158,7 +158,7 @@ class StreamWaits:
         # The last operations for which the stream was made to wait, each with the CUDA event that
         # was recorded behind the wait: if the event is done, the stream has passed the wait.
         self._last: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
-        # The timing events before and after each wait of a measured step.
+        # The timing events before and after each wait, while spans are kept; for `take_seconds`.
         self.timed: list[tuple[Any, Any]] = []
 
     def wait_for(
@@ -167,8 +167,8 @@ class StreamWaits:
         """Make the stream wait for the operation's handle, and record an event after the wait.
 
         In a hang the event shows whether the stream has passed the operation; only the watchdog's
-        thread queries it. stamp: makes a timing event, in a measured step; the result is then the
-        timing events before and after the wait. Otherwise `stamp` is None, and so is the result.
+        thread queries it. stamp: makes a timing event, while spans are kept (`keep_spans`); the
+        result is then the timing events before and after the wait. Otherwise both are None.
         """
         first = stamp() if stamp else None
         operation.handle.wait()

@@ -134,11 +134,11 @@ class Monitor:
     """Watches the ranks of one job until all have left, or until it has ended them."""
 
     def __init__(self, listener: socket.socket, job: Job):
+        """Accept the ranks' connections on `listener` from now on; `run` then watches the ranks."""
         self.job = job
         self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress that are a hang
         self.ranks: dict[int, Rank] = {}
-        # Ranks whose connection for stacks closed or that sent a bad message, each with the time.
-        self.closed: list[tuple[Rank, float]] = []
+        self.closed: list[tuple[Rank, float]] = []  # ranks whose connection ended, and when
         self.dead: list[int] = []  # ranks in the order of their deaths
         self.failures: list[tuple[int, float]] = []  # ranks that reported a failure, and when
         self.first: Rank | None = None  # the first rank that failed, once it may print its error
@@ -311,7 +311,7 @@ class Monitor:
         return self._find_hang(now)
 
     def _find_hang(self, now: float) -> Case | None:
-        """Return a hang if ranks are over their limits; None if they all wait for moving ranks."""
+        """Return a hang if ranks are over their limits, unless they wait only for moving ranks."""
         if not self.job.limit:  # without --hang-timeout the limit follows from the step times
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
             self.limit = max(MIN_HANG_TIMEOUT, MEDIAN_STEPS * max(steps, default=0.0))
@@ -354,7 +354,7 @@ class Monitor:
         return self._find_hang(time.monotonic()) if case.kind == "hang" else case
 
     def _close(self, case: Case) -> None:
-        """Report the case and end the job."""
+        """Report the case and end the job; other ranks of their node kill the silent ranks."""
         failed = case.kind == "failed"
         ranks = self._describe_ranks(time.monotonic())
         case.gone = list(self.dead)
@@ -363,7 +363,7 @@ class Monitor:
             case.culprits = find_culprits(case, WaitGraph(ranks))
             report(case, ranks, self.job.out)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
-        self._end_ranks(status or 1, [] if failed else silent)  # if one failed, none was asked
+        self._end_ranks(status or 1, [] if failed else silent)  # after a failure none was asked
 
     def _inspect_ranks(self) -> None:
         """Ask all ranks for stacks and records, and for the states of quiet ranks' processes."""
