@@ -257,7 +257,7 @@ class Group:
         the reduction `op` or a rank; in a group of one rank these have returned before this call.
         """
         if self.size == 1:
-            output.copy_(other)  # `source`
+            output.copy_(other)  # here `other` is `source`
             return _Pending()
         record = self.group_log.enter(kind, size) if self.group_log else None
         handle = run(output, other)

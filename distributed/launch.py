@@ -200,9 +200,7 @@ def find_local(launch: Launch) -> Local:
     if launch.launcher == "torchrun":  # it binds no cores, so all ranks of a node share them
         rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
-    return Local(
-        0, 1, True, 1, 0
-    )  # a single process: rank 0 of 1, with its cores for itself  # a single process
+    return Local(0, 1, True, 1, 0)  # a single process: rank 0 of 1, and no rank shares its cores
 
 
 def _local_by_mpi(launch: Launch) -> Local:

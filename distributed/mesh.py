@@ -89,8 +89,8 @@ class Mesh:
             starts = range(0, self.cp.size, n)
             self.heads = own_group([row[i : i + n] for row in cp_groups for i in starts], "heads")
             self.kv = own_group([row[i::n] for row in cp_groups for i in range(n)], "kv")
-        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas  # if ep = tp = 1
-        if ep and (ep > 1 or self.tp.size > 1):  # tensor ranks do not divide experts: replicas
+        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas  # replaced below
+        if ep and (ep > 1 or self.tp.size > 1):  # tp shards no expert: its ranks are replicas
             self.experts, self.expert_replicas = self._expert_groups(ep, own_group)
         self.pp = self.forward = along("forward", "pp")  # messages of activations
         self.backward = along("backward", "pp")  # messages of their gradients

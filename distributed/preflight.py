@@ -123,7 +123,7 @@ def versions(config: Config) -> dict[str, str]:
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
         "numpy": np.__version__,
-        "Trine's source files": sources.hexdigest()[:12],  # 12 digits are enough to differ
+        "Trine's source files": sources.hexdigest()[:12],
         "options": hashlib.sha256(options).hexdigest()[:12],
     }
 

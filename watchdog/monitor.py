@@ -236,7 +236,7 @@ class Monitor:
         now = time.monotonic()
         closed = self.closed
         self.closed = []
-        for rank, when in closed:  # the time at which the end of its connection was seen
+        for rank, when in closed:  # when: the time at which the end of the connection was seen
             # The rank's connection for messages is not registered yet: judge the rank later.
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
                 self.closed.append((rank, when))
