@@ -181,7 +181,8 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     grouped = q.shape[1] != k.shape[1]  # several query heads share a key/value head
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if not q.is_cuda:  # on a CPU a mask would need memory for every query and key
+    # On a CPU the mask below would need memory for every pair of a query and a key.
+    if not q.is_cuda:
         return _LastOnCpu.apply(q, k, v)
     from torch.nn.attention.bias import causal_lower_right  # imported here: it takes 110 MB
 

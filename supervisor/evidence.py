@@ -216,7 +216,8 @@ def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
     then the file is as it was before the start.
     """
     size, end = _end_of_metrics(out)
-    if (size, end) == (before.metrics_size, before.metrics_end):  # no row since the start
+    # The file is as it was before this start of the ranks.
+    if (size, end) == (before.metrics_size, before.metrics_end):
         return None, True
     last_lines = end.splitlines()[-2:]  # two, because the last line may be cut short
     rows = read_rows(b"\n".join(last_lines))
