@@ -194,6 +194,7 @@ class Context(Meeting):
                 if on_nccl:  # a build of torch without NCCL does not have this class of options
                     options["pg_options"] = _nccl_options(role)
                 self._groups[row, role] = dist.new_group(list(row), **options)
+        # A rank that is in no row records nothing: its group of itself alone is not in the layout.
         log = self.recorder.group_log(role, members) if members in rows else None
         handle = self._groups.get((members, role))  # None if this rank is the only member
         # --blocking waits for each collective where it starts. In a pass of the vocabulary a rank
@@ -202,11 +203,11 @@ class Context(Meeting):
         return Group(members, members.index(self.rank), handle, log, blocking)
 
     def clock(self) -> tuple[float, float]:
-        """Return the seconds to add to time.monotonic() for a clock common to all ranks.
+        """Return (offset, error): time.monotonic() + offset is the time of all ranks' common clock.
 
-        The second result is the error of these seconds. With a watchdog the common clock is the
-        monitor's; without, it is the node's, and the error is given as 0. Spans of different ranks
-        are compared by this clock.
+        error: the most seconds by which that time may be wrong. With a watchdog the common clock is
+        the monitor's; without, it is the node's, and the error is given as 0. Spans of different
+        ranks are compared by this clock.
         """
         if self.watchdog:
             return self.watchdog.clock_offset, self.watchdog.clock_error

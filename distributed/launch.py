@@ -47,8 +47,8 @@ class Launch:
     def exit_delay(self) -> float:
         """Seconds that a rank waits before it exits for an error that another rank reports."""
         # The first rank that exits ends all ranks (early_end.py), so the rank that prints the error
-        # must exit first. It may come to the error seconds later than this rank, since ranks start
-        # seconds apart where many read their modules from one disk.
+        # must exit first. That rank may find the error seconds later than this rank, because ranks
+        # start seconds apart where many read their modules from one disk.
         return 10.0 if self.size > 1 else 0.0
 
 

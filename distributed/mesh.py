@@ -73,7 +73,7 @@ class Mesh:
         shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
         self.recorder.coordinates = {name: self.place[name] for name in shown}
 
-        # Make all groups of a role, by their ranks or by axes; return the group with this rank.
+        # These make all groups of a role, from their ranks or from axes, and return this rank's.
         def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
             return context.group(rows, role) if context else Group((self.rank,))
 
@@ -82,7 +82,7 @@ class Mesh:
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
-        self.heads, self.kv = Group((self.rank,)), self.cp  # if n = over_heads is 1
+        self.heads, self.kv = Group((self.rank,)), self.cp  # with over_heads = 1
         if over_heads > 1:
             cp_groups = rows_along(self.axes, ("cp",))
             n = over_heads

@@ -143,8 +143,8 @@ class Signals:
         self.first = self.first or number
         if number in ENDING:
             self._ending = self._ending or number
-        # A process whose parent has ended gets another parent. Another parent than torchrun means
-        # that torchrun has ended, and the kernel has sent SIGTERM for that (`follow`).
+        # A process whose parent has ended gets another parent. So if the parent is not torchrun any
+        # more, torchrun has ended, and the kernel has sent SIGTERM for that (`follow`).
         if self._launcher not in (None, os.getppid()):
             self._end_now("the launcher has ended", 1)
         self._end_meeting()  # if the ranks still meet, SIGTERM or SIGINT ends them all now
