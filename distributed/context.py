@@ -148,7 +148,7 @@ class Context(Meeting):
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     blocking: bool = False  # wait for every collective where it starts
     job_nodes: int | None = None  # the number of nodes of the Slurm job; None without Slurm
-    watchdog: Watchdog | None = None
+    watchdog: Watchdog | None = None  # None with --no-watchdog
     run_lock: RunLock | None = None  # on rank 0, set by `take`
     out: str = ""  # the folder of the run, set by `take`
     _groups: dict = field(default_factory=dict)  # torch's process groups, by (ranks, role)
@@ -194,7 +194,7 @@ class Context(Meeting):
                 if on_nccl:  # a build of torch without NCCL does not have this class of options
                     options["pg_options"] = _nccl_options(role)
                 self._groups[row, role] = dist.new_group(list(row), **options)
-        # A rank that is in no row records nothing: its group of itself alone is not in the layout.
+        # A rank that is in no row gets no log: alone in its group, it communicates nothing.
         log = self.recorder.group_log(role, members) if members in rows else None
         handle = self._groups.get((members, role))  # None if this rank is the only member
         # --blocking waits for each collective where it starts. In a pass of the vocabulary a rank

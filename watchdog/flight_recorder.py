@@ -231,7 +231,7 @@ class FlightRecorder:
         self.background_progress = 0
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
         self.steps: deque[float] = deque(maxlen=STEPS)  # seconds of the last steps
-        self.steps_done = 0
+        self.steps_done = 0  # since this process began; the first steps may take longer
         # The spans since `keep_spans`, else None: (action, micro-batch, start, end). The span of a
         # wait has the action "wait" and the operation in place of the micro-batch.
         self.spans: list[tuple] | None = None

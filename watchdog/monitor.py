@@ -78,12 +78,12 @@ class Rank:
     moved: float  # monotonic time at which its progress last grew
     node: str = ""
     pid: int = 0
-    started: int = 0
+    started: int = 0  # when its process began, in ticks since the node's boot
     connection: socket.socket | None = None  # for messages
-    groups: list[tuple[str, list[int]]] = field(default_factory=list)
-    coordinates: dict[str, int] = field(default_factory=dict)
+    groups: list[tuple[str, list[int]]] = field(default_factory=list)  # role and members of each
+    coordinates: dict[str, int] = field(default_factory=dict)  # its position on each mesh axis
     snapshot: dict[str, Any] | None = None  # FlightRecorder.snapshot, from the newest message
-    memory: dict[str, int] | None = None
+    memory: dict[str, int] | None = None  # MemoryReader.read, from the newest heartbeat
     state: str = "alive"  # or failed (it sent its error), left (a goodbye), gone (it is dead)
     error: str | None = None  # the traceback that it sent, or why its message was not understood
     exit_status: int = 0  # the status of its UserError; 0 for an exception of the code
