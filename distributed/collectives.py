@@ -107,8 +107,8 @@ class DelayedStart:
         self.handle: Handle | None = None  # None until the operation is started
 
     def start(self) -> None:
-        """Start the operation, recorded under the action that computed its input."""
-        current_place = self._recorder.place
+        """Start the operation, recorded under the action that computed its input (`_place`)."""
+        current_place = self._recorder.place  # the action that runs now; put back below
         self._recorder.place = self._place
         self.handle = self._begin()
         del self._begin  # frees the input, unless the operation keeps it
@@ -140,14 +140,14 @@ class Group:
         blocking: bool = False,
     ):
         """Make this rank's view of a process group; Context.group calls it with all arguments."""
-        self.ranks = ranks
-        self.rank = rank
-        self.handle = handle
-        self.group_log = group_log
-        self.blocking = blocking
+        self.ranks = ranks  # the members, as ranks of the world
+        self.rank = rank  # the position of this rank among the members
+        self.handle = handle  # torch's process group; None in a group of one rank
+        self.group_log = group_log  # records the group's operations for the watchdog
+        self.blocking = blocking  # --blocking: wait for each operation where it starts
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
-        self._on_current_stream = False  # True in `at_once` over NCCL: waits start the collectives
+        self._on_current_stream = False  # True in `at_once` over NCCL: a collective runs in `wait`
         self.at_once = self
         if handle is not None and not self._gloo and not blocking:
             self.at_once = copy.copy(self)
@@ -230,10 +230,10 @@ class Group:
         return record.under_way(handle) if record else handle
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
-        """Start to receive into `tensor` from the group's rank `source`."""
+        """Start to receive into `tensor` the next message from the group's rank `source`."""
         record = self.group_log.enter_receive(tensor.nbytes, source) if self.group_log else None
         received = tensor
-        if self._gloo and tensor.is_cuda:  # gloo uses host memory; the wait copies to the GPU
+        if self._gloo and tensor.is_cuda:  # gloo receives into host memory; `wait` copies to a GPU
             received = torch.empty_like(tensor, device="cpu")
         receiving = dist.irecv(received, self.ranks[source], group=self.handle)
         handle = _Pending(receiving)
@@ -253,11 +253,11 @@ class Group:
     def _start(self, kind: str, size: int, run: Callable, output: Tensor, other: Any) -> Handle:
         """Record an operation of `size` bytes, then start the operation by `run(output, other)`.
 
-        kind: the operation's name in the record. other: the tensor `source`, the reduction `op` or
-        a rank, by operation. In a group of one rank it is always `source`, which is copied.
+        kind: the operation's name in the record. other: the tensor `source`, or for some operations
+        the reduction `op` or a rank; in a group of one rank these have returned before this call.
         """
         if self.size == 1:
-            output.copy_(other)
+            output.copy_(other)  # here `other` is `source`
             return _Pending()
         record = self.group_log.enter(kind, size) if self.group_log else None
         handle = run(output, other)
@@ -286,7 +286,7 @@ class Group:
             if host is tensor:
                 return work
             return _Pending(work, lambda: tensor.copy_(host))
-        work, received = self._one_hop(tensor.reshape(1, -1))
+        work, received = self._one_hop(tensor.reshape(1, -1))  # row j: the whole tensor of rank j
         reduce = torch.sum if op == SUM else torch.amax
         return _Pending(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
@@ -296,7 +296,7 @@ class Group:
             return self._collective(_reduce_scatter, output, source)
         if self.size == 2:
             return self._exchange_halves(output, source.reshape(2, -1))
-        work, received = self._one_hop(source.reshape(self.size, -1))
+        work, received = self._one_hop(source.reshape(self.size, -1))  # row j: the summand of j
         return _Pending(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
     def _exchange_halves(self, output: Tensor, halves: Tensor) -> Handle:
@@ -312,7 +312,7 @@ class Group:
         works = [sending, dist.irecv(received, other, group=self.handle)]
 
         def add() -> None:
-            """Add the received half to this rank's own half."""
+            """Write the sum of the received half and this rank's half into `output`."""
             summand = received.to(output.device).view_as(output)
             torch.add(halves[self.rank].view_as(output), summand, out=output)
 
@@ -325,20 +325,20 @@ class Group:
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
             # Rank i broadcasts part i, in place: gloo's own all-gather makes a copy of `output`.
             parts = output.view(self.size, -1)
-            if parts[self.rank].data_ptr() != source.data_ptr():  # `source` is elsewhere
+            if parts[self.rank].data_ptr() != source.data_ptr():  # `source` is no part of `output`
                 parts[self.rank].copy_(source.view(-1))
             return _All([self._broadcast(part, i) for i, part in enumerate(parts)])
-        work, received = self._one_hop(source.reshape(1, -1))
+        work, received = self._one_hop(source.reshape(1, -1))  # row j: the `source` of member j
         return _Pending(work, lambda: output.copy_(received.view_as(output)))
 
     def _all_to_all(
         self, output: Tensor, source: Tensor, rows: tuple[list[int], list[int]] = ([], [])
     ) -> Handle:
-        """Start an all-to-all; gloo gets copies in host memory of tensors on a GPU."""
+        """Start an all-to-all; `rows` as in `all_to_all`. gloo gets copies of a GPU's tensors."""
         sent = source.cpu() if self._gloo else source  # no copy if `source` is on the CPU already
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
         work = self._collective(dist.all_to_all_single, received, sent, *rows)
-        handle = _Pending(work, sent=sent)
+        handle = _Pending(work, sent=sent)  # keeps `sent` in memory until the wait
         if received is not output:
             handle.complete = lambda: output.copy_(received)
         return handle
@@ -356,7 +356,7 @@ class Group:
 
     def _prefers_one_hop(self, message: int) -> bool:
         """Whether sending `message` bytes to every other member is faster than gloo's rings."""
-        sent = message * (self.size - 1)  # bytes
+        sent = message * (self.size - 1)  # the bytes that this rank sends to all other members
         return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
 
     def _one_hop(self, rows: Tensor) -> tuple[Handle, Tensor]:
@@ -375,7 +375,7 @@ class _SumBothWays(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        """Replace x by its sum over the group, in place."""
+        """Replace x by its sum over the group, in place; called by `sum_both_ways`."""
         ctx.group = group
         ctx.mark_dirty(x)
         group.at_once.all_reduce(x).wait()
@@ -403,7 +403,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, tp):
-        """Replace x by its sum over tp, in place."""
+        """Replace x, (s, b, h), by its sum over tp, in place; called by `reduce_from_tp`."""
         ctx.mark_dirty(x)
         tp.at_once.all_reduce(x).wait()
         return x
@@ -418,7 +418,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, tp):
-        """Return this rank's part, (s/tp, b, h), of the sum of x, (s, b, h), over tp."""
+        """Return this rank's tokens of the sum of x over tp, as `reduce_from_tp`: (s/tp, b, h)."""
         ctx.tp = tp
         part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
         tp.at_once.reduce_scatter(part, x.contiguous()).wait()
@@ -442,7 +442,7 @@ def reduce_from_tp(x: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
 
 
 def gather_sequence(x: Tensor, tp: Group | None) -> Tensor:
-    """Return x, (s/tp, b, h), all-gathered to (s, b, h); x itself if tp is None."""
+    """Return the tokens of all tensor ranks: x, (s/tp, b, h), to (s, b, h); x if tp is None."""
     if tp is None:
         return x
     whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])

@@ -62,7 +62,7 @@ HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
 MOST_CTAS = {"forward": 4, "backward": 4, "vocabulary": 4, "dp": 16, "replicas": 16}
 SECONDS_FOR_MONITOR_TO_END = 5.0  # the longest wait of `stop` for the monitor
 SECONDS_FOR_THREADS_TO_REST = 5.0  # the longest wait of `stop` for threads of gloo
-M_ARENA_MAX = -8  # glibc's mallopt calls this option "the most heaps" (malloc.h)
+M_ARENA_MAX = -8  # the option of glibc's mallopt for the most heaps of a process (malloc.h)
 # The launcher takes the job's status from rank 0's exit (`_exit_job`). Under srun rank 0 exits
 # SECONDS_AFTER_OTHERS after the other ranks. Under mpirun rank 0 ends the other ranks by MPI_Abort,
 # and they sleep up to SECONDS_TO_BE_ENDED until that happens.
@@ -97,7 +97,7 @@ def prepare(run: Run, pp: int = 1) -> None:
 
 
 def share_heap() -> None:
-    """Make all threads of this process allocate from one heap, unless the user set a number.
+    """Make all threads allocate from one heap, unless the user has set a number of heaps.
 
     By default glibc gives each thread a heap of its own, and each thread of gloo would keep the
     memory of the largest message that it has gathered. Called before any thread is started:
@@ -148,7 +148,7 @@ class Context(Meeting):
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     blocking: bool = False  # wait for every collective where it starts
     job_nodes: int | None = None  # the number of nodes of the Slurm job; None without Slurm
-    watchdog: Watchdog | None = None
+    watchdog: Watchdog | None = None  # None with --no-watchdog
     run_lock: RunLock | None = None  # on rank 0, set by `take`
     out: str = ""  # the folder of the run, set by `take`
     _groups: dict = field(default_factory=dict)  # torch's process groups, by (ranks, role)
@@ -194,19 +194,20 @@ class Context(Meeting):
                 if on_nccl:  # a build of torch without NCCL does not have this class of options
                     options["pg_options"] = _nccl_options(role)
                 self._groups[row, role] = dist.new_group(list(row), **options)
+        # A rank that is in no row gets no log: alone in its group, it communicates nothing.
         log = self.recorder.group_log(role, members) if members in rows else None
-        handle = self._groups.get((members, role))
+        handle = self._groups.get((members, role))  # None if this rank is the only member
         # --blocking waits for each collective where it starts. In a pass of the vocabulary a rank
         # that waited there would not do the actions that other ranks need before they can join.
         blocking = self.blocking and not role.startswith("vocabulary")
         return Group(members, members.index(self.rank), handle, log, blocking)
 
     def clock(self) -> tuple[float, float]:
-        """Return the seconds to add to time.monotonic() for a clock common to all ranks.
+        """Return (offset, error): time.monotonic() + offset is the time of all ranks' common clock.
 
-        The second result is the error of these seconds. With a watchdog the common clock is the
-        monitor's; without, it is the node's, and the error is given as 0. Spans of different ranks
-        are compared by this clock.
+        error: the most seconds by which that time may be wrong. With a watchdog the common clock is
+        the monitor's; without, it is the node's, and the error is given as 0. Spans of different
+        ranks are compared by this clock.
         """
         if self.watchdog:
             return self.watchdog.clock_offset, self.watchdog.clock_error
@@ -277,14 +278,14 @@ class Context(Meeting):
         is given, so under mpirun rank 0 ends all ranks by MPI_Abort.
         """
         for output in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # nothing reads the output any more, or disk full
+            with contextlib.suppress(OSError):  # the reader has ended, or the disk is full
                 output.flush()
         if self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:
                 time.sleep(SECONDS_TO_BE_ENDED)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: hide MPI_Abort's message
             self.end_all_ranks(status)
-        if self.launch.mpi:  # srun
+        if self.launch.mpi:  # under srun; mpirun was handled above
             from mpi4py import MPI
 
             MPI.Finalize()
@@ -301,7 +302,7 @@ class Context(Meeting):
         lock on the run's folder is released before that, because another rank that failed too may
         end this process at any moment.
         """
-        if self.run_lock:
+        if self.run_lock:  # only on rank 0
             self.run_lock.release()
         status = error.status if isinstance(error, UserError) else 0  # 0: an exception of the code
         trace = "".join(traceback.format_exception(error))
@@ -341,7 +342,7 @@ def _nccl_options(role: str) -> Any:
 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=role in HIGH_PRIORITY)
     options._timeout = COLLECTIVE_TIMEOUT  # torch warns if new_group has another timeout
-    name = role.partition(" ")[0]
+    name = role.partition(" ")[0]  # the first word of the role, the key of MOST_CTAS
     if name in MOST_CTAS:
         options.config.max_ctas = MOST_CTAS[name]
     return options
@@ -414,6 +415,7 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
     key = context.monitor_key
     try:
         if context.rank == 0:
+            # The host and the port of the monitor; the third item is `key`, which is known.
             (*address, _), monitor = start_monitor(
                 host, context.node, context.size, run.out, run.hang_timeout, key
             )

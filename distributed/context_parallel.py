@@ -39,7 +39,10 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        """Send block j of x, (n, ...), to rank j of the group; return the n received blocks."""
+        """Send block j of x, (n, ...), to rank j of the group; return the n received blocks.
+
+        Called by to_heads, before attention, and by to_tokens, after it.
+        """
         ctx.group = group
         received = torch.empty_like(x)
         group.at_once.all_to_all(received, x).wait()
@@ -62,9 +65,10 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...
     n = group.size
     if n == 1:
         return q, k, v
-    parts = [t.unflatten(2, (n, -1)) for t in (q, k, v)]  # s b n heads/n d
-    sent = torch.cat(parts, 3).movedim(2, 0).contiguous()  # n s b (a + 2g)/n d: block j for rank j
-    whole = _in_order(_Exchange.apply(sent, group))  # ns b (a + 2g)/n d
+    parts = [t.unflatten(2, (n, -1)) for t in (q, k, v)]  # (s, b, n, heads/n, d)
+    # (n, s, b, (a + 2g)/n, d): block j has the heads that rank j of the group will compute.
+    sent = torch.cat(parts, 3).movedim(2, 0).contiguous()
+    whole = _in_order(_Exchange.apply(sent, group))  # (n s, b, (a + 2g)/n, d): all n ranks' tokens
     return whole.split([t.shape[3] for t in parts], 2)
 
 
@@ -78,8 +82,10 @@ def to_tokens(mixed: Tensor, group: Group) -> Tensor:
         return mixed
     # The first half of the sample has each rank's first chunk, in rank order; the second half has
     # each rank's second chunk, in reverse rank order, which `flip` turns round.
-    first, second = (half.unflatten(0, (n, -1)) for half in mixed.chunk(2))  # n s/2 b ad/n
-    received = _Exchange.apply(torch.cat([first, second.flip(0)], 1), group)  # n s b ad/n
+    first, second = (half.unflatten(0, (n, -1)) for half in mixed.chunk(2))
+    # `first` and `second` are (n, s/2, b, a d / n). Block j of what is sent has the two chunks of
+    # rank j's tokens; block i of what is received has the heads of rank i: (n, s, b, a d / n).
+    received = _Exchange.apply(torch.cat([first, second.flip(0)], 1), group)
     return received.movedim(0, 2).flatten(2)
 
 
@@ -101,7 +107,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        """Return x, (s, ...), of all n ranks, joined in rank order: (n s, ...)."""
+        """Return x, (s, ...), of all n ranks, joined in rank order: (n s, ...).
+
+        gather_tokens calls this with keys and values side by side.
+        """
         ctx.group = group
         gathered = x.new_empty(group.size * len(x), *x.shape[1:])
         group.at_once.all_gather(gathered, x).wait()
@@ -172,6 +181,7 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     grouped = q.shape[1] != k.shape[1]  # several query heads share a key/value head
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    # On a CPU the mask below would need memory for every pair of a query and a key.
     if not q.is_cuda:
         return _LastOnCpu.apply(q, k, v)
     from torch.nn.attention.bias import causal_lower_right  # imported here: it takes 110 MB

@@ -110,9 +110,12 @@ class StartWatch:
                 process.kill()
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """Send values of attributes of start_watch.Watched to the process, if there is one."""
+        """Send the watch, if there is one, new values of attributes of its start_watch.Watched.
+
+        message: the values by attribute, such as {"met": True}.
+        """
         if self._process and self._process.stdin:
-            with contextlib.suppress(OSError):  # the process was killed
+            with contextlib.suppress(OSError):  # the watch was killed: nothing is left to be told
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
@@ -148,7 +151,8 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
 
 def place_of_rank() -> tuple[str, str] | None:
     """Return this rank and the number of ranks from the launcher's variables; None for one rank."""
-    # RANK and WORLD_SIZE, the first of PLACES, count only under torchrun.
+    # Each pair of PLACES names two variables: of the rank, and of the number of ranks. The first
+    # pair, RANK and WORLD_SIZE, counts only under torchrun.
     first = 0 if "TORCHELASTIC_RUN_ID" in os.environ else 1
     for rank, size in PLACES[first:]:
         if os.environ.get(size, "1") != "1":
@@ -193,7 +197,8 @@ def abort_by_pmi(status: int) -> None:
 
     Called by a rank before MPI has started, or by its watch, when MPI may have started.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher with PMI has started torchrun, not ranks
+    # Under torchrun a PMI socket, if there is one, is torchrun's own: a launcher started torchrun.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     # The variable PMI_FD has the descriptor of the socket. If there is no such socket or nothing
     # listens, the errors are suppressed, and the caller can only exit.

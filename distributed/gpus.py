@@ -139,7 +139,8 @@ def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
     was given no GPU, and nothing is raised.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # A number, GPU-... or MIG-... names a GPU; an empty text or -1 names none.
+    # In CUDA_VISIBLE_DEVICES a number, GPU-... or MIG-... names a GPU; an empty text or -1 names
+    # none. A torch for CPUs, or a job that was given no GPU, may use the CPU without an error.
     if cuda is None or (shown is not None and not re.match(r"\s*(\d|GPU-|MIG-)", shown)):
         return
     gpus = sorted(path.name for path in Path(devices).glob("nvidia[0-9]*"))

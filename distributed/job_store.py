@@ -100,7 +100,7 @@ def open_store(launch: Launch, local: Local) -> JobStore:
 
 
 def new_secret() -> str:
-    """Return 32 random bytes in hexadecimal."""
+    """Return a new secret for a job, which no other program can guess: 32 random bytes as text."""
     return os.urandom(32).hex()
 
 
@@ -147,7 +147,8 @@ class Server:
         listener = socket.create_server((host, 0), backlog=max(128, CONNECTIONS * size))
         self.address = Address(host, listener.getsockname()[1])
         self.descriptor = listener.detach()
-        # TCPStore connects to this address too, and would try for half an hour.
+        # TCPStore also connects to this address as a client. If the address cannot be reached, it
+        # would try for half an hour; this check finds the error at once.
         _check_reachable(self.address)
         self.store = dist.TCPStore(
             host,
@@ -165,8 +166,8 @@ class Server:
         another number of connections after SECONDS_TO_CLOSE: then another program is connected.
         """
         null = os.open(os.devnull, os.O_RDONLY)
-        # torch has no call that ends only the listening. To put another file in the place of the
-        # listening socket's descriptor closes the socket.
+        # torch has no call that ends only the listening. dup2 puts /dev/null in the place of the
+        # listening socket, which is closed thereby; the connections stay.
         os.dup2(null, self.descriptor)
         os.close(null)
         deadline = time.monotonic() + SECONDS_TO_CLOSE
@@ -181,7 +182,8 @@ class Server:
     def _count(self) -> int:
         """Return the number of connections that the server has now."""
         all_ends = psutil.Process().net_connections("tcp")
-        # Rank 0 is also a client of its server; the clients' ends have other local ports.
+        # This process is server and client, so both ends of its own connections are in the list.
+        # Only the server's ends have the store's port as their local port.
         own_ends = [end for end in all_ends if end.laddr.port == self.address.port]
         return sum(end.status == psutil.CONN_ESTABLISHED for end in own_ends)
 

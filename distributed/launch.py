@@ -47,8 +47,8 @@ class Launch:
     def exit_delay(self) -> float:
         """Seconds that a rank waits before it exits for an error that another rank reports."""
         # The first rank that exits ends all ranks (early_end.py), so the rank that prints the error
-        # must exit first. It may come to the error seconds later than this rank, since ranks start
-        # seconds apart where many read their modules from one disk.
+        # must exit first. That rank may find the error seconds later than this rank, because ranks
+        # start seconds apart where many read their modules from one disk.
         return 10.0 if self.size > 1 else 0.0
 
 
@@ -131,6 +131,7 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks of the Slurm step, or else of the Slurm job; 1 without Slurm."""
+    # The variable of the step is set in processes that srun has started, and counts more.
     names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
     return _number(env, names[0]) if names else 1
 
@@ -199,7 +200,7 @@ def find_local(launch: Launch) -> Local:
     if launch.launcher == "torchrun":  # it binds no cores, so all ranks of a node share them
         rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
-    return Local(0, 1, True, 1, 0)  # a single process
+    return Local(0, 1, True, 1, 0)  # a single process: rank 0 of 1, and no rank shares its cores
 
 
 def _local_by_mpi(launch: Launch) -> Local:
@@ -235,6 +236,7 @@ def _local_by_mpi(launch: Launch) -> Local:
         )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)  # a communicator of the ranks on this node
     cores = allowed_cores()
+    # The ranks of this node that may use exactly the same cores as this rank.
     sharing = [rank for rank, other in enumerate(node.allgather(cores)) if other == cores]
     _unlink_shared_memory()
     one_node = node.size == world.size

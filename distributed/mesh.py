@@ -73,7 +73,7 @@ class Mesh:
         shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
         self.recorder.coordinates = {name: self.place[name] for name in shown}
 
-        # Make all groups of a role, by their ranks or by axes; return the group with this rank.
+        # These make all groups of a role, from their ranks or from axes, and return this rank's.
         def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
             return context.group(rows, role) if context else Group((self.rank,))
 
@@ -82,23 +82,23 @@ class Mesh:
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
-        self.heads, self.kv = Group((self.rank,)), self.cp
+        self.heads, self.kv = Group((self.rank,)), self.cp  # with over_heads = 1
         if over_heads > 1:
             cp_groups = rows_along(self.axes, ("cp",))
             n = over_heads
             starts = range(0, self.cp.size, n)
             self.heads = own_group([row[i : i + n] for row in cp_groups for i in starts], "heads")
             self.kv = own_group([row[i::n] for row in cp_groups for i in range(n)], "kv")
-        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas
-        if ep and (ep > 1 or self.tp.size > 1):
+        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas  # replaced below
+        if ep and (ep > 1 or self.tp.size > 1):  # tp shards no expert: its ranks are replicas
             self.experts, self.expert_replicas = self._expert_groups(ep, own_group)
-        self.pp = self.forward = along("forward", "pp")
-        self.backward = along("backward", "pp")
+        self.pp = self.forward = along("forward", "pp")  # messages of activations
+        self.backward = along("backward", "pp")  # messages of their gradients
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # Each kind of vocabulary pass (E, S, T, G) has a group: kinds never wait for one another.
+        # With `vocabulary` each kind of pass (E, S, T, G) has a group, so no kind delays another.
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))
@@ -111,7 +111,7 @@ class Mesh:
 
         Example: four ranks of a stage, ep = 2: experts (0, 1), (2, 3); replicas (0, 2), (1, 3).
         """
-        stages = rows_along(self.axes, ("dp", "cp", "tp"))  # the ranks of each pipeline position
+        stages = rows_along(self.axes, ("dp", "cp", "tp"))  # a row of ranks for each value of pp
         starts = range(0, len(stages[0]), ep)
         experts = own_group([row[i : i + ep] for row in stages for i in starts], "experts")
         replicas = [row[i::ep] for row in stages for i in range(ep)]
@@ -127,7 +127,8 @@ class Mesh:
         has a group of its own: of three ranks in a row, 1 receives from 0 in "up from even" and
         sends to 2 in "up from odd". A waiting message delays only messages to the same receiver.
         """
-        channel = source % 2  # an index of CHANNELS
+        # An index of CHANNELS: 0, 1: up from an even, an odd rank; 2, 3: down from an even, an odd.
+        channel = source % 2
         if to < source:
             channel += 2
         return self._channels[kind][channel]

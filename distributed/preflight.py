@@ -32,8 +32,8 @@ from distributed.run_lock import free_bytes
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
-# A rank that has not answered a check after this time is considered lost. It is enough: the slow
-# imports have been done before.
+# A rank that has not answered a check after this time is considered lost. A minute is enough,
+# because every rank has done its slow imports before the checks.
 SECONDS_TO_ANSWER = 60.0
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the matrices that a device multiplies
 SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that a check allocates and frees again
@@ -93,6 +93,7 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     """
     began = time.perf_counter()
     context = peers.context
+    # Each `gather` also checks that every rank answers within the time limit.
     check_versions(peers.gather("start", versions(config)), peers)
     gpu = context.places[context.rank].gpu
     sharing = sum(place.gpu == gpu for place in context.places)  # ranks on this rank's GPU
@@ -167,7 +168,7 @@ def try_device(device: torch.device, sharing: int = 1) -> str:
 
 
 def multiply(device: torch.device) -> None:
-    """Multiply two square matrices; raise RuntimeError if the product is wrong."""
+    """Multiply two square matrices; raise RuntimeError if the product's first column is wrong."""
     edge = GEMM_EDGE[device.type]
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     # Row i of `a` is all zeros (i even) or all ones (i odd), and the other matrix is all ones. So a
@@ -209,7 +210,8 @@ def check_groups(config: Config, peers: Peers) -> None:
     def reduce() -> None:
         """Make the groups and sum ones in each; put progress and a failure into `answer`.
 
-        answer["at"]: an index of `names`, the step that runs; len(names) when all are done.
+        Runs in a thread. answer["at"]: an index of `names`, the step that runs; len(names) when all
+        are done. answer["error"]: the text of a failure. At the end the event `done` is set.
         """
         try:
             if context.device.type == "cuda":
@@ -295,11 +297,11 @@ def available_memory() -> int:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # no cgroups
         return available
-    prefix = "0::"  # the line that names the folder of cgroup version 2 begins with this text
+    prefix = "0::"  # the line with this process's folder of cgroup version 2 begins with this text
     names = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     folder = Path("/sys/fs/cgroup" + names[0]) if names and names[0] else None
-    # The process is also bound by the limits of the folders above its own, up to the root folder,
-    # which has no such file.
+    # Each folder's file memory.max limits the processes of that folder and of all folders in it. So
+    # the loop goes up from the process's folder, until the root folder, which has no memory.max.
     while folder and (folder / "memory.max").exists():
         limit = (folder / "memory.max").read_text().strip()
         if limit != "max":

@@ -58,14 +58,14 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
     prints the error. The job then ends with status 2.
     """
     node = node_name()
-    # Several ranks see the same mistake: only the rank whose `index` is 0 prints it at once. A
-    # mistake in the launch is seen by all ranks of the job, so rank 0 prints it.
+    # `index` decides who prints a mistake that several ranks find: a rank with index 0, at once. A
+    # mistake in the launch is found by all ranks of the job, so at first the index is the rank.
     index = launch.rank
     # faulthandler's thread keeps the time limit. It needs no Python lock, which MPI_Init holds.
     faulthandler.dump_traceback_later(within.total_seconds(), exit=True, file=2)
     try:
         local = find_local(launch)
-        index = local.rank  # the next mistakes are seen by all ranks of a node, and 0 prints them
+        index = local.rank  # all ranks of a node find the next mistakes: one of them prints
         device, gpu, backend = _choose_device(run, launch, local, node)
         cores, threads = _take_cores(run, local)
         opened = open_store(launch, local)

@@ -33,7 +33,9 @@ def in_use(out: str) -> bool:
     except OSError:
         return False
     try:
-        with file:  # to try the lock shows whether it is held; closing the file gives it up
+        # The attempt shows whether another process has the lock. Closing the file releases the
+        # lock that this process gets if there was none.
+        with file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in HELD
@@ -59,7 +61,8 @@ class RunLock:
         this_run = f"process {os.getpid()} on {node_name()}" + (f" (job {job})" if job else "")
         try:
             os.makedirs(out, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link could name any file
+            # O_NOFOLLOW: a symbolic link named .lock is refused, since it could point to any file.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             self._file = os.open(Path(out, ".lock"), flags, 0o666)
             self._lock(out, this_run)
             os.ftruncate(self._file, 0)

@@ -123,7 +123,7 @@ def check_parameter_count(
             continue
         if id(p) in spread:  # the plan counts the rows that this stage's rank holds
             built += spec.vocabulary * p.shape[1]
-        else:  # the whole shape, of which this tensor rank may have a shard
+        else:  # the plan counts whole parameters; this tensor rank may hold only a shard of `p`
             built += math.prod(p.spec.shape)
     if built != spec.parameters:
         planned = f"{spec.parameters} were planned"

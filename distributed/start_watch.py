@@ -40,7 +40,9 @@ class Watched:
         self.stopped = 0  # the number of looks in a row in which the rank was stopped
         self.out = ""  # the folder of the run, once the rank has read its options
         self.met = False  # whether all ranks have met
-        self.outlives = False  # whether the rank ends on purpose (StartWatch.outlive)
+        # Whether the rank has told that it ends on purpose, with a status other than 0; this
+        # process then goes on after the rank's end, to end the job if the launcher does not.
+        self.outlives = False
         self.error: str | None = None  # why this process killed the rank
 
     def follow(self) -> None:

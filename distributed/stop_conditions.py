@@ -43,7 +43,9 @@ HANDLED = (*ENDING, signal.SIGUSR1)
 # launcher may deliver twice, in two ways. A user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
 PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>: the kernel sends a signal if the parent dies
-STEPS_REMEMBERED = 20  # the next step is expected to take as long as the slowest of the last 20
+# The number of step durations that are kept for --exit-after-minutes: the next step is expected to
+# take as long as the slowest of these steps.
+STEPS_REMEMBERED = 20
 
 
 class RequestedAction(enum.IntEnum):
@@ -70,7 +72,7 @@ class Signals:
         gives another one, only this process is ended.
         """
         self.end = end
-        self.first: signal.Signals | None = None
+        self.first: signal.Signals | None = None  # the first signal that has been received
         self._ending: signal.Signals | None = None  # the first SIGTERM or SIGINT
         self._meeting = False  # whether there are other ranks, and not all ranks have met yet
         self._launcher: int | None = None  # process id of torchrun, whose end also ends this rank
@@ -94,7 +96,7 @@ class Signals:
         """
         if launch.size > 1:
             self._meeting, self.end = True, functools.partial(end_job, launch.watch)
-        self._end_meeting()  # if a signal came before this line, it ends the meeting now
+        self._end_meeting()  # a SIGTERM or SIGINT that came before this line ends all ranks now
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -133,21 +135,24 @@ class Signals:
         self._reader.close()
 
     def _handle(self, number: signal.Signals) -> None:
-        """Record a signal; a second signal, or one before all ranks have met, ends all ranks."""
+        """Record a signal; a second signal, or one before all ranks have met, ends all ranks.
+
+        Otherwise the training loop finds the signal in `first` at the next step boundary.
+        """
         now = time.monotonic()
         self.first = self.first or number
         if number in ENDING:
             self._ending = self._ending or number
-        # A process whose parent has ended gets another parent. Another parent than torchrun means
-        # that torchrun has ended, and the kernel has sent SIGTERM for that (`follow`).
+        # A process whose parent has ended gets another parent. So if the parent is not torchrun any
+        # more, torchrun has ended, and the kernel has sent SIGTERM for that (`follow`).
         if self._launcher not in (None, os.getppid()):
             self._end_now("the launcher has ended", 1)
-        self._end_meeting()
+        self._end_meeting()  # if the ranks still meet, SIGTERM or SIGINT ends them all now
         # SIGTERM and SIGINT count as one kind, so that either may be the second signal: under
         # torchrun the ranks receive SIGINT at the first Ctrl-C and SIGTERM at the second. SIGUSR1
         # is the other kind: a SIGTERM after it is no second signal.
         first_time = self._since.setdefault(number == signal.SIGUSR1, now)
-        if now - first_time >= SECONDS_OF_ONE_SIGNAL:
+        if now - first_time >= SECONDS_OF_ONE_SIGNAL:  # not the first signal, delivered twice
             self._end_now(f"{number.name} as the second signal", 128 + number)
 
     def _end_meeting(self) -> None:
@@ -170,7 +175,7 @@ class StopConditions:
         self.run = run
         self.signals = signals
         self.first = first
-        self._save_switch = run.save_switch if first else None
+        self._save_switch = run.save_switch if first else None  # a file's name, only on rank 0
         self.reason: str | None = None  # why this rank requests a stop
         self._began = psutil.Process().create_time()  # in seconds since 1970; for the time limit
         self._boundary: float | None = None  # time.monotonic() at the last step boundary
@@ -186,11 +191,11 @@ class StopConditions:
         boundary. None: no step has just ended; called after an evaluation or before the first step.
         """
         now = time.monotonic()
-        # `ahead` is None before the first step; otherwise a step has just ended, and the time since
-        # the last boundary is its time.
+        # If `ahead` is given, a step has just ended: the time since the last boundary is its time.
         if self._boundary is not None and ahead is not None:
             self._steps.append(now - self._boundary)
         self._boundary = now
+        # A reason to stop holds until the end of the run, even if its file is removed meanwhile.
         self.reason = self.reason or self._reason_to_stop(ahead or 0.0)
         if self.reason:
             return RequestedAction.SAVE_AND_STOP
@@ -241,6 +246,7 @@ class StopConditions:
         """
         if self.signals.first is not None:
             return self.signals.first.name
+        # Only rank 0 (`first`) looks for the file; its request then reaches all ranks.
         if self.first and self.run.kill_switch and os.path.exists(self.run.kill_switch):
             return f"--kill-switch {self.run.kill_switch}"
         limit = 60 * self.run.exit_after_minutes

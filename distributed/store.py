@@ -58,9 +58,14 @@ class StoreExchange:
         recorder: FlightRecorder | None = None,
         seconds: float = SECONDS_TO_ANSWER,
     ):
-        """Number this exchange among the exchanges of its name; does not wait for other ranks."""
+        """Choose the beginning of this exchange's keys; does not wait for other ranks.
+
+        name: the purpose of the exchange, such as "places". A later exchange with the same name
+        gets other keys.
+        """
         import torch.distributed as dist
 
+        # A single process has no store of the job, and uses a store in its own memory.
         self.store = dist.HashStore() if store is None else store
         self.rank = rank
         self.size = size
@@ -74,8 +79,8 @@ class StoreExchange:
     def gather(self, key: str, value: Any) -> list[Any]:
         """Return every rank's value in rank order, on every rank; every rank must call this.
 
-        key: names the values in the store. Raise NoAnswer, on every rank, with the ranks that were
-        silent.
+        value: this rank's value, which can be written as JSON. key: names the values in the store.
+        Raise NoAnswer, on every rank, with the ranks that were silent.
         """
         return self.agree(value, lambda values: values, key)
 

@@ -45,7 +45,7 @@ class OwnTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         """Return the gradient of the whole x: the sum of the ranks' parts, padded with zeros."""
-        whole = F.pad(grad, ctx.padding)
+        whole = F.pad(grad, ctx.padding)  # zeros for the tokens of the other ranks
         ctx.tp.at_once.all_reduce(whole).wait()
         return whole, None, None, None
 
@@ -70,8 +70,9 @@ def exchange_counts(
     once in a forward pass.
     """
     # The n ranks have E / n experts each, in order: row j of `by_rank` counts the rows for rank j.
-    by_rank = counts.view(group.size, -1)  # n E/n
-    arriving = torch.empty_like(by_rank)  # row j: the rows that come from rank j, by my experts
+    by_rank = counts.view(group.size, -1)  # (n, E / n)
+    # Row j: how many rows come from rank j, for each of this rank's experts.
+    arriving = torch.empty_like(by_rank)
     group.at_once.all_to_all(arriving, by_rank).wait()
     leaving, arrived = counts_on_host(group, torch.stack([by_rank, arriving]), rows)
     return list(map(sum, leaving)), list(map(sum, arrived)), arrived
@@ -107,6 +108,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """Return the gradients of the rows that this rank sent, from the ranks that got them."""
         return _exchange(grad, ctx.group, ctx.sent, ctx.received), None, None, None
 
 
@@ -168,7 +170,10 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, order, back):
-        """Return the rows of x in the order `order`; back: the permutation that undoes `order`."""
+        """Return the rows of x in the order `order`, such as the received rows by expert.
+
+        back: the permutation that undoes `order` (`inverse`).
+        """
         ctx.save_for_backward(back)
         return x[order]
 

@@ -120,7 +120,8 @@ def read_command(words: Sequence[str], spare: int) -> Command:
     job = slurm_job()
     command = Command(tuple(words), options["out"], job)
     placed = _places(words[1:script])  # an option by which the user has chosen nodes, or ""
-    # In this case the supervisor chooses the nodes of each start.
+    # With srun in a Slurm job of a known number of tasks per node, and without an option of the
+    # user that names nodes, the supervisor chooses the nodes of each start.
     if command.by_srun and job and job.tasks_per_node and not placed:
         if not 0 <= spare < len(job.nodes):
             raise UserError(f"--spare-nodes({spare}) must be below the job's {len(job.nodes)}")

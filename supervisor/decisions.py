@@ -42,8 +42,8 @@ from telemetry.row_file import RowFile, read_rows
 
 SAME_STEP = 3  # after this number of failures in the same step the supervisor stops
 MOST_QUEUED = 3  # the job goes back to the queue at most this often without a new checkpoint
-HOUR = 3600.0
-DAY = 86400.0
+HOUR = 3600.0  # seconds; the restarts within an hour are limited
+DAY = 86400.0  # seconds; failures of the last day make a node suspect
 
 
 class Action(enum.StrEnum):
@@ -133,6 +133,7 @@ def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) ->
 
     recent: the run's ends within a day, oldest first. spare: as in `decide`.
     """
+    # The same kind of case in the same step counts as the same fault.
     fault = (found.kind, found.iteration)
     at = f"in step {found.iteration}"
     same_fault = [end for end in recent if (end.evidence.kind, end.evidence.iteration) == fault]
@@ -146,8 +147,10 @@ def _after_failure(found: Evidence, recent: list[Earlier], spare: int | None) ->
     failures = len(same_fault) + 1
     if failures >= SAME_STEP:
         return Decision(Action.STOP, f"it failed {failures} times {at}")
+    # A lost rank, or a node that has had any fault within a day, makes the nodes suspect.
     failed_before = any(not nodes.isdisjoint(end.evidence.nodes) for end in recent)
     suspect = found.kind in LOST or failed_before
+    # spare is None: the launcher chooses the nodes, so that none can be left out.
     if not nodes or not suspect or spare is None:
         return Decision(Action.RESTART, "no node is known to be the cause")
     if len(found.nodes) <= spare:
@@ -176,7 +179,8 @@ def _leave_out(
         return Decision(Action.STOP, advice)
     if len(nodes) <= spare:
         return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
-    ends = [end for end in recent if end.evidence.newest == found.newest]  # no new checkpoint since
+    # The ends of the ranks since the newest checkpoint; after how many of them the job was queued.
+    ends = [end for end in recent if end.evidence.newest == found.newest]
     queued = [end.decision.action for end in ends].count(Action.QUEUE)
     reason = f"{', '.join(nodes)} cannot be used, and {spare} nodes are spare"
     if queued >= MOST_QUEUED:
@@ -221,7 +225,7 @@ class Journal:
         entry = Entry(time.time(), self.job, found, decision)
         self.entries.append(entry)
         row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "at": entry.at, "job": self.job}
-        with contextlib.suppress(OSError):  # RowFile prints the error
+        with contextlib.suppress(OSError):  # without the folder, RowFile.write prints the error
             Path(self.file.path).parent.mkdir(parents=True, exist_ok=True)
         self.file.write(row | vars(decision) | {"evidence": dataclasses.asdict(found)})
 
@@ -256,7 +260,8 @@ class Journal:
         A node with the value False was left out for a fault, and does not come back.
         """
         silent_by_node: dict[str, bool] = {}
-        # Repeat all decisions of this start, oldest first: nodes were left out, and came back.
+        # Repeat all decisions of this start, oldest first. Nodes that were left out are added, with
+        # whether they did not answer; nodes that can be used again are removed.
         for entry in self._of_this_start():
             for node in entry.decision.out:
                 silent_by_node[node] = node in entry.evidence.silent
@@ -316,7 +321,10 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def _check_type(value: Any, kind: type) -> None:
-    """Raise TypeError unless a value is a `kind`, and the items of a tuple are str or int."""
+    """Raise TypeError unless a value of the journal has the type `kind`.
+
+    The items of a tuple must be str or int.
+    """
     items = value if isinstance(value, tuple) else ()
     if not isinstance(value, kind) or not all(isinstance(item, str | int) for item in items):
         raise TypeError(value)

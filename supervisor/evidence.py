@@ -64,7 +64,8 @@ class Evidence:
     def is_mistake(self) -> bool:
         """Whether a UserError or diverged training ended the run; both have status 2.
 
-        A failed check and a spike have status 2 too, but after them another start may succeed.
+        If there is a case of a lost rank, a failed check or a spike (LOST, REFUSED, SPIKE), status
+        2 is no such mistake: another start may succeed.
         """
         return self.status == 2 and self.kind not in (*LOST, *REFUSED, SPIKE)
 
@@ -215,6 +216,7 @@ def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
     then the file is as it was before the start.
     """
     size, end = _end_of_metrics(out)
+    # The file is as it was before this start of the ranks.
     if (size, end) == (before.metrics_size, before.metrics_end):
         return None, True
     last_lines = end.splitlines()[-2:]  # two, because the last line may be cut short

@@ -79,7 +79,9 @@ class Fewer:
         # The options of the user's layout are fixed. The user runs this layout already, so any risk
         # of running out of memory (1.0) is accepted.
         answer = self._rank(command.used, given, accepted=1.0)
-        self.seconds: float | None = None  # predicted for the layout as given; None: rejected
+        # The predicted seconds of a step with the layout as given; None if the planner rejects this
+        # layout, for the reason `rejected`.
+        self.seconds: float | None = None
         self.rejected = answer.rejected[0].reason if answer.rejected else "no layout is left"
         if answer.ranked:
             self.seconds = answer.ranked[0].prediction.seconds
@@ -87,7 +89,7 @@ class Fewer:
     def words(self, flags: tuple[str, ...]) -> list[str]:
         """Return the run's options as words, with these flags in place of the layout's options."""
         words = list(flags)
-        for group in GROUPS:
+        for group in GROUPS:  # the groups of options: model, layout, data, ...
             if group != "layout":
                 words += to_words(getattr(self.config, group))
         return words
@@ -108,7 +110,7 @@ class Fewer:
         for found in layouts_by_speed[:MOST_REHEARSED]:
             slowdown = found.seconds / self.seconds
             times = f"a step {slowdown:.2f} times as long, as predicted on {self.machine.name}"
-            if slowdown > limit:  # the later layouts are slower still
+            if slowdown > limit:  # the layouts are sorted: the next ones are slower still
                 finding = finding or f"{times}: above --max-slowdown {limit:g}"
                 break
             accepted, finding = self._rehearse(found)
@@ -124,8 +126,9 @@ class Fewer:
         Every number of nodes above left / 2 is tried: a smaller number often divides the batch
         better, such as 32 instead of 47.
         """
-        free = [*FREE]
-        if "," in self.config.layout.partition:  # a list of blocks fits only the given pp
+        free = [*FREE]  # options that the planner chooses anew
+        # A --partition that lists each stage's blocks fits only the pp that the user has given.
+        if "," in self.config.layout.partition:
             free.append("partition")
         default = Layout()
         kept = {}  # the options that the user has set and the planner may not choose
@@ -135,7 +138,8 @@ class Fewer:
         found = []
         for nodes in range(left, left // 2, -1):
             for ranked in self._rank(nodes, kept, risk.DEFAULT).ranked:
-                if ranked.prediction.risk <= risk.DEFAULT:
+                if ranked.prediction.risk <= risk.DEFAULT:  # the risk of running out of memory
+                    # Without --dp: train.py computes it from the number of ranks.
                     flags = tuple(to_words(ranked.layout, without="dp"))
                     found.append(Found(nodes, flags, ranked.prediction.seconds))
         return sorted(found, key=lambda layout: layout.seconds)
@@ -146,6 +150,7 @@ class Fewer:
         fixed: options of the layout that the planner must not change, by name. accepted: the
         largest risk of running out of memory with which a layout is ranked.
         """
+        # --precision auto becomes the precision of this machine's GPUs.
         config = self.config.with_precision(self.machine.precision)
         ranks = self._ranks(nodes)
         asked = Asked(config.model, config.training, self.machine, ranks, fixed)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask the run to save and end
-# Constants of <sys/prctl.h>: "send me a signal when my parent ends", and "make me the parent of my
-# descendants whose parents have ended".
+# Constants of <sys/prctl.h>. With the first, the kernel sends a process a signal when its parent
+# ends; with the second, a process becomes the parent of its descendants whose parents have ended.
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SECONDS_BETWEEN_ENDS = 0.05  # seconds between two checks whether processes have ended
@@ -54,9 +54,12 @@ class Processes:
     """
 
     def __init__(self, srun: bool):
-        """Take over the signals in STOPS, and become the parent of orphaned descendants."""
+        """Take over the signals in STOPS, and become the parent of orphaned descendants.
+
+        srun: whether the launcher is srun, which does not pass all signals on.
+        """
         self.srun = srun
-        self.stopped = False
+        self.stopped = False  # whether a signal has asked the supervisor for the end
         self._process: subprocess.Popen[bytes] | None = None  # the launcher while it runs
         self._libc = ctypes.CDLL(None)
         self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -198,14 +201,18 @@ class Session:
         """Start the ranks until the run ends for good; return the exit status."""
         self._await_earlier_run()
         while not self.processes.stopped:
+            # Too few nodes are left even for the newest layout: the job goes back to the queue.
             if len(self._nodes()) < self._used():
                 say(f"too few nodes are left: {', '.join(self._nodes()) or 'none'}")
                 return STOPPED_EARLY
             status, decision = self._start()
-            if decision.action == Action.QUEUE:  # for this status the batch script queues the job
+            # At the status STOPPED_EARLY the batch script puts the job into the queue again.
+            if decision.action == Action.QUEUE:
                 return STOPPED_EARLY
+            # The run is finished, or another start would not help: the user gets this status.
             if decision.action in (Action.PASS, Action.STOP):
                 return status
+            # In the other cases the ranks are started again, after a wait if the disk is full.
             if decision.action == Action.WAIT:
                 self._await_room()
         say("stopped while no rank ran")
@@ -227,7 +234,10 @@ class Session:
         return [node for node in self.command.nodes if node not in self.journal.left_out()]
 
     def _nodes(self) -> list[str]:
-        """Return the nodes for the next start; [] if the launcher chooses the nodes."""
+        """Return the nodes for the next start; [] if the launcher chooses the nodes.
+
+        They are the first nodes that are not left out, as many as the layout needs.
+        """
         return self._usable()[: self._used()]
 
     def _start(self) -> tuple[int, Decision]:
@@ -238,7 +248,7 @@ class Session:
         command = self.command
         journal = self.journal
         nodes = self._nodes()
-        used, flags = self._layout()
+        used, flags = self._layout()  # `used` is 0 if the layout is as the user has given it
         where = f" on {', '.join(nodes)}" if nodes else ""
         where += f" with {' '.join(flags) or 'the default layout'}" if used else ""
         checkpoint, _ = evidence.newest_checkpoint(command.out)
@@ -249,12 +259,15 @@ class Session:
         before = evidence.files_before(command.out)  # to tell later which files are new
         status = self.processes.run(self._words(nodes), lambda: self._look(before))
         stopped = self.processes.stopped  # whether a signal asked the supervisor for the end
+        # After a failure every node of this start is asked whether a task can be started on it.
         failed = status not in (0, STOPPED_EARLY) and not stopped
         silent = silent_nodes(nodes) if failed else ()
         end = evidence.read_evidence(command.out, status, before, silent, stopped)
         end = replace(end, back=self.back)
+        # The number of nodes that the ranks may still lose; None if the launcher chooses the nodes.
         spare = len(self._usable()) - len(nodes) if nodes else None
         decision = decide(end, journal.earlier(), spare, self.limit)
+        # Before the job is queued, a layout on the nodes that are left is looked for.
         if decision.action == Action.QUEUE and self.fewer:
             decision = self._on_fewer(decision, self.fewer)
         journal.add(end, decision)
@@ -268,6 +281,7 @@ class Session:
         and with a layout on fewer nodes the options of the run have that layout's flags.
         """
         used, flags = self._layout()
+        # Whether the user's command line itself starts the ranks on exactly these nodes.
         as_given = len(nodes) == len(self.command.nodes) and not self.journal.has_left_out
         options = self.fewer.words(flags) if used and self.fewer else []
         return self.command.on([] if as_given else nodes, options)
@@ -279,8 +293,9 @@ class Session:
         user has given, the ranks are asked to save and to end. before: the run's files as they were
         before this start of the ranks.
         """
-        silent = self.journal.silent()
+        silent = self.journal.silent()  # nodes left out because they did not answer
         now = time.monotonic()
+        # Whether to ask them: the last question is long ago, and none has answered so far.
         due = self.asked + SECONDS_BETWEEN_PROBES < now and not self.back
         # The silent nodes are asked only while the ranks run on fewer nodes than the user wanted.
         if due and silent and self._used() < self.command.used:

@@ -65,7 +65,10 @@ class Operation:
         recorder.progress += 1
 
     def under_way(self, handle: Any) -> "Operation":
-        """Keep torch's handle of the started operation, and return this operation."""
+        """Keep torch's handle of the operation, which has just been started; return `self`.
+
+        The Group that started it returns this Operation to the caller in place of torch's handle.
+        """
         self.handle = handle
         return self
 
@@ -76,7 +79,7 @@ class Operation:
         recorder = self.group_log.recorder
         began = self.waited_since = time.monotonic()
         recorder.waiting = self
-        marks = None  # over NCCL, in a measured step: the timing events before and after the wait
+        marks = None  # over NCCL, if spans are kept: the timing events before and after the wait
         if recorder.stream:
             marks = recorder.stream.wait_for(self, recorder.stamp)
         else:
@@ -87,7 +90,7 @@ class Operation:
         if recorder.stream is None:
             recorder.waited += now - began
         recorder.progress += 1
-        if recorder.spans is not None:  # this step is drawn: keep the wait as a span
+        if recorder.spans is not None:  # spans of this step are kept: add the wait
             side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
             name = f"{self.kind} {self.number} of {self.group_log.role}{side}"
             recorder.spans.append(("wait", name, *(marks or (began, now))))
@@ -138,7 +141,10 @@ class GroupLog:
         return Operation(self, "send", number, size, to)
 
     def enter_receive(self, size: int, source: int) -> Operation:
-        """Record a message of `size` bytes from the group's rank `source`, before it can arrive."""
+        """Record a receive of `size` bytes from position `source` of the group, before its start.
+
+        The n-th receive from a rank gets the number n, as the sender's n-th send does.
+        """
         number = self.received[source] = self.received.get(source, 0) + 1
         return Operation(self, "receive", number, size, source)
 
@@ -152,7 +158,7 @@ class StreamWaits:
         # The last operations for which the stream was made to wait, each with the CUDA event that
         # was recorded behind the wait: if the event is done, the stream has passed the wait.
         self._last: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
-        # The timing events before and after each wait of a measured step.
+        # The timing events before and after each wait, while spans are kept; for `take_seconds`.
         self.timed: list[tuple[Any, Any]] = []
 
     def wait_for(
@@ -161,8 +167,8 @@ class StreamWaits:
         """Make the stream wait for the operation's handle, and record an event after the wait.
 
         In a hang the event shows whether the stream has passed the operation; only the watchdog's
-        thread queries it. stamp: makes a timing event, in a measured step; the result is then the
-        timing events before and after the wait. Otherwise `stamp` is None, and so is the result.
+        thread queries it. stamp: makes a timing event, while spans are kept (`keep_spans`); the
+        result is then the timing events before and after the wait. Otherwise both are None.
         """
         first = stamp() if stamp else None
         operation.handle.wait()
@@ -213,10 +219,10 @@ class FlightRecorder:
         # The last records: operations, and actions with the times at which they began.
         self.ring: deque[Operation | tuple[Place, float]] = deque(maxlen=RING)
         self.group_logs: dict[tuple[str, tuple[int, ...]], GroupLog] = {}  # by (role, ranks)
-        self.coordinates: dict[str, int] = {}
+        self.coordinates: dict[str, int] = {}  # this rank's position on each axis of the mesh
         self.place: Place = ("start", 0, "start", None)  # the current action
         self.since = time.monotonic()  # when the current action (`place`) began
-        self.progress = 0
+        self.progress = 0  # grows with each action, operation and end of a wait
         self.waiting: Operation | None = None  # the operation in which the host waits now
         self.waited = 0.0  # the host's seconds in waits since `take_waited`
         self.background: dict[str, Any] | None = None  # the checkpoint thread's action
@@ -225,7 +231,7 @@ class FlightRecorder:
         self.background_progress = 0
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
         self.steps: deque[float] = deque(maxlen=STEPS)  # seconds of the last steps
-        self.steps_done = 0
+        self.steps_done = 0  # since this process began; the first steps may take longer
         # The spans since `keep_spans`, else None: (action, micro-batch, start, end). The span of a
         # wait has the action "wait" and the operation in place of the micro-batch.
         self.spans: list[tuple] | None = None
@@ -244,7 +250,10 @@ class FlightRecorder:
     # -- what the rank does now -------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Record that a training step begins."""
+        """Record that a training step begins; the trainer calls this before the step's first pass.
+
+        Until the schedule names an action (`at`), the action is "begin".
+        """
         # The seconds in waits between the steps do not count as waits of this step.
         self.waited = 0.0
         if self.stream:
@@ -260,7 +269,7 @@ class FlightRecorder:
 
     def enter(self, phase: str) -> None:
         """Record that a phase other than a training step begins: evaluate, save, load, end, ..."""
-        self._move((phase, self.place[1], phase, None))
+        self._move((phase, self.place[1], phase, None))  # place[1]: the step, which stays the same
 
     def at(self, action: str, micro_batch: int | None = None) -> None:
         """Record that the next action begins: data, F, B, reduce, optimizer, ...
@@ -270,10 +279,14 @@ class FlightRecorder:
         self._move((self.place[0], self.place[1], action, micro_batch))
 
     def _move(self, place: Place) -> None:
-        """End the current action and begin the action `place`."""
+        """End the current action and begin the action `place`; `begin_step` and others call this.
+
+        place: (phase, step, action, micro-batch). The seconds of the action that ends count towards
+        its phase.
+        """
         now = time.monotonic()
         self.spent[self.place[0]] += now - self.since
-        if self.spans is not None:
+        if self.spans is not None:  # spans are kept (`keep_spans`): add the action that ends
             mark = self.stamp() if self.stamp else now
             self.spans.append((*self.place[2:], self._mark, mark))
             self._mark = mark
@@ -343,13 +356,15 @@ class FlightRecorder:
         if progress != self._seen[0]:
             self._seen = progress, now
         is_still = now - self._seen[1] >= SECONDS_TO_ASK  # no new progress for these seconds
+        # The operation for which the GPU's stream waits, the operation for which the host waits,
+        # and the host's wait that is no operation; each is None if there is no such wait.
         device = self.stream.not_passed() if is_still and self.stream else None
         waiting = self.waiting
         other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
-            # The host is not in a wait, or waits for the GPU. It may be blocked in any later
-            # action, because its launch queue is full: the operation in which the rank really
-            # waits is the operation that the stream has not passed.
+            # The host is not in a wait, or waits for the GPU. It may be blocked in any action after
+            # the operation that the stream has not passed, because its launch queue is full. So the
+            # rank really waits in that operation, `device`.
             waiting = device
         return {
             **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),
@@ -400,7 +415,10 @@ def _wait(kind: str, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _wait_to_dict(wait: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
-    """Return a record of `_wait` with its length until now in place of its begin; None for None."""
+    """Return a wait that `_wait` recorded, for a snapshot; None if there is no wait.
+
+    The seconds that it has lasted until `now` stand in place of the time of its begin.
+    """
     if wait is None:
         return None
     return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": round(now - wait["began"], 3)}

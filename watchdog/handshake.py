@@ -21,6 +21,7 @@ from typing import NamedTuple
 HELLO_BYTES = 512
 MAX_SECONDS = 10.0  # a hello must arrive within these seconds
 FULL_SECONDS = 0.25  # the monitor sleeps these seconds if no file descriptor is left
+# Errors of `accept` if this process or its node can open no further connection.
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 CONNECT_SECONDS = 60.0  # a rank must reach the monitor within these seconds
 

@@ -102,7 +102,8 @@ class WaitGraph:
         """Return the ranks for which `rank` waits; the list is empty if it does not wait.
 
         In an operation of a group, a rank waits for the members that have not entered the
-        operation; silent ranks count as such members.
+        operation, silent ranks included. wait["number"]: the operation's number among the
+        group's collectives, or among the messages to or from the peer.
         """
         wait = self.waits.get(rank)
         if wait is None:
@@ -114,10 +115,12 @@ class WaitGraph:
         if peer is None:  # a collective
             return [other for other in self._not_entered(group, wait["number"]) if other != rank]
         # A message: a receive waits for the peer's send of the same number, and a send for the
-        # peer's receive. So the peer's counts decide; a peer without known counts has entered none.
+        # peer's receive. So the numbers of messages that the peer has sent and received decide; a
+        # peer of which nothing is known counts as having begun no message.
         _, sent, received = self.counts.get(group, {}).get(peer, [0, {}, {}])
         peer_counts = sent if wait["kind"] == "receive" else received
-        # Counts are kept by position in the group; the key is text because it comes from JSON.
+        # `peer_counts` has a number for each position in the group, as text because JSON has made
+        # it. The peer has begun its side of the message if the number is large enough.
         position = str(wait["ranks"].index(rank))
         has_entered = peer_counts.get(position, 0) >= wait["number"]
         is_known = peer in self.ranks and peer != rank
@@ -283,7 +286,7 @@ def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
             thread = "it" if name == "main" else f"its {name} thread"
             lines.append(f"  {thread} is at")
             lines += [f"    {_short(frame)}" for frame in frames[:SHOWN_FRAMES]]
-    if not rank["stacks"] and rank["raw"]:  # the rank sent no answer, but faulthandler its stack
+    if not rank["stacks"] and rank["raw"]:  # no answer came, but faulthandler has sent a stack
         raw = [f"    {line}" for line in rank["raw"].strip().splitlines()[: 2 * SHOWN_FRAMES]]
         lines += ["  its stack, written by faulthandler:", *raw]
     return lines
@@ -414,8 +417,9 @@ def _short(frame: str) -> str:
 def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
     """Write the files of a case into `folder`, which is OUT/hang.
 
-    report.txt is written first, so that it is there if the disk then fills up. The folder of an
-    earlier case is renamed to hang.1, hang.2, ... Raise OSError if writing fails.
+    report.txt is written first, so that it is there if the disk then fills up; case.json is written
+    last, so that the other files are there when the supervisor finds it. The folder of an earlier
+    case is renamed to hang.1, hang.2, ... Raise OSError if writing fails.
     """
     path = Path(folder)
     if path.exists():

@@ -82,6 +82,7 @@ def start_monitor(
     )
     with cast(IO[str], process.stdin) as stdin:
         json.dump(job | {"key": key}, stdin)
+    # The monitor has inherited the listening socket; this process closes its own copy.
     with listener:
         return (host, listener.getsockname()[1], key), process
 
@@ -107,9 +108,9 @@ class Watchdog:
         self.rank = rank
         self.node = node
         self.end = end
-        self._monitor = monitor
-        self._lock = threading.Lock()
-        self._closing = False
+        self._monitor = monitor  # the monitor's process, on the rank that started it
+        self._lock = threading.Lock()  # one message at a time is sent
+        self._closing = False  # whether this rank has left the job (`_leaves_first`)
         self._first: bool | None = None  # the monitor's answer: whether this rank failed first
         self._answered = threading.Event()  # set when `_first` has arrived
         self._unanswered = 0  # heartbeats since the last message of the monitor
@@ -120,8 +121,9 @@ class Watchdog:
         # The timer was last set at `_armed`: long ago, so that the first heartbeat sets it.
         self._dump_after = 60.0
         self._armed = -3600.0
-        # Seconds to add to time.monotonic() for the monitor's clock, and their error. The heartbeat
-        # with the fastest answer gives the best value.
+        # time.monotonic() + clock_offset is the time of the monitor's clock, wrong by at most
+        # clock_error seconds. The heartbeat with the fastest answer gives the best value. Until an
+        # answer comes, this rank's own clock is taken, with an error of an hour.
         self.clock_offset = time.time() - time.monotonic()
         self.clock_error = 3600.0
         process = Process(rank, node, os.getpid(), start_time(os.getpid()) or 0)
@@ -143,10 +145,11 @@ class Watchdog:
             self._send({"failed": text, "exit_status": status})
         except OSError:  # there is no monitor any more
             return True
+        # The thread puts the monitor's answer into `_first`: whether this rank failed first.
         self._answered.wait(EXIT_WAIT_SECONDS)
         if self._first is False:  # the monitor ends this process during this sleep
             time.sleep(EXIT_WAIT_SECONDS)
-        return self._first is not False  # None: the monitor has not answered
+        return self._first is not False  # if the monitor has not answered (None), print too
 
     def end_job(self, status: int) -> None:
         """Tell the monitor that this rank ends the job: it ends the other ranks, with no report."""
@@ -170,7 +173,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # the monitor may have ended already
             self._send({"goodbye": True})
-            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.shutdown(socket.SHUT_WR)  # nothing follows: the monitor reads the end
 
     def _leaves_first(self) -> bool:
         """Note that this rank leaves the job; return whether this is the first call.
@@ -222,7 +225,10 @@ class Watchdog:
             self._armed = now
 
     def _listen(self, seconds: float) -> None:
-        """Handle the monitor's messages for `seconds` seconds; raise OSError if it is gone."""
+        """Handle the monitor's messages for `seconds` seconds; raise OSError if it is gone.
+
+        The watchdog's thread calls this between two heartbeats.
+        """
         # select would fail for descriptors above 1,023, poll does not.
         until = time.monotonic() + seconds
         poll = select.poll()
@@ -297,17 +303,17 @@ class Watchdog:
         self._end(1)
 
     def _end(self, status: int) -> None:
-        """End the process with `end`, and after ABORT_TIMEOUT with faulthandler.
+        """End this process with `end`; if `end` hangs, faulthandler ends it after ABORT_TIMEOUT.
 
-        `end` calls MPI_Abort, which may hang. faulthandler ends the process then, because it needs
-        neither MPI nor Python's lock.
+        `end` calls MPI_Abort, which may hang. faulthandler's timer needs neither MPI nor Python's
+        lock: it writes the stacks, here to nowhere, and exits.
         """
         with open(os.devnull, "w") as nowhere:
             faulthandler.dump_traceback_later(ABORT_TIMEOUT, exit=True, file=nowhere)
             self.end(status)
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Send a message to the monitor, from any thread; raise OSError if it is gone."""
+        """Send a message to the monitor, from any thread; raise OSError if the monitor is gone."""
         with self._lock:
             self._socket.sendall(encode(message))
 
@@ -342,6 +348,7 @@ class MemoryReader:
     """
 
     def __init__(self) -> None:
+        """Open the kernel's files on the memory of this process and of the node."""
         self._own = os.open("/proc/self/statm", os.O_RDONLY)
         self._node = os.open("/proc/meminfo", os.O_RDONLY)
 

@@ -78,12 +78,12 @@ class Rank:
     moved: float  # monotonic time at which its progress last grew
     node: str = ""
     pid: int = 0
-    started: int = 0
+    started: int = 0  # when its process began, in ticks since the node's boot
     connection: socket.socket | None = None  # for messages
-    groups: list[tuple[str, list[int]]] = field(default_factory=list)
-    coordinates: dict[str, int] = field(default_factory=dict)
+    groups: list[tuple[str, list[int]]] = field(default_factory=list)  # role and members of each
+    coordinates: dict[str, int] = field(default_factory=dict)  # its position on each mesh axis
     snapshot: dict[str, Any] | None = None  # FlightRecorder.snapshot, from the newest message
-    memory: dict[str, int] | None = None
+    memory: dict[str, int] | None = None  # MemoryReader.read, from the newest heartbeat
     state: str = "alive"  # or failed (it sent its error), left (a goodbye), gone (it is dead)
     error: str | None = None  # the traceback that it sent, or why its message was not understood
     exit_status: int = 0  # the status of its UserError; 0 for an exception of the code
@@ -101,7 +101,7 @@ class Rank:
         """Return plain values for the report and its files; times become seconds before `now`."""
         status = self.status or {}
         state = self.state
-        if state == "alive":  # the report tells whether such a rank has answered "inspect"
+        if state == "alive":  # for a living rank the report says whether it answered "inspect"
             state = "answered" if status else "silent"
         return {
             "rank": self.rank,
@@ -111,8 +111,8 @@ class Rank:
             "state": state,
             "process": self.process,
             "error": self.error,
-            "heard": round(now - self.heard, 3),
-            "still": round(now - self.moved, 3),
+            "heard": round(now - self.heard, 3),  # since the rank's last message
+            "still": round(now - self.moved, 3),  # since the rank's last progress
             "memory": status.get("memory") or self.memory,
             "groups": self.groups,
             "snapshot": status.get("snapshot") or self.snapshot,
@@ -134,17 +134,17 @@ class Monitor:
     """Watches the ranks of one job until all have left, or until it has ended them."""
 
     def __init__(self, listener: socket.socket, job: Job):
+        """Accept the ranks' connections on `listener` from now on; `run` then watches the ranks."""
         self.job = job
-        self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress
+        self.limit = job.limit or MIN_HANG_TIMEOUT  # seconds without progress that are a hang
         self.ranks: dict[int, Rank] = {}
-        # Ranks whose connection for stacks closed or that sent a bad message, each with the time.
-        self.closed: list[tuple[Rank, float]] = []
+        self.closed: list[tuple[Rank, float]] = []  # ranks whose connection ended, and when
         self.dead: list[int] = []  # ranks in the order of their deaths
         self.failures: list[tuple[int, float]] = []  # ranks that reported a failure, and when
         self.first: Rank | None = None  # the first rank that failed, once it may print its error
         self.left: set[int] = set()  # ranks that said goodbye
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
-        self.began = self.checked = time.monotonic()
+        self.began = self.checked = time.monotonic()  # checked: the last search for a hang
         self.poll = select.epoll()
         self.listening = listener.fileno()
         self.entrance = Entrance(listener, job.size, job.key, self.poll)
@@ -156,8 +156,8 @@ class Monitor:
         while True:
             self._receive()
             now = time.monotonic()
-            if now - before > SUSPENDED_SECONDS:  # the ranks were perhaps suspended with it
-                for rank in self.ranks.values():
+            if now - before > SUSPENDED_SECONDS:  # this process and perhaps all ranks stood still:
+                for rank in self.ranks.values():  # that time counts neither as silence nor as hang
                     rank.heard += now - before
                     rank.moved += now - before
             before = now
@@ -169,14 +169,14 @@ class Monitor:
             if case := self._find_case(now):
                 if case := self._ask_ranks(case):
                     return self._close(case)
-                before = time.monotonic()  # the hang was none; to ask took time, but no suspension
+                before = time.monotonic()  # no hang; the time to ask must not look like suspension
 
     # -- messages ---------------------------------------------------------------------------
 
     def _receive(self) -> None:
         """Handle the messages, new connections and deaths that arrive within POLL_SECONDS."""
-        # epoll returns descriptors in the order of their events. The sort moves the connections for
-        # stacks to the front and keeps their order, so `closed` gets the first death first.
+        # epoll returns descriptors in the order of their events. The sort puts the connections for
+        # stacks first, in that order: their ends are the deaths, which `closed` lists by time.
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
         stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
         for number in sorted(numbers, key=lambda number: number not in stacks):
@@ -232,16 +232,16 @@ class Monitor:
             self._handle(rank, json.loads(line))
 
     def _mark_dead(self) -> None:
-        """Mark the ranks in `closed` as dead, unless they have failed or said goodbye."""
+        """Mark the ranks whose connection has ended as dead, if no error or goodbye came before."""
         now = time.monotonic()
         closed = self.closed
         self.closed = []
-        for rank, when in closed:
+        for rank, when in closed:  # when: the time at which the end of the connection was seen
             # The rank's connection for messages is not registered yet: judge the rank later.
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
                 self.closed.append((rank, when))
                 continue
-            if rank.descriptor in self.connections:  # it may hold a goodbye
+            if rank.descriptor in self.connections:  # a goodbye may have arrived, not yet read
                 self._read(rank.descriptor)
             if rank.state == "alive":
                 rank.state = "gone"
@@ -311,7 +311,7 @@ class Monitor:
         return self._find_hang(now)
 
     def _find_hang(self, now: float) -> Case | None:
-        """Return a hang if ranks are over their limits; None if they all wait for moving ranks."""
+        """Return a hang if ranks are over their limits, unless they wait only for moving ranks."""
         if not self.job.limit:  # without --hang-timeout the limit follows from the step times
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
             self.limit = max(MIN_HANG_TIMEOUT, MEDIAN_STEPS * max(steps, default=0.0))
@@ -327,7 +327,7 @@ class Monitor:
         ends = WaitGraph(ranks).chain_ends(rank.rank for rank in stalled)
         causes = [self.ranks[end] for end in ends]
         if causes and all(now - rank.moved < self._limit_of(rank) for rank in causes):
-            return None
+            return None  # the ranks that all stalled ranks wait for still move: no hang yet
         slowest = min(stalled, key=lambda rank: rank.moved)
         return Case("hang", self.job.size, still=slowest.rank, limit=self._limit_of(slowest))
 
@@ -354,7 +354,7 @@ class Monitor:
         return self._find_hang(time.monotonic()) if case.kind == "hang" else case
 
     def _close(self, case: Case) -> None:
-        """Report the case and end the job."""
+        """Report the case and end the job; other ranks of their node kill the silent ranks."""
         failed = case.kind == "failed"
         ranks = self._describe_ranks(time.monotonic())
         case.gone = list(self.dead)
@@ -363,7 +363,7 @@ class Monitor:
             case.culprits = find_culprits(case, WaitGraph(ranks))
             report(case, ranks, self.job.out)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
-        self._end_ranks(status or 1, [] if failed else silent)
+        self._end_ranks(status or 1, [] if failed else silent)  # after a failure none was asked
 
     def _inspect_ranks(self) -> None:
         """Ask all ranks for stacks and records, and for the states of quiet ranks' processes."""
@@ -373,16 +373,16 @@ class Monitor:
         for rank in asked:
             rank.status = rank.process = None  # forget the answers to an earlier question
             processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
-            self._send(rank, {"inspect": processes})
+            self._send(rank, {"inspect": processes})  # asks also for the states of these processes
         until = now + STATUS_TIMEOUT
         missing = len(asked)
         while missing and time.monotonic() < until:
             self._receive()
             silent = sum(not r.status and r.state not in ("gone", "left") for r in asked)
-            if silent < missing:  # go on waiting while answers come: a thousand take long to read
+            if silent < missing:  # wait longer while answers come: a thousand take long to read
                 until = time.monotonic() + STATUS_TIMEOUT
                 missing = silent
-        for rank in asked:  # about silent ranks on its own node the monitor asks the kernel itself
+        for rank in asked:  # the monitor asks the kernel about silent ranks on its own node
             if rank.status is None and rank.state == "alive" and rank.node == self.job.node:
                 rank.process = process_state(rank.pid, rank.started)
 
@@ -403,7 +403,7 @@ class Monitor:
                 others = [r for r in unresponsive if r.node == rank.node and r is not rank]
                 self._send(rank, {"end": status, "kill": [(r.pid, r.started) for r in others]})
         until = time.monotonic() + EXIT_TIMEOUT
-        while self.connections and time.monotonic() < until:
+        while self.connections and time.monotonic() < until:  # a rank that ends closes its own
             self._receive()
         for rank in self.ranks.values():  # on its own node the monitor kills ranks that still run
             if rank.node == self.job.node:
