@@ -94,8 +94,9 @@ def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
     stages_of_rank: list[list[StageSpec]] = [[] for _ in range(way.pp)]
     for spec in stage_specs(model, way):
         stages_of_rank[spec.rank].append(spec)
-    chosen: dict[tuple, list[tuple[int, ...]]] = {}  # by the contents of a rank's stages
-    before = 0  # the blocks of the first stages of all earlier ranks
+    # By the contents of a rank's stages, the first and the last rank that has these contents.
+    chosen: dict[tuple, list[tuple[int, ...]]] = {}
+    before = 0  # the sum, over all earlier ranks, of the blocks in the rank's first stage
     for rank, stages in enumerate(stages_of_rank):
         blocks = [spec.blocks for spec in stages]
         flags = [stages[0].embedding, stages[-1].head, any(spec.tied for spec in stages)]
@@ -172,23 +173,28 @@ class ClosedForm:
         """Return which rows may fit into `room` bytes, and the blocks that they recompute for that.
 
         The results are booleans (rows,), and for each row the fewest recomputed blocks of a stage
-        with which all its ranks fit (rows, 1), or the number that the user has fixed.
+        with which all its ranks fit (rows, 1), or the number that the user has fixed. A rank needs
+        `unsaved` bytes if it recomputes no block, and `saved` bytes less for each block that every
+        one of its stages recomputes. `layouts` simulates only rows that may fit.
         """
         fixed = self.table.asked.fixed
         most = self.ranks.most.max(axis=1, keepdims=True)
         if fixed.get("recompute_blocks") is not None:  # a list with a number for each stage
+            # The number of recomputed blocks is then never read; a row may fit with all blocks.
             return self.smallest() <= room + ROUNDING, np.zeros_like(most)
         if "recompute_layers" in fixed:
             layers = fixed["recompute_layers"]
             fewest = np.full_like(most, self.job.model.layers if layers is None else layers)
         else:
-            # The blocks whose saved bytes are at least the bytes by which a rank exceeds the room;
-            # for a row without savings, 0. A row with recomputation recomputes one block at least.
+            # A row recomputes as few blocks as save the bytes `over`, by which a rank exceeds the
+            # room: ceil(over / bytes saved by a block), at least 1 and at most all blocks. For a
+            # row without recomputation, where a block saves nothing, the division gives 0.
             over = np.maximum(0.0, self.unsaved - room)
             saved_by_block = np.where(self.saved > 0, self.saved, np.inf)
             fewest = np.ceil(over / saved_by_block).max(axis=1, keepdims=True)
             fewest = np.clip(fewest, 1, most).astype(int)
         fewest = np.where(self.recomputes, np.minimum(fewest, most), 0)
+        # A rank's smallest stage may have fewer blocks than `fewest`: count no more than it has.
         needed = self.unsaved - self.saved * np.minimum(fewest, self.ranks.least)
         return needed.max(axis=1) <= room + ROUNDING, fewest
 

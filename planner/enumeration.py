@@ -208,7 +208,8 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
         rejected += refused
         for way in placed:
             splits = _splits(asked, way)
-            # Rows are all combinations of the values in VARIED; recomputation is an index here.
+            # The rows of a way are all combinations of values in VARIED, as integers: recomputation
+            # is an index into _recomputations. Ways with the same key have the same combinations.
             key = way.tp > 1, way.pp > 1, way.dp * way.cp > 1, way.vocab_pp, str(splits), str(sizes)
             try:
                 if key not in parts_of:

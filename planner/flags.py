@@ -109,7 +109,8 @@ def check(
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     for name in given:
         if name not in read and name not in EVERYWHERE:
-            goes = " and ".join(", ".join(readers(name)).rsplit(", ", 1))  # "a, b and c"
+            # The questions that read the flag, as a list in words: "layouts, days and rampup".
+            goes = " and ".join(", ".join(readers(name)).rsplit(", ", 1))
             raise UserError(f"{words_of(name)} goes with {goes}, not {options.question}")
     options.top = options.top or DEFAULT_TOP
     options.risk = options.risk or risk.DEFAULT

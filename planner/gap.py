@@ -255,8 +255,11 @@ def _divided(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Sec
 
 
 def _changes(before: Layout, after: Layout) -> str:
-    """Return the flags that turn the layout `before` into `after`; dp follows from the ranks."""
+    """Return the flags that turn the layout `before` into `after`, as text, for a remedy.
+
+    Only fields that differ have a flag, without dp, which follows from the number of ranks.
+    """
     names = [field.name for field in fields(Layout)]
     kept = [name for name in names if getattr(before, name) == getattr(after, name)]
-    nothing: dict[str, Any] = dict.fromkeys(kept)  # an option that is None has no flag
+    nothing: dict[str, Any] = dict.fromkeys(kept)  # all None: to_words writes no flag for None
     return " ".join(to_words(replace(after, **nothing), "dp", always=names))

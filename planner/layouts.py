@@ -208,11 +208,13 @@ class _Search:
         below the seconds that it must beat.
         """
         lines: dict[int, Ranked] = {}
+        # `room` has the bytes that a risky row may need (True), and a row without risk (False). If
+        # they are equal, a row that fits is without risk.
         if self.room[True] <= self.room[False]:
             return []
         fastest = safe[0].prediction.seconds if safe else math.inf
         for row in self._likely_first(True):
-            limit = fastest
+            limit = fastest  # the seconds to beat: of the safe rows, or of this place's risky row
             if row.place in lines:
                 limit = lines[row.place].prediction.seconds
             if row.least < limit:

@@ -280,6 +280,8 @@ class MeasuredSteps:
         Without `slow ranks` a slow rank computes as fast as a usual rank. Without `variation` all
         passes of the same kind and stage take their mean in a step; without `imbalance` all passes
         of the same kind do, in whatever stage. The seconds of any other cause become 0.
+        `self.seconds` has the axes (cause, step, pipeline, rank, pass), so
+        `self.seconds[COMPUTE]` is the computing time of every pass.
         """
         if cause == "slow ranks":
             self.seconds[COMPUTE] *= self.usual_shares(shares)[:, :, None]

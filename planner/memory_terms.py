@@ -34,7 +34,7 @@ PLACES = 8 + 4 + 2 + 2 * 8
 # With --ep > 1 the token is also permuted by rank, which takes two permutations more.
 PLACES_ELSEWHERE = PLACES + 2 * 8
 
-# For these schedules `in_flight` is exact; for the other schedules it is a lower bound.
+# With these schedules `in_flight` (micro-batches in flight on a rank) is exact, else a lower bound.
 EXACT = ("1f1b", "gpipe", "zb-h1")
 
 
@@ -105,7 +105,7 @@ def laid_out(job: Job, parts: Parts) -> Column:
     if optimizer not in ("adafactor", "muon"):
         return held
     widest = max(model.qkv_width, model.up_width)
-    # In a block with experts, only attention and the shared MLP have matrices outside of experts.
+    # Blocks with experts have outside of them only matrices of attention and of the shared MLP.
     if all(kind.model.experts > 1 for _, kind in job.kinds):
         widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
     has_blocks = parts.blocks > 0

@@ -135,7 +135,8 @@ def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[i
         nodes = math.lcm(replica, machine.node) // machine.node
         with_dp = lambda n: replace(lean, dp=n * nodes * machine.node // replica)  # noqa: B023, E731
         fits = lambda n: _trains(Job(model, with_dp(n), training, machine))  # noqa: B023, E731
-        # The multiples of `nodes` that are less than the fewest nodes so far.
+        # count * nodes is a number of nodes that is less than the fewest so far. If the largest
+        # count fits, the smallest count that fits is found by bisection.
         counts = range(1, (fewest - 1) // nodes + 1)
         if counts and fits(counts[-1]):
             count = counts[bisect_left(counts, True, key=fits)]

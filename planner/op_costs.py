@@ -82,6 +82,7 @@ def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colum
         # A product has whole tiles, and all processors compute one tile each in a wave.
         tiles = batch * -(-m // rows) * -(-n // columns)
         waves = -(-tiles // machine.processors)
+        # The numbers of the result that one processor computes, in equivalents of full speed.
         best = np.minimum(best, waves * rows * columns / speed)
     rate = machine.peak * machine.gemm_fraction
     return 2.0 * best * (k + PROLOGUE) * machine.processors / rate
@@ -209,7 +210,8 @@ def message(machine: Machine, stage_ranks: Column, count: Column) -> Column:
     """
     rate = machine.network.bandwidth * machine.p2p_fraction
     apart = count * machine.node / rate + machine.network.latency
-    # With stages smaller than a node, several stages are on one node: only the ranks of its last
-    # stage send through the network, the others over NVLink.
+    # If a stage has fewer GPUs than a node (stage_ranks < machine.node), a node has several stages.
+    # Only the ranks of its last stage then send through the network, which these `stage_ranks` GPUs
+    # share; the others send over NVLink. The slower of the two counts.
     edge = np.maximum(count * stage_ranks / rate, count / machine.nvlink.speed)
     return np.where(stage_ranks >= machine.node, apart, edge + machine.nvlink.latency)

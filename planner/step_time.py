@@ -126,7 +126,8 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
         machine = hardware.at_share_of_network(job.machine, share)
         parts, _ = _parts_of_step(job._replace(machine=machine))
         seconds_at_share.append(sum(parts.values()))
-    # The prediction may have another schedule than the job, so only the ratios are taken over.
+    # The prediction may have another schedule than the job, which has the seconds at each share of
+    # the network's rate. So the prediction's seconds are scaled by the ratios of the job's seconds.
     at_datasheet_rate = seconds_at_share[0]
     scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in seconds_at_share)
     low, high = prediction.interval

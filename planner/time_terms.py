@@ -188,7 +188,8 @@ def tensor_collectives(job: Job) -> Column:
     """Return the seconds of a block's all-reduces over tp in one pass that no product hides.
 
     There is one after attention and one after the MLP (arXiv 1909.08053, section 3). With sequence
-    parallelism each tensor rank sends its own tokens to the experts, whose results need no sum.
+    parallelism each tensor rank sends its own tokens to the experts, whose results need no sum. A
+    backward that is split into B and W hides nothing, another hides the share `overlap_tensor`.
     """
     model = job.model
     has_experts_only = model.experts > 1 and not model.shared_ffn_hidden

@@ -46,7 +46,7 @@ class Space(NamedTuple):
 
     found: "list[Candidate]"  # layouts that can run, the fastest predicted first
     rejected: list[Rejected]  # layouts that cannot run, with reasons
-    slower: int  # further layouts: by the planner's closed forms slower, so they were not predicted
+    slower: int  # the number of layouts left out unsimulated, as closed forms rank them behind
 
 
 @dataclass(frozen=True)

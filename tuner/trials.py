@@ -174,7 +174,8 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
         status,
         reason,
         predicted=candidate.prediction.seconds,
-        config=json.loads(json.dumps(candidate.config.as_dict())),  # lists for tuples, as in JSON
+        # Through JSON, so that it equals a stored trial's: tuples become lists.
+        config=json.loads(json.dumps(candidate.config.as_dict())),
         formula=facts.get("flops_formula", ""),
         cluster={name: v for name, v in facts.get("cluster", {}).items() if name != "places"},
         versions=facts.get("versions", {}),
