@@ -133,8 +133,9 @@ class ClosedForm:
         vocab_pp = np.bool_(job.layout.vocab_pp)
         _, block_activations = memory_terms.kept_of_block(job)
         flying = memory_terms.in_flight(job, ranks.rank)
-        # A rank with a single stage keeps the logits of every micro-batch in flight. With several
-        # stages the backward pass follows the head at once, so that it keeps those of one.
+        # If the head's rank has a single stage, the logits of all its micro-batches in flight are
+        # kept. With several stages its other stages have most of the micro-batches in flight, and
+        # the stage with the head runs each backward at once: it keeps the logits of one.
         keeps_heads = ranks.head & (job.layout.stages_per_rank == 1) & ~vocab_pp
         heads = np.where(keeps_heads, flying, 1)
         kept = ranks.blocks * block_activations
@@ -260,8 +261,10 @@ class ClosedForm:
         """
         layout = self.job.layout
         ranks = self.ranks
-        # "redone": recomputed. Two lower bounds: all stages are as large as the largest one, and so
-        # keep as many blocks, or as small as the smallest one.
+        # redone: how many blocks a rank recomputes in all its stages, as the larger of two lower
+        # bounds. The first is all its blocks minus the most that it can keep: every stage keeps as
+        # many as the largest one does. In the second, every stage recomputes as many as the
+        # smallest one does.
         not_redone = layout.stages_per_rank * np.maximum(0, ranks.most - recomputed)
         in_smallest = layout.stages_per_rank * np.minimum(recomputed, ranks.least)
         redone = np.maximum(ranks.blocks - not_redone, in_smallest)

@@ -173,12 +173,13 @@ class Table:
         """
         columns = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
         columns["vocab_pp"] = self.column("vocab_pp").astype(bool)
-        # Only interleaved schedules use this number; other ways have a value that is not None.
+        # Only interleaved schedules use this number. A column of integers cannot have None, so
+        # ways without the number get 2, which no formula reads.
         virtual_stages = np.array([way.virtual_stages or 2 for way in self.ways])
         columns["virtual_stages"] = virtual_stages[self.way][:, None]
         for name in VARIED:
             columns[name] = getattr(self, name)[:, None]
-        first = self.ways[0]
+        first = self.ways[0]  # these two fields are not varied, so all ways have the same values
         constants: dict[str, Any] = {
             name: getattr(first, name) for name in ("pad_vocab_multiple", "overlap_param_gather")
         }
@@ -198,7 +199,8 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
     ways: list[Layout] = []
     parts: list[np.ndarray] = []  # for each way, the columns that a row adds to it
     rejected = []
-    # The same columns for all ways that agree in everything that decides which rows are possible.
+    # By the facts about a way that decide which rows are possible: the columns of these rows, which
+    # are computed once for all ways with the same facts.
     parts_of: dict[tuple, np.ndarray] = {}
     for placed in _placed(asked):
         if isinstance(placed, Rejected):
@@ -268,7 +270,7 @@ def _zero_stages(asked: Asked, way: Layout) -> list[int]:
     accepted = []
     refusal = None
     for zero in stages if way.dp * way.cp > 1 else stages[:1]:
-        try:
+        try:  # with full recomputation, which goes with every number of recomputed blocks
             check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
             accepted.append(zero)
         except UserError as error:
@@ -285,6 +287,7 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
     """
     gpus = asked.gpus
     node = asked.machine.node
+    # The fields that the user fixed to one value; fields with a list of values are varied.
     held = {name: value for name, value in asked.fixed.items() if asked.holds(name)}
     context_sizes = asked.values("cp", _context_sizes(asked))
     for cp, tp in product(context_sizes, asked.values("tp", divisors(gpus))):

@@ -75,7 +75,8 @@ def gap(run: str, name: str | None = None) -> Answer:
     machine = hardware.load(name) if name else hardware.of_device(device)
     plan = _planned(config, steps.order, machine) if machine else {}
     if plan:
-        # A backward pass contains both, so only the planner can tell their proportion.
+        # A measured backward pass contains the recomputation, so its seconds are divided between
+        # `compute` and `recompute` in the proportion that the planner predicts.
         again = plan["recompute"] / (plan["compute"] + plan["recompute"])
         causes["recompute"] = causes["compute"] * again
         causes["compute"] -= causes["recompute"]
@@ -124,7 +125,8 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
     alike = [row for row in rows if row.ended.shape == newest.shape]
     plain = [row for row in alike if not row.follows_others]
     chosen = (plain or alike)[-max(1, MOST_PASSES // newest.size) :]
-    # The number of a rank's passes for one micro-batch. It gives the number of micro-batches.
+    # The number of a rank's passes for one micro-batch: F, B and perhaps W in each of its stages,
+    # and the vocabulary's. All passes divided by it are the step's micro-batches.
     passes = (3 if layout.splits_backward else 2) * layout.stages_per_rank
     if layout.vocab_pp:
         passes += len(VOCABULARY)
@@ -164,6 +166,7 @@ def _planned(config: Config, order: Schedule, machine: hardware.Machine) -> dict
     batch = {"global_batch_size": micro_batches * layout.micro_batch_size * (layout.dp or 1)}
     training = replace(config.training, **FULL_BATCH | batch)
     found = compare.by_cause(Job(config.model, layout, training, machine))
+    # The measured causes have no `tied` and `fixed`: their seconds are measured as dp and host.
     found["dp"] += found.pop("tied")
     found["host"] += found.pop("fixed")
     return found
@@ -206,6 +209,7 @@ def remedies_of_passes(
     included. sent: seconds of a message between stages. device: such as "cuda", for the costs.
     """
     layout, model = config.layout, config.model
+    # Without a pipeline there is no bubble; with --vocab-pp other schedules have other passes.
     if layout.pp == 1 or order.vocabulary:
         return {}
     now = makespan(order, passes, sent)
@@ -225,7 +229,8 @@ def remedies_of_passes(
     if layout.stages_per_rank == 1:
         costs = part_costs(model, device)
         blocks = ",".join(map(str, balanced(model.layers, placement(layout), costs)))
-        # By (kind, stage): the measured seconds of all stages, divided as the new partition does.
+        # By (kind, stage), the seconds of a pass with the new partition: the measured seconds of
+        # this kind summed over all stages, times the share of the model that the stage then has.
         even: dict[tuple[str, int], float] = {}
         for spec in stage_specs(model, replace(layout, partition=blocks), costs):
             for kind in order.kinds:

@@ -81,8 +81,10 @@ def at_price(
     seconds = (np.array([choice.seconds for choice in choices]) * steps).T  # (levels, choices)
     numbers = np.arange(len(choices))
     rates = gpus + price  # the cost of a second with each choice
-    totals = rates * seconds[0]  # the cost so far of the cheapest plan that ends with each choice
-    origins = []  # for each later level, the choice at the level before, for each choice
+    # totals: for each choice, the cost up to this level of the cheapest plan that ends with it.
+    # origins: for each later level, an array with the choice from which each choice is reached.
+    totals = rates * seconds[0]
+    origins = []
     for of_level in seconds[1:]:
         # For each choice, the choice with as many nodes or fewer that is cheapest so far. The run
         # may change from it, which takes `restart` seconds, or keep its choice.
@@ -90,7 +92,8 @@ def at_price(
         changed = totals[before] + restart * rates
         origins.append(np.where(totals <= changed, numbers, before))
         totals = np.minimum(totals, changed) + rates * of_level
-    # Go back from the cheapest end: the number of the choice at each level.
+    # Find the path, the number of the choice at each level, from the last level to the first: its
+    # end is the choice with the least total cost, and `origins` leads to the choice before.
     path = [int(totals.argmin())]
     for origin in reversed(origins):
         path.insert(0, int(origin[path[0]]))

@@ -286,6 +286,7 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
     """
 
     def filled(entry: Any) -> Any:
+        """Return an entry with its constants' values in place of their names, also in tables."""
         if isinstance(entry, dict):
             return {key: filled(value) for key, value in entry.items()}
         return values.get(entry, entry) if isinstance(entry, str) else entry

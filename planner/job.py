@@ -143,7 +143,8 @@ class Job(NamedTuple):
     def experts_elsewhere(self) -> Column:
         """The number of a block's expert parameters that no rank of a tensor group holds.
 
-        It is negative if ranks of the group hold the same experts.
+        A block's parameters less this number are on the ranks of the group together. It is negative
+        if ranks of the group hold the same experts.
         """
         return self.parameters_of_all_experts - self.expert_parameters
 

@@ -32,7 +32,7 @@ SHOWN_RISKY = 5  # number of risky layouts that are printed
 TOLD_APART = 1.06
 WIDTH = 120  # width of a table that fits in a terminal, in characters
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that are aligned to the left
-# A table lacks such a column if all its cells have this value, which tells the reader nothing.
+# By column, the value that tells the reader nothing: a column whose cells all have it is left out.
 LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 NETWORK = (
@@ -380,7 +380,7 @@ def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
             values = " ".join(f"{name}={value}" for name, value in entry.layout.items())
             lines.append(f"  {values}: {entry.reason}")
         return lines
-    kinds: dict[str, list[str]] = {}  # by the reason without its numbers
+    kinds: dict[str, list[str]] = {}  # by a reason's text without numbers: all reasons of this kind
     for entry in rejected:
         kinds.setdefault(re.sub(r"[\d.]+", "", entry.reason), []).append(entry.reason)
     lines = [f"  {len(reasons):4}  {min(reasons, key=_needed)}" for reasons in kinds.values()]

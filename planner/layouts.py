@@ -82,6 +82,8 @@ def rank(
     Raise UserError if the model or the ramp-up of the batch is impossible.
     """
     check_shape(asked.model)
+    # With --schedule auto, rank the layouts with 1F1B; then `_searched` searches schedules for the
+    # fastest of them. A layout must be one that train.py accepts with `auto`.
     if asked.fixed.get("schedule") == "auto":
         fixed = asked.fixed | {"schedule": "1f1b", "vocab_pp": False}
 
@@ -169,7 +171,7 @@ class _Search:
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.of_rows(self.rows)
-        # By row and `risky`, the result of `_line`; None: the row cannot be ranked so.
+        # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
         self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
         self.taken = set[int]()  # places of which a row without risk was ranked
@@ -244,7 +246,8 @@ class _Search:
         """Yield the rows that may fit, the likely fastest first.
 
         risky: whether rows that fit only with a risk are included. among: for each row of the
-        table, whether it counts; None: all rows count.
+        table, whether it counts; None: all rows count. `self.rows` has the numbers of the rows that
+        may fit; `fits` and the closed forms have an entry for each of them.
         """
         counts = self.fits[risky]
         if among is not None:

@@ -93,10 +93,12 @@ def read_rows(run: str, ranks: int) -> list[Row]:
 def _row(values: Mapping[str, Any]) -> Row:
     """Return a line of times.jsonl as a `Row`; telemetry/step_times.py says what the line has.
 
-    Passes and phases of the line are in microseconds, its clocks in seconds.
+    Passes and phases of the line are in microseconds, its clocks in seconds. `apart` is the time of
+    saves and evaluations just before the step, which `total` includes.
     """
     ranks = values["ranks"]
-    # The cause of each kind of wait, in the order of the numbers in the line.
+    # The line names the kinds of waits, such as "tp", once: a pass has a number for each kind, in
+    # this order. Here the kinds are replaced by the causes to which their seconds count.
     kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
     passes = _numbers([rank["passes"] for rank in ranks]) / 1e6
     around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks]) / 1e6
@@ -189,9 +191,10 @@ class MeasuredSteps:
         self.place_of: dict[Action, tuple[int, int]] = {}
         for rank, actions in enumerate(order.ranks):
             self.place_of |= {action: (rank, number) for number, action in enumerate(actions)}
-        # So far MESSAGE has the waits for inputs. In a simulation they follow from the other times,
-        # so the time of the message takes their place: from the end of the sending pass until the
-        # input was there. It is 0 if the rank did not wait, since then the true time is unknown.
+        # So far seconds[MESSAGE] has each pass's wait for its input. In a simulation the waits
+        # follow from other times, so they are replaced by the time of the message with the input:
+        # from the end of the sending pass until the input was there. It is 0 if the rank did not
+        # wait long (`late` is False), since then the true time is unknown.
         late = self.seconds[MESSAGE] >= MOST_ARRIVED
         self.seconds[MESSAGE] = 0.0
         for action, (rank, number) in self.place_of.items():
@@ -250,7 +253,8 @@ class MeasuredSteps:
         # The share of each pipeline rank, which may hold several stages.
         of_ranks = np.bincount(self.order.rank_of, shares)
         rates = self.computed() / of_ranks
-        # With several pipelines a rank is compared with the same rank of the others (axis 0).
+        # With several pipelines a rank is compared with the ranks of the other pipelines that have
+        # the same stages (axis 0). If it is alone, it is compared with all ranks of its pipeline.
         alone = len(self.pipelines) == 1
         usual = np.quantile(rates, 0.5, axis=None if alone else 0, method="lower")
         slow = rates > usual * (SLOW_ALONE if alone else SLOW)

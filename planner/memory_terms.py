@@ -160,7 +160,7 @@ def gradients_of(job: Job, held: Column, shard: Column) -> Column:
 
 
 def gradient_bytes(job: Job) -> float:
-    """Return the bytes of one gradient in the sum over micro-batches, below --zero 2."""
+    """Return the bytes of one gradient in the sum over micro-batches below --zero 2; 2 for bf16."""
     size = job.machine.software.gradient_bytes if job.number_bytes == 2 else 4.0
     return size - 2.0 if job.training.grad_dtype == "bf16" else size
 
@@ -270,7 +270,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     if experts > 1:
         numbers = numbers + computed * h / t  # rows that came to this GPU's experts
         numbers = numbers + active * h / t  # results that came back for this GPU's tokens
-    # Keys and values of other cp ranks are kept too, unless attention is recomputed (scores 0).
+    # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
     gathered_from = scores * (job.cp // job.over_heads - 1)
     numbers = numbers + gathered_from * keys_and_values / t
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
@@ -327,13 +327,13 @@ def in_flight(job: Job, rank: Column) -> Column:
     layout = job.layout
     count = job.micro_batches
     name = layout.schedule
-    # An interleaved rank runs `ahead` forward passes before its first backward pass ends, because
-    # it takes a group of micro-batches through each of its stages.
+    # `ahead`: the forwards of an interleaved rank before its first backward ends, since a group of
+    # micro-batches passes all its stages first; each is of one of the rank's `virtual` stages.
     virtual = layout.stages_per_rank
     group = -(-count // np.maximum(1, count // layout.pp))
     ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
     interleaved = np.minimum(count * virtual, ahead) / virtual
-    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
+    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)  # more forwards before a backward
     flying = np.minimum(layout.pp - rank + further, count)
     flying = np.where(np.equal(name, "gpipe"), count, flying)
     # Every zero-bubble rank holds as many micro-batches as the first rank of 1F1B.
@@ -387,7 +387,7 @@ def tied_gradient(job: Job, parts: Parts) -> Column:
 
 
 def reduced_bytes(job: Job) -> Column:
-    """Return the bytes of a gradient being reduced, with the part of its FP32 sum on a rank."""
+    """Return the bytes of a gradient in a bucket being reduced, and in the rank's FP32 result."""
     return gradient_bytes(job) + 4.0 / job.shards
 
 
@@ -397,7 +397,7 @@ def block_working(job: Job) -> Column:
 
     With full recomputation it is all activations of the block. Otherwise it is the gradients of the
     block's output and input: other temporary tensors reuse memory that was freed before. With
-    experts, the gradients of the rows sent to experts and of their results exist before that.
+    experts, the gradients of the rows sent to the experts and of their results are added.
     """
     gradients = 2.0 * job.activation_bytes / job.sequence_shards
     computed = job.model.experts_per_token * (job.model.experts > 1) * job.rows_over_mean

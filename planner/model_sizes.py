@@ -91,7 +91,7 @@ def _lean(model: ModelShape, machine: Machine, gpus: int = 0) -> Iterator[Layout
     """
     ranks = divisors(gpus) if gpus else range(1, max(machine.node, model.layers) + 1)
     tps = [tp for tp in ranks if tp <= machine.node][::-1]
-    cps = [2**k for k in range(11) if k == 0 or model.seq_length >= LONG]
+    cps = [2**k for k in range(11) if k == 0 or model.seq_length >= LONG]  # 1, or 1 to 1024
     for cp, tp, pp in product(cps, tps, [pp for pp in ranks if pp <= model.layers]):
         layout = Layout(tp=tp, pp=pp, cp=cp, recompute="full")
         with suppress(UserError):

@@ -139,7 +139,11 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
 
 
 def passes_of(job: Job) -> Passes:
-    """Return the seconds of one micro-batch through a block, the embedding and the head."""
+    """Return the seconds of one micro-batch through a block, the embedding and the head.
+
+    Of `block_passes`, the field `forward` is for a block that is not recomputed, and `backward` for
+    a block with the layout's --recompute.
+    """
     blocks = block_passes(job)
     embedding = time_terms.embedding(job)
     head = time_terms.head(job)
@@ -342,6 +346,8 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
 def _exposed(job: Job, most: Most, experts: Column) -> Column:
     """Return the seconds of a step's gradient and parameter traffic that no computation hides.
 
+    The gather of parameters runs beside the next forward, the reduction of gradients beside the
+    last backward; each pass hides at most the share `overlap_passes` of its seconds.
     experts: the expert parameters on a GPU, which fewer ranks hold than other parameters.
     """
     layout = job.layout

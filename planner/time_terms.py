@@ -50,10 +50,14 @@ def block_seconds(job: Job) -> Pass:
 
 
 def block_terms(job: Job) -> dict[str, Pass]:
-    """Return the seconds of one micro-batch through a block by cause, if all blocks are alike."""
+    """Return the seconds of one micro-batch through a block by cause, if all blocks are alike.
+
+    `block_seconds` adds them. `tensor` is collectives over tp, `experts` is routing, `host` is the
+    host's launches (a quarter in the forward), and `accumulated` is adding up the gradients.
+    """
     tensor = tensor_collectives(job)
-    # With sequence parallelism the gathered inputs are not kept, so backward gathers them again,
-    # which takes half as long as an all-reduce.
+    # With sequence parallelism the forward gathers the inputs of products over tp and does not keep
+    # them. So the backward gathers them again, which takes half as long as an all-reduce.
     once_more = np.where(job.sequence_parallel, tensor / 2, 0.0)
     host = job.machine.software.host_per_block
     return {
@@ -88,7 +92,7 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
         sizes.append((job.tokens, h, dense_width // t, 1))
     if model.experts > 1:
         experts = model.experts // job.ep
-        # The rows of the busiest rank's expert, rounded up to a multiple of ALIGNMENT.
+        # How many rows an expert of the busiest rank gets, rounded up to a multiple of ALIGNMENT.
         rows_of_rank = job.tokens * model.experts_per_token / t
         tiles = np.ceil(rows_of_rank * uneven(job) / experts / op_costs.ALIGNMENT)
         rows = np.int64(tiles) * op_costs.ALIGNMENT
@@ -125,7 +129,8 @@ def attention(job: Job) -> Pass:
     model = job.model
     layout = job.layout
     widths = model.qkv_width + model.attention_width
-    exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes
+    # The bytes of queries, keys, values and results that a rank exchanges with the cp ranks.
+    exchanged = job.number_bytes * job.tokens / layout.tp * widths
     sent = op_costs.all_to_all(job.machine, job.over_heads, layout.tp, exchanged)
     sent = sent + gathered(job)
     return core_seconds(job) * (1 / job.cp) + Pass(sent, sent)
@@ -301,8 +306,9 @@ def operations(job: Job) -> Column:
 
 @mean_of_kinds
 def block_weights(job: Job) -> Column:
-    """Return the seconds of the weight gradients in a block's backward: half of the products, and
-    the addition of the gradients to their sum.
+    """Return the seconds of the weight gradients in a block's backward, which W computes.
+
+    They are half of the backward's products, and the addition of the gradients to their sum.
     """
     added = accumulated(job, job.block_parameters / job.layout.tp)
     return sum(product.backward / 2 for product in products(job)) + added
@@ -342,8 +348,9 @@ def head_product(job: Job) -> Pass:
 
 
 def head_weights(job: Job) -> Column:
-    """Return the seconds of the output matrix's gradient in the head's backward, and of adding it
-    to the sum over micro-batches.
+    """Return the seconds of the gradient of the head's matrix, and of adding it to the sum.
+
+    The sum is over micro-batches. A split backward computes this gradient in W instead of B.
     """
     added = accumulated(job, job.vocab_columns * job.model.hidden)
     return head_product(job).backward / 2 + added
@@ -395,7 +402,10 @@ def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
 
 
 def expert_ring_seconds(job: Job, count: Column) -> Column:
-    """Return the seconds to all-reduce `count` bytes over the ranks that hold the same experts."""
+    """Return the seconds to all-reduce `count` bytes over the ranks that hold the same experts.
+
+    They are 0 for a block without experts, whose `mlps` are one MLP, of which one is active.
+    """
     if job.model.mlps[0] == 1:
         return 0.0
     return ring_seconds(job, job.shards * job.layout.tp // job.ep, job.ep, count)
@@ -421,7 +431,7 @@ def collected_seconds(job: Job, held: Column) -> Column:
     held: the number of parameters on a rank.
     """
     if not job.machine.software.fused_accumulation:
-        return 0.0  # `accumulated` counts the addition in each backward pass
+        return 0.0  # without fused accumulation, `accumulated` counts these additions in the passes
     micro_batch = op_costs.moved(job.machine, COLLECTED * held)
     return np.where(job.zero >= 2, job.micro_batches * micro_batch, 0.0)
 

@@ -190,6 +190,7 @@ def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
         memory = max(row.memory) / GIGA
         size = f"{memory:.0f}GB" if memory >= 10 else f"{memory:.2f}GB"
         measured = [size, format_number(row.seconds), rate]
+    # The words of the label that no column shows, for example "full" and "zero1".
     options = " ".join(word for word in label.split() if not WORD_OF_COLUMN.fullmatch(word))
     shape = f"h {model.hidden}, {model.heads} heads, {model.layers} layers"
     months_and_days = {trial.started[5:10] for trial in row.trials}

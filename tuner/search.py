@@ -45,7 +45,7 @@ def features(config: Config) -> tuple[float, ...]:
     recomputed = 0.0  # the share of the blocks that are recomputed
     if layout.recompute == "full":
         recomputed = 1.0
-        if layout.recompute_layers is not None:
+        if layout.recompute_layers is not None:  # the number of recomputed blocks of each stage
             recomputed = min(1.0, layout.recompute_layers * layout.stages / config.model.layers)
     return (
         math.log2(layout.tp),

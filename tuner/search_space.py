@@ -134,10 +134,13 @@ def candidates(
 
     # By program, since two layouts with the same program run equally fast and need one trial.
     runs: dict[tuple, Candidate] = {}
-    rejected: dict[tuple, Rejected] = {}  # by layout and reason, since several tables may have it
+    # By layout and reason, so that a layout which several tables reject is listed once.
+    rejected: dict[tuple, Rejected] = {}
     slower = 0
     for fixed, share in _tables(config, given):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
+        # With --schedule auto only the fastest layout of each place is taken, because a search of
+        # its schedule takes long; otherwise all layouts, up to a share of `most`.
         if fixed.get("schedule") == "auto":
             answer = layouts.rank(asked, refused, accepted)
         else:

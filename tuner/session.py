@@ -282,7 +282,9 @@ class Session:
         while (index := search.next()) is not None:
             trial = self._trial(candidates[index])
             self._add(search, candidates, index, trial)
-        with contextlib.suppress(BudgetSpent):  # the fastest layout is known without these trials
+        # Repeat the trials of layouts that noise alone may separate. If the budget ends meanwhile,
+        # the search has its result nevertheless.
+        with contextlib.suppress(BudgetSpent):
             for contender in search.contenders():
                 trial = self._trial(candidates[contender], "confirm")
                 self._add(search, candidates, contender, trial)
