@@ -94,7 +94,8 @@ def fit(runs: Sequence[Run], machine: Machine) -> Fit:
     if not chosen:
         raise UserError("these runs determine no constant")
     found = _minimised(runs, machine, chosen)
-    # The root mean square of the weighted errors, with the old and with the new machine.
+    # The root mean square of the runs' errors, with the old and with the new machine, is the norm
+    # of the weighted errors over the norm of the weights (below).
     before, after = (float(np.linalg.norm(_off(runs, at))) for at in (machine, found))
     weight = float(np.linalg.norm([run.weight for run in runs]))
     # The derivatives are others at the new values, so the standard deviations are computed again.

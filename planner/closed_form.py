@@ -310,6 +310,7 @@ class ClosedForm:
         number of recomputed blocks of each stage.
         """
         ranks = self.ranks
+        # For the seconds, each rank's largest stage; for the parameters below, all its stages.
         largest = ranks.parts._replace(blocks=ranks.most)
         redone = np.minimum(recomputed, ranks.most)
         stage = step_time.through(self.passes, largest, redone, ~np.bool_(self.job.layout.vocab_pp))

@@ -80,7 +80,7 @@ def at_price(
     steps = [level.steps or 0 for level in levels]
     seconds = (np.array([choice.seconds for choice in choices]) * steps).T  # (levels, choices)
     numbers = np.arange(len(choices))
-    rates = gpus + price  # the cost of a second with each choice
+    rates = gpus + price  # the cost of a second with each choice, in GPU-seconds
     # totals: for each choice, the cost up to this level of the cheapest plan that ends with it.
     # origins: for each later level, an array with the choice from which each choice is reached.
     totals = rates * seconds[0]
@@ -226,7 +226,8 @@ def rampup(question: Question) -> Answer:
         tried = f"nodes of {question.machine.name}: {', '.join(map(str, node_counts(most)))}"
         runs = "no plan runs every batch size, with never fewer nodes than before"
         raise UserError(f"{runs}; {tried}")
-    # scripts/stages.py recognises the run by model and batches, and gives sbatch these words.
+    # The file of --stages is read by scripts/stages.py, which submits a job for each stage. It
+    # recognises the run by `model` and `batches`, and passes the words in `sbatch` to sbatch.
     data |= {"model": asdict(question.config.model), "batches": question.config.batches.starts}
     data["sbatch"] = (options.submit or "").split()
     write_file(options.stages, json.dumps(data, indent=1) + "\n")

@@ -74,7 +74,8 @@ def timeline(question: Question) -> Answer:
     """Return the answer of `plan.py timeline`: the schedule drawn as text, and a Chrome trace.
 
     The drawing has equal times for all stages, the trace and the printed bubble have predicted
-    seconds. At most 4 pp micro-batches are shown. The trace is written to the file of --trace.
+    seconds. At most 4 pp micro-batches are shown. The trace is written to the file of --trace. With
+    --schedule auto the schedule is searched, and a line says what the search chose.
     """
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)

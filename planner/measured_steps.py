@@ -209,6 +209,7 @@ class MeasuredSteps:
         They are the rank's time before it needs the action's input, the time of the message with
         the input, and the time of the action with its waits for collectives.
         """
+        # The first axis has the causes in the order of PLACE; host, data and p2p are the first.
         host, data, message, *waits_and_compute = self.seconds[:, :, :, *self.place_of[action]]
         return Timing(host + data, message, sum(waits_and_compute))
 
@@ -217,6 +218,7 @@ class MeasuredSteps:
 
         A step ends when its slowest pipeline has ended and the phases after the passes are done.
         """
+        # Times are arrays (step, pipeline), so np.maximum finds the later of two times.
         slots = simulate_each(self.order, self.timing_of, np.maximum)
         # The ends of the ranks' last passes: (rank, step, pipeline). The latest counts in a step.
         ends = np.max([row[-1].end for row in slots], axis=(0, 2))

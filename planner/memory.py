@@ -164,9 +164,9 @@ def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]
     with this. rows_over_mean: see `Job`. The options in `config` must have been checked. With a
     batch-size ramp-up, the largest batch that this start of the run reaches counts.
     """
-    # The parts in OF_RUN depend on the machine only by its software and its overhead of the
-    # allocator. Both are set to those of train.py itself, so any machine with the run's device
-    # serves.
+    # The parts in OF_RUN depend on the machine only by its software and the allocator's overhead.
+    # The software is set to train.py, and no overhead is counted, so any machine with the run's
+    # device serves.
     name = "cpu" if config.run.device == "cpu" else "a100-80"
     machine = hardware.load(name)
     machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)

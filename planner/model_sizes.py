@@ -60,10 +60,14 @@ def _deepest(
 ) -> tuple[ModelShape, Layout] | None:
     """Return the model of a hidden size with the most blocks that fits, and a layout; or None.
 
-    The number of blocks is found by bisection, since a deeper model needs more memory.
+    The number of blocks is found by bisection, since a deeper model needs more memory. It is at
+    most a 60th of the hidden size. sized: makes the model with some number of blocks. fitting:
+    returns a layout with which this model fits, or None.
     """
     sized = cache(lambda layers: _resized(like, layers, hidden, hidden // 128))
     fitting = cache(lambda layers: leanest(sized(layers), training, machine, gpus))
+    # The position in 1, 2, 3, ... of the first number of blocks that does not fit, which is the
+    # number of the last one that fits; 0 if none does.
     most = bisect_left(range(1, hidden // 60 + 1), True, key=lambda n: fitting(n) is None)
     found = fitting(most) if most else None
     return (sized(most), found) if found else None

@@ -64,7 +64,8 @@ class Question:
         fixed = {field.name: getattr(run.layout, field.name) for field in fields(schema.Layout)}
         fixed = {name: value for name, value in fixed.items() if name in self.given}
         searched = self.options.question in SEARCHED
-        # For the other questions only plain layouts are tried, because a ramp-up ranks often.
+        # A question that is not in SEARCHED tries only plain layouts, to be quick: a ramp-up ranks
+        # for each number of nodes.
         if not searched:
             fixed = PLAIN | {"recompute_layers": None} | fixed
         # The check is for the full batch: whether a layout can run the smaller batches of a ramp-up

@@ -129,8 +129,7 @@ def attention(job: Job) -> Pass:
     model = job.model
     layout = job.layout
     widths = model.qkv_width + model.attention_width
-    # The bytes of queries, keys, values and results that a rank exchanges with the cp ranks.
-    exchanged = job.number_bytes * job.tokens / layout.tp * widths
+    exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes of q, k, v and results
     sent = op_costs.all_to_all(job.machine, job.over_heads, layout.tp, exchanged)
     sent = sent + gathered(job)
     return core_seconds(job) * (1 / job.cp) + Pass(sent, sent)
@@ -306,10 +305,7 @@ def operations(job: Job) -> Column:
 
 @mean_of_kinds
 def block_weights(job: Job) -> Column:
-    """Return the seconds of the weight gradients in a block's backward, which W computes.
-
-    They are half of the backward's products, and the addition of the gradients to their sum.
-    """
+    """Return the seconds that W takes for a block: half the backward's products, and the adding."""
     added = accumulated(job, job.block_parameters / job.layout.tp)
     return sum(product.backward / 2 for product in products(job)) + added
 
@@ -348,10 +344,7 @@ def head_product(job: Job) -> Pass:
 
 
 def head_weights(job: Job) -> Column:
-    """Return the seconds of the gradient of the head's matrix, and of adding it to the sum.
-
-    The sum is over micro-batches. A split backward computes this gradient in W instead of B.
-    """
+    """Return the seconds that W takes for the head: its matrix's gradient, and adding it up."""
     added = accumulated(job, job.vocab_columns * job.model.hidden)
     return head_product(job).backward / 2 + added
 
@@ -402,10 +395,7 @@ def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
 
 
 def expert_ring_seconds(job: Job, count: Column) -> Column:
-    """Return the seconds to all-reduce `count` bytes over the ranks that hold the same experts.
-
-    They are 0 for a block without experts, whose `mlps` are one MLP, of which one is active.
-    """
+    """Return the seconds to all-reduce `count` bytes over ranks with the same experts, or 0."""
     if job.model.mlps[0] == 1:
         return 0.0
     return ring_seconds(job, job.shards * job.layout.tp // job.ep, job.ep, count)

@@ -29,7 +29,8 @@ from tuner.trials import Trial
 BILLION = GIGA = 1e9
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
 WORD_OF_COLUMN = re.compile(r"(tp|pp|dp|mbs)[0-9]+")  # in a layout's label; table.md has columns
-# The columns of results.csv. A column with the name of an option has the option's value.
+# The columns of results.csv, which begin as those of the table of published rows in benchmarks/
+# (so some stay empty here). A column with the name of an option has the option's value.
 # fmt: off
 COLUMNS = (
     "row_id", "section", "gpu", "gpus", "size_b", "layers", "hidden", "heads", "ffn", "seq",
@@ -53,7 +54,10 @@ class LayoutResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the layout ran to the end in at least one trial."""
+        """Whether the layout ran to the end in at least one trial.
+
+        Then `trials` has only the trials that ran; else it has the last trial, which failed.
+        """
         return self.trials[0].status == "ok"
 
     @property

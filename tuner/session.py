@@ -55,6 +55,7 @@ def raise_on_signals() -> None:
     """
 
     def stop(number: int, frame: object) -> None:
+        """Ignore all further signals of STOPPING, and raise StoppedBySignal for this one."""
         for signal_number in STOPPING:
             signal.signal(signal_number, signal.SIG_IGN)
         raise StoppedBySignal(number)

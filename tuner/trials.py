@@ -231,6 +231,7 @@ def execute(
     # the trial in order.
     options |= {"start_new_session": True, "preexec_fn": _end_with_search}
     handlers: Any = {number: signal.getsignal(number) for number in STOPPING}
+    # The signals that have a handler in Python; others are ignored or end the process at once.
     handled = [number for number in STOPPING if callable(handlers[number])]
     until = time.monotonic() + time_limit
     process = None
@@ -239,6 +240,7 @@ def execute(
         try:
             process = subprocess.Popen(command, env=environment, stdout=output, **options)
             while process.poll() is None and time.monotonic() < until:
+                # Wait for a signal, or for CHECK_SECONDS; the handler of a signal raises.
                 if sent := signal.sigtimedwait(handled, CHECK_SECONDS):
                     handlers[sent.si_signo](sent.si_signo, None)
             status = process.poll()
