@@ -281,6 +281,7 @@ class ClosedForm:
         """
         layout = self.job.layout
         later_ranks = layout.pp - 1 - self.ranks.rank
+        # A forward and a backward through all blocks from this rank to the last one.
         blocks = (self.job.model.layers - self.ranks.before) * sum(self.passes.block)
         round_trip = blocks + sum(self.passes.head) + 2 * later_ranks * sent
         trips = (self.job.micro_batches - 1) // (later_ranks + 1) + 1

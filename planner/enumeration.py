@@ -123,6 +123,7 @@ class Table:
             "recompute": str(self.recompute[row]),
             "zero": int(self.zero[row]),
         }
+        # A fixed option stays in the way as the user gave it.
         if not self.asked.holds("sequence_parallel") and _can_split(self.asked.model, way):
             more["sequence_parallel"] = bool(self.sequence_parallel[row])
         if self.asked.counts_blocks and more["recompute"] != "none":
@@ -226,6 +227,7 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
     if not sum(map(len, parts)):
         return None, rejected
     columns = dict(zip(VARIED, np.concatenate(parts).T, strict=True))
+    # Put the values themselves in place of the indices of recomputation and the integers 0 and 1.
     columns["recompute"] = np.array(_recomputations(asked))[columns["recompute"]]
     columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
     way_of_row = np.repeat(np.arange(len(ways)), list(map(len, parts)))

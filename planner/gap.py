@@ -249,6 +249,7 @@ def _divided(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Sec
     """
     found: dict[tuple[str, int], float] = {}
     for stage, rank in enumerate(new.rank_of):
+        # The share of a rank's work on a micro-batch that is in one pass of the new schedule.
         share = 1 / (len(new.stages_on(rank)) * parts)
         stages = order.stages_on(rank)
         of_kind = {kind: share * sum(passes[kind, old] for old in stages) for kind in order.kinds}

@@ -112,7 +112,7 @@ def cheapest(
     plan is in time, return the fastest plan.
     """
     low, high = LEAST_PRICE, MOST_PRICE
-    best = at_price(levels, choices, restart, high)
+    best = at_price(levels, choices, restart, high)  # the fastest plan, if no plan is in time
     price = low
     for _ in range(BISECTIONS):
         plan = at_price(levels, choices, restart, price)
@@ -206,7 +206,7 @@ def rampup(question: Question) -> Answer:
     options = question.options
     if options.submit and not options.stages:
         raise UserError("--submit needs --stages FILE, from which the jobs have their stages")
-    found = duration_questions.rampup(question)  # UserError without a ramp-up
+    found = duration_questions.rampup(question)  # raises UserError if the run has no ramp-up
     if options.deadline is None:
         if options.stages or options.restart is not None:
             needs = "need --deadline DAYS, within which the run ends"

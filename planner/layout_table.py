@@ -204,7 +204,9 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
     name = question.options.model
     words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
     if name:
-        size_words = to_words(run.model)  # the first words: `model` is the first of GROUPS
+        # The words of the model's sizes are the first of `words`, as `model` is the first group.
+        # They are replaced by --model and the options that the user gave in addition.
+        size_words = to_words(run.model)
         given = question.given
         model_words = ["--model", name, *to_words(run.model, always=given, only=given)]
         words[: len(size_words)] = model_words
@@ -280,7 +282,7 @@ def _risky_lines(
     for risky_line in faster[:SHOWN_RISKY]:
         layout = risky_line.layout
         p = risky_line.prediction
-        needed = machine.memory - p.margin  # bytes of the fullest GPU
+        needed = machine.memory - p.margin  # the predicted bytes of the fullest GPU
         over = (needed - allowed) / BILLION
         same_place = [line for line in safe if _place(line.layout) == _place(layout)]
         advice = ""

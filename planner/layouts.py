@@ -189,6 +189,8 @@ class _Search:
         fastest = math.inf  # the seconds of the fastest row so far
         for row in self._likely_first(False, among):
             may_be_first = row.least < fastest
+            # A row is not tried if it cannot be the fastest, and its place has a better row or
+            # enough places are ranked.
             if not may_be_first and (row.place in lines or len(lines) >= most):
                 waiting.setdefault(row.place, row)
                 continue

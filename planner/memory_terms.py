@@ -85,7 +85,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     positions = 0
     if model.positions == "learned":
         positions = model.max_positions * model.hidden
-    has_head_matrix = parts.head & (parts.tied | (not model.tied))
+    has_head_matrix = parts.head & (parts.tied | (not model.tied))  # its own, or a tied copy
     at_the_ends = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
     matrices = 1 if model.tied else 2
     on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a part of both
@@ -104,13 +104,13 @@ def laid_out(job: Job, parts: Parts) -> Column:
     held = held_parameters(job, parts)
     if optimizer not in ("adafactor", "muon"):
         return held
-    widest = max(model.qkv_width, model.up_width)
+    widest = max(model.qkv_width, model.up_width)  # columns of the widest matrix of a block
     # Blocks with experts have outside of them only matrices of attention and of the shared MLP.
     if all(kind.model.experts > 1 for _, kind in job.kinds):
         widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
     has_blocks = parts.blocks > 0
-    largest = model.hidden * widest * has_blocks
-    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)
+    largest = model.hidden * widest * has_blocks  # the numbers of the largest matrix
+    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)  # updated whole
     if optimizer == "adafactor":
         has_vocabulary = parts.embedding | parts.head
         largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)

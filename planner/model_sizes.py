@@ -165,6 +165,7 @@ def shapes(
     """
     found, step = [], math.lcm(128, 8 * layout.tp)
     for hidden, head in product(range(step, 32768, step), range(64, 257, 8)):
+        # The head size must divide the hidden size, and tp the heads.
         heads, rest = divmod(hidden, head)
         if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
             continue

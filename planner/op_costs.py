@@ -143,7 +143,7 @@ def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 
     padded_head = -(-head // ALIGNMENT) * ALIGNMENT
     # The FLOPs of one product: 2 for each pair of tokens and head column, halved by the mask.
     product = 1.0 * batch * seq * seq * padded_head
-    if size > 2:
+    if size > 2:  # FP32 does not use tensor cores, and has no flash kernel
         rate = machine.vector_peak * machine.gemm_fraction
         return Pass(2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH)
     kernel = KERNELS[machine.kernel]

@@ -82,7 +82,7 @@ def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Predict
     table = stages or memory.stages(job)
     margin = machine.memory - max(stage.total for stage in table)
     samples = job.training.global_batch_size
-    per_gpu = seconds * job.gpus
+    per_gpu = seconds * job.gpus  # the GPU-seconds of a step
     flops = model_flops(model, samples)
     return Prediction(
         seconds=seconds,
@@ -171,7 +171,7 @@ def block_passes(job: Job) -> Pass:
     again = np.where(is_selective, attention_again, again)
     launched = job.machine.software.host_per_operation * time_terms.operations(job)
     forward = np.maximum(computed.forward, launched)
-    backward = np.maximum(computed.backward, 2 * launched)
+    backward = np.maximum(computed.backward, 2 * launched)  # it has about twice the operations
     recomputed_backward = np.maximum(computed.backward + again, 2 * launched)
     return Pass(Pass(forward, backward), Pass(forward, recomputed_backward))
 

@@ -155,7 +155,7 @@ def gathered(job: Job) -> Column:
     model = job.model
     tp = job.layout.tp
     ranks = job.cp // job.over_heads
-    numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp
+    numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp  # of keys and values
     all_bytes = job.number_bytes * numbers_of_rank * ranks
     # An all-gather takes half as long as an all-reduce.
     return ring_seconds(job, ranks, tp * job.over_heads, all_bytes) / 2
@@ -163,8 +163,9 @@ def gathered(job: Job) -> Column:
 
 @term
 def elementwise_bytes(job: Job) -> Pass:
-    """Return the bytes that a block reads and writes for each token outside of matrix products and
-    attention.
+    """Return the bytes that a block's elementwise kernels read and write for each token.
+
+    These are all kernels but matrix products and attention.
     """
     model = job.model
     t = job.layout.tp
@@ -176,15 +177,15 @@ def elementwise_bytes(job: Job) -> Pass:
     rotated = (model.qkv_width + model.attention_width) / 2  # width of queries and keys
     moved = Pass(4 * normed, 6 * normed)  # two norms: a read and a write; backward reads two
     moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
-    moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
+    moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)  # activation
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
     if model.bias:  # a bias's gradient reads the gradient of the product's output
         moved += Pass(0.0, f / t + 2 * h)
     if model.qkv_bias:
         moved += Pass(0.0, model.qkv_width / t)
     if model.positions == "rotary":
-        moved += Pass(ROTARY, ROTARY) * (rotated / t)
-    moved += permuted(job) * (active * h / t)
+        moved += Pass(ROTARY, ROTARY) * (rotated / t)  # rotating queries and keys
+    moved += permuted(job) * (active * h / t)  # ordering rows by expert
     return moved * job.number_bytes
 
 
@@ -196,10 +197,10 @@ def tensor_collectives(job: Job) -> Column:
     backward that is split into B and W hides nothing, another hides the share `overlap_tensor`.
     """
     model = job.model
-    has_experts_only = model.experts > 1 and not model.shared_ffn_hidden
+    has_experts_only = model.experts > 1 and not model.shared_ffn_hidden  # no MLP that tp divides
     sums = 2 - has_experts_only * job.sequence_parallel
     overlap = job.machine.software.overlap_tensor
-    hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)
+    hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)  # by other work
     return sums * tensor_all_reduce(job) * (1 - hidden_share)
 
 
@@ -321,7 +322,7 @@ def embedding(job: Job) -> Pass:
     """
     machine = job.machine
     matrix = job.vocab_columns * job.model.hidden
-    lookup = op_costs.moved(machine, 5.0 * job.activation_bytes)
+    lookup = op_costs.moved(machine, 5.0 * job.activation_bytes)  # reads and writes of rows
     matrix_gradient = op_costs.moved(machine, 2.0 * job.number_bytes * matrix)
     forward = lookup + tensor_all_reduce(job)
     backward = lookup + matrix_gradient + accumulated(job, matrix)

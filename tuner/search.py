@@ -89,7 +89,7 @@ class Search:
         common = COMMON_ERROR**2
         slopes = SLOPE_ERROR**2 * (np.array(positions) @ np.array(positions).T)
         independent = OWN_ERROR**2 * np.eye(len(self.predicted))
-        self._covariance = common + slopes + independent  # of every two layouts' errors
+        self._covariance = common + slopes + independent  # of any two errors: (layouts, layouts)
 
     def add(self, index: int, seconds: float | None) -> None:
         """Add the result of a run of the layout `index`: its seconds, or None if the run failed.
