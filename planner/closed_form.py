@@ -102,7 +102,8 @@ def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
         flags = [stages[0].embedding, stages[-1].head, any(spec.tied for spec in stages)]
         numbers = rank, sum(blocks), max(blocks), min(blocks), before
         first_and_last = chosen.setdefault((*blocks, *flags), [])
-        first_and_last[1:] = [(*numbers, *flags)]  # after the first, only the last stays
+        # Keep the first rank with these contents, and the last one so far in place of others.
+        first_and_last[1:] = [(*numbers, *flags)]
         before += blocks[0]
     return [fields for first_and_last in chosen.values() for fields in first_and_last]
 

@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     training: Training
     machine: Machine
     gpus: int
-    fixed: dict[str, Any] = {}  # noqa: RUF012
+    fixed: dict[str, Any] = {}  # what the user has fixed  # noqa: RUF012
 
     @property
     def counts_blocks(self) -> bool:
@@ -175,7 +175,7 @@ class Table:
         columns = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
         columns["vocab_pp"] = self.column("vocab_pp").astype(bool)
         # Only interleaved schedules use this number. A column of integers cannot have None, so
-        # ways without the number get 2, which no formula reads.
+        # ways without the number get 2, which has no effect.
         virtual_stages = np.array([way.virtual_stages or 2 for way in self.ways])
         columns["virtual_stages"] = virtual_stages[self.way][:, None]
         for name in VARIED:
@@ -198,7 +198,7 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
     Plain layouts come first. If no layout is accepted, the table is None.
     """
     ways: list[Layout] = []
-    parts: list[np.ndarray] = []  # for each way, the columns that a row adds to it
+    parts: list[np.ndarray] = []  # for each way, the values that its rows add: (rows, VARIED)
     rejected = []
     # By the facts about a way that decide which rows are possible: the columns of these rows, which
     # are computed once for all ways with the same facts.
@@ -272,7 +272,8 @@ def _zero_stages(asked: Asked, way: Layout) -> list[int]:
     accepted = []
     refusal = None
     for zero in stages if way.dp * way.cp > 1 else stages[:1]:
-        try:  # with full recomputation, which goes with every number of recomputed blocks
+        # Check with --recompute full, since `none` would be refused with a fixed number of blocks.
+        try:
             check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
             accepted.append(zero)
         except UserError as error:
@@ -324,8 +325,8 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
     They have every partition, schedule, number of virtual stages and --vocab-pp that train.py
     accepts. Raise train.py's first UserError if it accepts none.
     """
-    # The keys are the fields that decide what runs, since two partitions may give the same blocks
-    # to each stage; of such ways only the first is kept.
+    # By the fields that decide what runs, the way. Two partitions may give the same blocks to each
+    # stage: of ways with the same fields only the first is kept.
     ways: dict[tuple, Layout] = {}
     refusal = None
     partitions = asked.values("partition", [placed.partition])

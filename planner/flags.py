@@ -68,7 +68,8 @@ def add(parser: Parser, read: Collection[str]) -> None:
     names = ", ".join(hardware.names())
     machines = f"machine: {names}; a family such as a100; or a FILE.toml like one"
     parser.add_argument("--gpu", help=machines, metavar="NAME")
-    parser.add_argument("--model", help=SUPPRESS)  # listed among train.py's flags, not here
+    # --help lists --model among train.py's flags, so it is hidden among the planner's.
+    parser.add_argument("--model", help=SUPPRESS)
     for name, flag in FLAGS.items():
         text = flag.help if name in read or name in EVERYWHERE else SUPPRESS
         kind: dict[str, Any] = {"type": flag.type, "metavar": flag.metavar}

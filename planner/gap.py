@@ -35,7 +35,7 @@ MOST_PASSES = 200_000  # only the newest steps are simulated, with at most this 
 NAMED_SHARE = 0.1  # a slow rank is named if it loses at least this share of what the slowest loses
 # A remedy is shown if it wins, and its cause takes, at least this share of a step.
 LEAST_SHARE = 0.005
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # schedules that are tried against the bubble
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # tried as remedies against the bubble
 Seconds = Mapping[tuple[str, int], float]  # the seconds of a pass, by its kind and stage
 
 

@@ -36,8 +36,8 @@ KEPT = 2  # number of fastest layouts kept for a number of nodes, at the first a
 FRACTIONS = 4
 RESTART_MINUTES = 10.0  # minutes that a change of nodes takes, without the time in the queue
 HOUR = 3600.0  # seconds
-LEAST_PRICE = 1e-3  # the lowest price of a second that is tried, in GPU-seconds: time is free
-MOST_PRICE = 1e9  # the highest price of a second that is tried: only time counts
+LEAST_PRICE = 1e-3  # GPU-seconds: the lowest price of a second that is tried; only cost counts
+MOST_PRICE = 1e9  # GPU-seconds: the highest price of a second that is tried; only time counts
 BISECTIONS = 60  # the lowest sufficient price is found by bisection with this number of steps
 # The options of a layout that a stage's command sets, because the planner may choose them.
 SEARCHED = ("tp", "pp", "micro_batch_size", "recompute", "zero", "partition")
@@ -159,7 +159,8 @@ def choices_of(question: Question, levels: Sequence[Level], most: int) -> list[C
     at the last level whose risk is at most --risk. With equal nodes, the layout that is fastest at
     the last level comes last, so that a plan may change to it.
     """
-    runs = []  # for each level, the run with its batch size throughout
+    # For each level, the configuration of a run that has its batch size from the first step on.
+    runs = []
     for level in levels:
         sized = FULL_BATCH | {"global_batch_size": level.batch}
         training = replace(question.config.training, **sized)
@@ -245,7 +246,7 @@ def _planned(
     if not choices:
         return None
     plan = cheapest(levels, choices, restart, deadline * DAY)
-    # Infinity: some level cannot run with any of the choices.
+    # A plan takes infinitely many seconds if some level cannot run with any of the choices.
     if plan.seconds == math.inf:
         return None
     if plan.seconds > deadline * DAY:

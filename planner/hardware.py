@@ -106,7 +106,7 @@ class Machine:
     vector_peak: float  # FP32 FLOP/s outside the tensor cores
     processors: int  # the number of streaming multiprocessors of one GPU
     memory: float  # the bytes of one GPU's memory
-    bandwidth: float  # the rate of the GPU's memory
+    bandwidth: float  # the bytes per second of one GPU's memory
     context: float  # the memory that a CUDA context takes before the first tensor
     node: int  # the number of GPUs of a node
     nvlink: Link  # the link of one GPU to the other GPUs of its node

@@ -289,7 +289,7 @@ class _Search:
             needed = max(stage.total for stage in stages)
             if needed > self.room[risky]:
                 continue
-            if risky and needed <= self.room[False]:  # it has no risk, and is ranked elsewhere
+            if risky and needed <= self.room[False]:  # the row has no risk: `fastest` ranks it
                 return None
             if reason := self.refusal(layout):
                 self.refused.setdefault(row.place, reason)
@@ -313,7 +313,7 @@ class _Search:
         waiting = self.taken | {row.place for row in self.left_out}
         smallest_rows = order[first].tolist()
         rejected = []
-        too_large = set[tuple[int, int]]()  # tp and pp of places that do not fit
+        too_large = set[tuple[int, int]]()  # tp and pp with which larger micro-batches do not fit
         for number, (place, row) in enumerate(zip(places.tolist(), smallest_rows, strict=True)):
             if place in waiting:
                 continue

@@ -178,7 +178,9 @@ class MeasuredSteps:
         order: the run's schedule. Raise ValueError if the rows have another number of passes.
         """
         self.order = order
-        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))  # ranks: (pipeline, pp)
+        self.pipelines = np.array(
+            rows_along(layout.axes, ["pp"])
+        )  # numbers of ranks: (pipeline, pp)
         self.measured = float(np.mean([row.measured for row in rows]))
         self.after = np.stack([row.after for row in rows], axis=1)
         self.seconds = np.stack([row.seconds[:, self.pipelines] for row in rows], axis=1)

@@ -110,7 +110,7 @@ def laid_out(job: Job, parts: Parts) -> Column:
         widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
     has_blocks = parts.blocks > 0
     largest = model.hidden * widest * has_blocks  # the numbers of the largest matrix
-    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)  # updated whole
+    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)  # numbers in matrices
     if optimizer == "adafactor":
         has_vocabulary = parts.embedding | parts.head
         largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)

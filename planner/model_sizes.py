@@ -137,7 +137,9 @@ def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[i
         replica = lean.tp * lean.pp * lean.cp
         # The fewest nodes that whole replicas fill: replicas of 12 GPUs fill 3 nodes of 8 GPUs.
         nodes = math.lcm(replica, machine.node) // machine.node
+        # with_dp(n): this layout on n times `nodes` nodes.
         with_dp = lambda n: replace(lean, dp=n * nodes * machine.node // replica)  # noqa: B023, E731
+        # fits(n): whether the model then fits into memory.
         fits = lambda n: _trains(Job(model, with_dp(n), training, machine))  # noqa: B023, E731
         # count * nodes is a number of nodes that is less than the fewest so far. If the largest
         # count fits, the smallest count that fits is found by bisection.

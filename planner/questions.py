@@ -25,7 +25,7 @@ from planner.job import Job
 from planner.step_time import with_networks
 
 BATCH = 2048  # the global batch size if none is given: all published runs of 200B models have it
-# Training options to replace for a step with the full batch: without a ramp-up of the batch.
+# The options of a ramp-up of the batch, as None: a run with them has the full batch in every step.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
 SEARCHED = ("layouts", "days")  # questions for which all schedules and numbers of blocks are tried
 BILLION = 1e9  # a billion parameters, and the bytes of a gigabyte

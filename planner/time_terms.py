@@ -171,13 +171,13 @@ def elementwise_bytes(job: Job) -> Pass:
     t = job.layout.tp
     h = model.hidden
     active = model.experts_per_token
-    normed = h / job.sequence_shards  # numbers of a token on this rank
+    normed = h / job.sequence_shards  # numbers of a token that a norm on this rank reads
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     activation_inputs = f * model.up_matrices
     rotated = (model.qkv_width + model.attention_width) / 2  # width of queries and keys
     moved = Pass(4 * normed, 6 * normed)  # two norms: a read and a write; backward reads two
     moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
-    moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)  # activation
+    moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)  # the MLP's
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
     if model.bias:  # a bias's gradient reads the gradient of the product's output
         moved += Pass(0.0, f / t + 2 * h)
@@ -200,7 +200,7 @@ def tensor_collectives(job: Job) -> Column:
     has_experts_only = model.experts > 1 and not model.shared_ffn_hidden  # no MLP that tp divides
     sums = 2 - has_experts_only * job.sequence_parallel
     overlap = job.machine.software.overlap_tensor
-    hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)  # by other work
+    hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)  # what products hide
     return sums * tensor_all_reduce(job) * (1 - hidden_share)
 
 

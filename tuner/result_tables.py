@@ -28,7 +28,7 @@ from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
-WORD_OF_COLUMN = re.compile(r"(tp|pp|dp|mbs)[0-9]+")  # in a layout's label; table.md has columns
+WORD_OF_COLUMN = re.compile(r"(tp|pp|dp|mbs)[0-9]+")  # a word of a label that has a column
 # The columns of results.csv, which begin as those of the table of published rows in benchmarks/
 # (so some stay empty here). A column with the name of an option has the option's value.
 # fmt: off

@@ -85,7 +85,7 @@ class Candidate:
         pipeline = layout.pp > 1
         recomputes = layout.recompute != "none"
         has_schedule = pipeline and layout.schedule != "1f1b"
-        words = [  # whether a word is shown, and the word
+        words = [  # pairs: whether the word is shown, and the word
             (True, f"tp{layout.tp}"),
             (True, f"pp{layout.pp}"),
             (layout.cp > 1, f"cp{layout.cp}"),

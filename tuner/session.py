@@ -241,7 +241,8 @@ class Session:
         if training.steps is None and training.train_samples is None:
             training = dataclasses.replace(training, steps=DEFAULT_STEPS)
         config = dataclasses.replace(config, training=training, run=run)
-        *launcher, _ = self.runner.launch_command(candidate.ranks)  # its last word is the program
+        # Leave out the last word, the path of train.py.
+        *launcher, _ = self.runner.launch_command(candidate.ranks)
         words = ["python" if word == sys.executable else word for word in launcher]
         return [*words, "train.py", *search_space.to_cli_args(config)]
 

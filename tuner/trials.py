@@ -60,8 +60,8 @@ OUT_OF_MEMORY = (
 class Trial:
     """One run of a candidate and its figures, as trials.jsonl has them."""
 
-    key: str  # Candidate.key
-    label: str  # Candidate.label
+    key: str  # Candidate.key: a hash of the options on which the speed depends
+    label: str  # Candidate.label: the layout as text
     ranks: int
     status: str  # ok, rejected, oom, hang, crash or diverged
     reason: str  # a text that explains the status; empty if it is ok
@@ -316,7 +316,8 @@ def classify(
     metrics = out / "metrics.jsonl"
     written: list[str] = []
     if metrics.exists():
-        *written, _ = metrics.read_text().split("\n")  # a text without a line's end is incomplete
+        # The text after the last line's end is empty, or a line that was not written completely.
+        *written, _ = metrics.read_text().split("\n")
     rows = [row for row in map(json.loads, written) if "loss" in row]
     for row in rows:
         if not math.isfinite(row["loss"]):
