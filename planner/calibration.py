@@ -27,8 +27,8 @@ from planner.hardware import Machine
 from planner.questions import Answer
 from planner.run_files import Run
 
-# The names of the constants that the seconds of steps can determine: fields of the machine, and with
-# a point fields of its parts. A constant that is 0 in the machine's file is not fitted.
+# The names of the constants that the seconds of steps can determine: fields of the machine, and,
+# with a point, fields of its parts. A constant that is 0 in the machine's file is not fitted.
 CONSTANTS = (
     *("gemm_fraction", "flash_fraction", "bandwidth", "nvlink.fraction", "nvlink.latency"),
     *("network.fraction", "p2p_fraction", "software.per_step", "software.host_per_block"),

@@ -178,9 +178,8 @@ class MeasuredSteps:
         order: the run's schedule. Raise ValueError if the rows have another number of passes.
         """
         self.order = order
-        self.pipelines = np.array(
-            rows_along(layout.axes, ["pp"])
-        )  # numbers of ranks: (pipeline, pp)
+        # The numbers of the ranks of each pipeline: (pipeline, pp).
+        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))
         self.measured = float(np.mean([row.measured for row in rows]))
         self.after = np.stack([row.after for row in rows], axis=1)
         self.seconds = np.stack([row.seconds[:, self.pipelines] for row in rows], axis=1)
