@@ -55,9 +55,10 @@ def gap(run: str, name: str | None = None) -> Answer:
     device, kind = run_files.cluster_of(run)
     rows, steps = _measured(run, config, kind)
     costs = part_costs(config.model, kind)
+    # The share of each stage in the model's time, by which ranks are compared.
     shares = [spec.share for spec in stage_specs(config.model, config.layout, costs)]
     passes, messages = steps.by_stage()
-    late = [seconds for seconds in messages.values() if seconds]
+    late = [seconds for seconds in messages.values() if seconds]  # messages that ranks waited for
     # By cause, a text that says where in the run it occurs.
     where = {"slow ranks": _slow_ranks(steps, shares, config.layout.axes, rows[-1].nodes)}
     where["imbalance"] = f"stage {max(passes, key=passes.__getitem__)[1]} has the longest pass"
@@ -92,7 +93,7 @@ def gap(run: str, name: str | None = None) -> Answer:
     for cause in LINES:
         seconds = causes.get(cause, 0.0)
         remedy = remedies.get(cause, Remedy(0.0, ""))
-        if min(seconds, remedy.seconds) < LEAST_SHARE * total:
+        if min(seconds, remedy.seconds) < LEAST_SHARE * total:  # too little to be worth a line
             remedy = Remedy(0.0, "")
         line = {"cause": cause, "measured": seconds, "planned": plan.get(cause, 0.0)}
         line |= {"where": where.get(cause, ""), "flags": remedy.flags, "wins": remedy.seconds}

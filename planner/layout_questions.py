@@ -32,6 +32,7 @@ def stages(question: Question) -> Answer:
     head = "".join(f"{name:>12}" for name in (*names, "free"))
     lines = [partition.stage_table(rows, job.model), "", f"on {job.machine.name}"]
     lines.append(f"GB per GPU{head}")
+    # A row of the memory table is a rank, which is called a stage if it holds only one.
     row_of = "stage" if job.layout.stages == job.layout.pp else "rank"
     for stage in table:
         parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]

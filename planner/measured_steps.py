@@ -236,6 +236,7 @@ class MeasuredSteps:
         for key in dict.fromkeys((action.kind, action.stage) for action in self.place_of):
             timings = [self.timing_of(action) for action in self.place_of if action[:2] == key]
             runs[key] = float(np.mean([timing.runs for timing in timings]))
+            # A message of 0 seconds is one for which no rank waited: it is not in the mean.
             sent = np.array([timing.message for timing in timings])
             messages[key] = float(sent.sum() / max(1, np.count_nonzero(sent)))
         return runs, messages

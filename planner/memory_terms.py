@@ -111,7 +111,7 @@ def laid_out(job: Job, parts: Parts) -> Column:
     has_blocks = parts.blocks > 0
     largest = model.hidden * widest * has_blocks  # the numbers of the largest matrix
     matrices = parts.blocks * (job.block_parameters - job.expert_parameters)  # numbers in matrices
-    if optimizer == "adafactor":
+    if optimizer == "adafactor":  # here the matrices of embedding and head are updated whole too
         has_vocabulary = parts.embedding | parts.head
         largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
         matrices = held - parts.blocks * job.expert_parameters
@@ -194,7 +194,7 @@ def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
     optimizer = job.training.optimizer
     if optimizer not in ("muon", "adamw8bit"):
         return 0.0
-    by_adamw = held - parts.blocks * job.block_parameters / job.layout.tp
+    by_adamw = held - parts.blocks * job.block_parameters / job.layout.tp  # outside of blocks
     if optimizer == "adamw8bit" and not job.model.tied:
         has_head_matrix = np.bool_(job.layout.vocab_pp) | parts.head
         by_adamw = by_adamw - has_head_matrix * job.vocab_columns * job.model.hidden
@@ -439,7 +439,7 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     """
     size = job.number_bytes
     layout = job.layout
-    matrix = 1.0 * size * job.vocab_columns * job.model.hidden
+    matrix = 1.0 * size * job.vocab_columns * job.model.hidden  # bytes of the matrix's gradient
     shares_matrix = parts.embedding & np.bool_(job.model.tied)
     has_gradient = (job.zero >= 2) | shares_matrix
     has_gradient = has_gradient & ~np.bool_(layout.vocab_pp)

@@ -336,7 +336,7 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     """
     layout = job.layout
     held = most.parameters
-    blocks = -(-job.model.layers // layout.pp)
+    blocks = -(-job.model.layers // layout.pp)  # the blocks of the fullest rank
     experts = blocks * job.expert_parameters / layout.tp
     shard = memory_terms.sharded_parameters(job, held, blocks)
     terms = time_terms.after_terms(job, held, shard, most.tied)
@@ -367,6 +367,7 @@ def _exposed(job: Job, most: Most, experts: Column) -> Column:
     gather_in_backward = np.where(layout.zero == 3, gather, 0.0)
     in_backward = gather_in_backward + reduce
     exposed_reduce = np.maximum(in_backward - backward_hides, reduce * exposed_share)
+    # At --zero 3 every micro-batch gathers, and from --zero 2 on every micro-batch reduces.
     gathers = np.where(layout.zero == 3, job.micro_batches, 1)
     reductions = np.where(layout.zero >= 2, job.micro_batches, 1)
     return gathers * exposed_gather + reductions * exposed_reduce

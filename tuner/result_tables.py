@@ -251,7 +251,8 @@ def csv_text(result: SearchResult) -> str:
 def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, object]:
     """Return the values of a row of results.csv by column; columns without a value stay empty.
 
-    A layout that did not run has no measured values.
+    A layout that did not run has no measured values. In tables of published rows `sec_clean` has
+    corrected seconds; here it is the same as `sec_per_it`.
     """
     config = row.candidate.config
     model = config.model

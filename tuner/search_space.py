@@ -165,10 +165,12 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     layout that are fixed, each to a value or a list of values; and the share of the argument `most`
     of `candidates` that the planner may predict. given: values to try, by option.
     """
+    # Fixed are the options that a search does not vary, and the values that the user gave.
     fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
     fixed["partition"] = choices("partition")  # the planner itself would try only one partition
     for name, values in given.items():
         fixed[name] = values[0] if len(values) == 1 else values
+    # The number of recomputed blocks is fixed below, once for each number that the user gave.
     fixed.pop("recompute_layers", None)
     numbers_of_blocks = given.get("recompute_layers")
     schedules = given.get("schedule", [])
