@@ -55,7 +55,6 @@ def gap(run: str, name: str | None = None) -> Answer:
     device, kind = run_files.cluster_of(run)
     rows, steps = _measured(run, config, kind)
     costs = part_costs(config.model, kind)
-    # The share of each stage in the model's time, by which ranks are compared.
     shares = [spec.share for spec in stage_specs(config.model, config.layout, costs)]
     passes, messages = steps.by_stage()
     late = [seconds for seconds in messages.values() if seconds]  # messages that ranks waited for
@@ -122,9 +121,9 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
     rows = measured_steps.read_rows(run, world)
     if not rows:
         raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
-    newest = rows[-1].ended
+    newest = rows[-1].ended  # (ranks, passes)
     alike = [row for row in rows if row.ended.shape == newest.shape]
-    plain = [row for row in alike if not row.follows_others]
+    plain = [row for row in alike if not row.follows_others]  # not after a save or an evaluation
     chosen = (plain or alike)[-max(1, MOST_PASSES // newest.size) :]
     # The number of a rank's passes for one micro-batch: F, B and perhaps W in each of its stages,
     # and the vocabulary's. All passes divided by it are the step's micro-batches.

@@ -98,7 +98,7 @@ def at_price(
     for origin in reversed(origins):
         path.insert(0, int(origin[path[0]]))
     spent = seconds[range(len(path)), path]
-    spent[1:] += restart * (np.diff(path) != 0)
+    spent[1:] += restart * (np.diff(path) != 0)  # each change of the choice takes a restart
     chosen = [choices[number] for number in path]
     return Plan(chosen, float(spent.sum()), float(gpus[path] @ spent))
 

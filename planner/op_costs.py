@@ -197,7 +197,7 @@ def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -
     """
     local = _on_one_node(machine, ranks, stride)
     inside = count * (local - 1) / ranks / machine.nvlink.speed + machine.nvlink.latency
-    sent = count * (ranks - local) / ranks * machine.node
+    sent = count * (ranks - local) / ranks * machine.node  # by all GPUs of a node together
     across = sent / machine.network.speed + machine.network.latency
     seconds = np.where(ranks <= local, inside, np.maximum(inside, across))
     return np.where(ranks < 2, 0.0, seconds)

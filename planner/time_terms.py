@@ -177,7 +177,8 @@ def elementwise_bytes(job: Job) -> Pass:
     rotated = (model.qkv_width + model.attention_width) / 2  # width of queries and keys
     moved = Pass(4 * normed, 6 * normed)  # two norms: a read and a write; backward reads two
     moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
-    moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)  # the MLP's
+    # The MLP's activation reads its inputs and writes f numbers; backward moves f numbers more.
+    moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
     if model.bias:  # a bias's gradient reads the gradient of the product's output
         moved += Pass(0.0, f / t + 2 * h)
@@ -244,7 +245,7 @@ def router(job: Job) -> Pass:
     It casts its input to FP32, and computes the experts' scores by a matrix product.
     """
     model = job.model
-    tokens = job.tokens // job.layout.tp
+    tokens = job.tokens // job.layout.tp  # each tensor rank routes its share of the tokens
     token_bytes = ROUTER_INPUT * model.hidden + ROUTER_SCORES * model.experts
     copied = op_costs.moved(job.machine, token_bytes * tokens)
     product = op_costs.linear(job.machine, tokens, model.experts, model.hidden, 4)
@@ -297,7 +298,7 @@ def selective_seconds(job: Job, forward: Column) -> Column:
 @term
 def operations(job: Job) -> Column:
     """Return the number of kernels and collectives that a block's forward launches."""
-    collectives = np.where(job.sequence_parallel, 4, 2)
+    collectives = np.where(job.sequence_parallel, 4, 2)  # all-reduces, or gathers and scatters
     expert_operations: Column = 0
     if job.model.experts > 1:
         expert_operations = ROUTING_OPERATIONS + 2 * job.model.experts // job.ep
@@ -396,7 +397,7 @@ def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
 
 
 def expert_ring_seconds(job: Job, count: Column) -> Column:
-    """Return the seconds to all-reduce `count` bytes over ranks with the same experts, or 0."""
+    """Return the seconds to all-reduce `count` bytes over ranks with the same experts; 0 without."""
     if job.model.mlps[0] == 1:
         return 0.0
     return ring_seconds(job, job.shards * job.layout.tp // job.ep, job.ep, count)
