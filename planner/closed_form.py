@@ -270,6 +270,7 @@ class ClosedForm:
         in_smallest = layout.stages_per_rank * np.minimum(recomputed, ranks.least)
         redone = np.maximum(ranks.blocks - not_redone, in_smallest)
         on_rank = step_time.through(self.passes, ranks.parts, redone, ~np.bool_(layout.vocab_pp))
+        # With --vocab-pp every rank computes its part of the head for each micro-batch.
         return sum(on_rank) + np.where(layout.vocab_pp, sum(self.passes.head), 0.0)
 
     def _round_trips(self, sent: Column) -> np.ndarray:

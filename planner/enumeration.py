@@ -312,7 +312,10 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
 
 
 def _context_sizes(asked: Asked) -> list[int]:
-    """Return the values of cp to try if cp is not fixed: only 1 for short samples."""
+    """Return the values of cp to try if cp is not fixed: only 1 for short samples.
+
+    Each cp rank has two equal chunks of a sample, so 2 cp must divide the sample's length.
+    """
     length = asked.model.seq_length
     if length < LONG:
         return [1]

@@ -120,7 +120,7 @@ def cheapest(
             best, high = plan, price
         else:
             low = price
-        price = math.sqrt(low * high)
+        price = math.sqrt(low * high)  # the middle of the two prices' logarithms
     return best
 
 
@@ -268,8 +268,8 @@ def _planned(
 def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> dict[str, Any]:
     """Return the data of a stage with the levels [first, last): nodes, times, train.py's options.
 
-    consumed: the samples before a level. A stage begins and stops at samples; the first stage needs
-    no beginning, and the last one no stop.
+    A stage begins and stops at numbers of samples: `consumed` is the number before a level. The
+    first stage needs no beginning, and the last one no stop.
     """
     begin = levels[first].consumed
     stop = levels[last].consumed if last < len(levels) else 0

@@ -104,6 +104,7 @@ def rank(
         ranked = _in_order(ranked + search.risky(ranked))
     slower = len(search.left_out)
     rejected += search.rejected(every)
+    # This comes last, because `fastest` replaces `left_out`, which was read above.
     plain_lines = search.fastest(1, table.is_plain()) if plain else []
     return Answer(ranked, rejected, slower, plain_lines[:1])
 
@@ -310,6 +311,7 @@ class _Search:
         # then the fewest bytes. `first` has the position of the first row of each place.
         order = np.lexsort((self.smallest, table.recompute != "full", table.place))
         places, first = np.unique(table.place[order], return_index=True)
+        # Places that are not rejected: one of their rows was ranked, or was left out as slower.
         waiting = self.taken | {row.place for row in self.left_out}
         smallest_rows = order[first].tolist()
         rejected = []

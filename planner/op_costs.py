@@ -84,6 +84,7 @@ def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colum
         waves = -(-tiles // machine.processors)
         # The numbers of the result that one processor computes, in equivalents of full speed.
         best = np.minimum(best, waves * rows * columns / speed)
+    # A number takes 2 FLOPs for each step along k. The rate is that of all processors together.
     rate = machine.peak * machine.gemm_fraction
     return 2.0 * best * (k + PROLOGUE) * machine.processors / rate
 
@@ -209,6 +210,7 @@ def message(machine: Machine, stage_ranks: Column, count: Column) -> Column:
     stage_ranks: the number of GPUs of a stage. All GPUs of a node share its network.
     """
     rate = machine.network.bandwidth * machine.p2p_fraction
+    # With stages of whole nodes, all GPUs of a node send to another node at once.
     apart = count * machine.node / rate + machine.network.latency
     # If a stage has fewer GPUs than a node (stage_ranks < machine.node), a node has several stages.
     # Only the ranks of its last stage then send through the network, which these `stage_ranks` GPUs

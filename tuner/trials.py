@@ -340,6 +340,7 @@ def classify(
     error = _last_line(log, "error: ")
     if exit_status == 2 and error:
         return "rejected", error.removeprefix("error: "), rows
+    # The cause is the line of an exception, the watchdog's line on a dead rank, or the last line.
     cause = _last_line(log, "Error") or _last_line(log, ": DEAD: ") or _last_line(log, "")
     return "crash", f"status {exit_status}: {cause or 'no output'}", rows
 
