@@ -182,7 +182,8 @@ class ClosedForm:
         fixed = self.table.asked.fixed
         most = self.ranks.most.max(axis=1, keepdims=True)
         if fixed.get("recompute_blocks") is not None:  # a list with a number for each stage
-            # The number of recomputed blocks is then never read; a row may fit with all blocks.
+            # A row may fit if it does with all blocks recomputed. Its seconds count none (0), which
+            # makes them a lower bound.
             return self.smallest() <= room + ROUNDING, np.zeros_like(most)
         if "recompute_layers" in fixed:
             layers = fixed["recompute_layers"]

@@ -397,7 +397,7 @@ def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
 
 
 def expert_ring_seconds(job: Job, count: Column) -> Column:
-    """Return the seconds to all-reduce `count` bytes over ranks with the same experts, 0 if none."""
+    """Return the seconds to all-reduce `count` bytes over ranks with the same experts, or 0."""
     if job.model.mlps[0] == 1:
         return 0.0
     return ring_seconds(job, job.shards * job.layout.tp // job.ep, job.ep, count)

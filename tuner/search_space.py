@@ -139,8 +139,8 @@ def candidates(
     slower = 0
     for fixed, share in _tables(config, given):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
-        # With --schedule auto only the fastest layout of each place is taken, because a search of
-        # its schedule takes long; otherwise all layouts, up to a share of `most`.
+        # With --schedule auto only the fastest layout of each tp, pp and micro-batch size is taken;
+        # otherwise all layouts, up to a share of `most`.
         if fixed.get("schedule") == "auto":
             answer = layouts.rank(asked, refused, accepted)
         else:
