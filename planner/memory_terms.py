@@ -160,7 +160,7 @@ def gradients_of(job: Job, held: Column, shard: Column) -> Column:
 
 
 def gradient_bytes(job: Job) -> float:
-    """Return the bytes of one gradient in a GPU's sum below --zero 2; bf16 gradients have 2 less."""
+    """Return the bytes of one gradient in a GPU's sum below --zero 2; a bf16 sum has 2 less."""
     size = job.machine.software.gradient_bytes if job.number_bytes == 2 else 4.0
     return size - 2.0 if job.training.grad_dtype == "bf16" else size
 
