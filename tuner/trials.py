@@ -239,8 +239,8 @@ def execute(
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
             process = subprocess.Popen(command, env=environment, stdout=output, **options)
+            # Wait for a signal for CHECK_SECONDS each time; the handler of a signal raises.
             while process.poll() is None and time.monotonic() < until:
-                # Wait for a signal, or for CHECK_SECONDS; the handler of a signal raises.
                 if sent := signal.sigtimedwait(handled, CHECK_SECONDS):
                     handlers[sent.si_signo](sent.si_signo, None)
             status = process.poll()
