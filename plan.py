@@ -156,7 +156,7 @@ def ask(arguments: list[str]) -> Answer:
         return layout_questions.constants()
     if name == "gap":
         if options.gpu:
-            _machine(options.gpu)  # prints the note of the machine
+            _machine(options.gpu)  # called only to print the machine's note for the user
         return gap.gap(options.run, options.gpu)
     if name == "calibrate":
         if not options.gpu:
@@ -196,7 +196,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     layout_names = [field.name for field in fields(Layout)]
     if options.config and run_files.is_source(options.config):
         before = run_files.options_of(options.config)
-        if kind.tries:
+        if kind.tries:  # the question tries layouts, so the run's own layout is not kept
             before = {option: before[option] for option in before if option not in layout_names}
             notes.append(f"{options.config} gives model and training; its layout is not held")
     elif options.config:

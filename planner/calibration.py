@@ -27,8 +27,8 @@ from planner.hardware import Machine
 from planner.questions import Answer
 from planner.run_files import Run
 
-# The names of the constants that the seconds of steps can determine. A name with a point is a field
-# of a part of the machine. A constant that is 0 in the machine's file is not fitted.
+# The names of the constants that the seconds of steps can determine: fields of the machine, and,
+# with a point, fields of its parts. A constant that is 0 in the machine's file is not fitted.
 CONSTANTS = (
     *("gemm_fraction", "flash_fraction", "bandwidth", "nvlink.fraction", "nvlink.latency"),
     *("network.fraction", "p2p_fraction", "software.per_step", "software.host_per_block"),
@@ -84,7 +84,9 @@ def changed(machine: Machine, name: str, value: float) -> Machine:
 def fit(runs: Sequence[Run], machine: Machine) -> Fit:
     """Return the machine with new values of the constants that the runs determine.
 
-    Called by `plan.py calibrate`. Raise UserError if the runs determine no constant.
+    Called by `plan.py calibrate`. A constant is determined if the standard deviation of its
+    logarithm, its `spread`, is at most SURE. `origins` has a text on the origin of each constant,
+    for the machine's file. Raise UserError if the runs determine no constant.
     """
     names = [name for name in CONSTANTS if value_of(machine, name)]
     spread = _spreads(runs, machine, names)
@@ -92,7 +94,8 @@ def fit(runs: Sequence[Run], machine: Machine) -> Fit:
     if not chosen:
         raise UserError("these runs determine no constant")
     found = _minimised(runs, machine, chosen)
-    # The root mean square of the weighted errors, with the old and with the new machine.
+    # The root mean square of the runs' errors, with the old and with the new machine, is the norm
+    # of the weighted errors over the norm of the weights (below).
     before, after = (float(np.linalg.norm(_off(runs, at))) for at in (machine, found))
     weight = float(np.linalg.norm([run.weight for run in runs]))
     # The derivatives are others at the new values, so the standard deviations are computed again.
@@ -161,7 +164,8 @@ def _spreads(runs: Sequence[Run], machine: Machine, names: Sequence[str]) -> dic
         # deviation 1, the constant's standard deviation is 1 over the length of its column.
         lengths = np.maximum(1e-6, np.linalg.norm(left, axis=0))
         clearest = int(lengths.argmax())
-        if lengths[clearest] < 1 / SURE:  # this constant and all others are not determined
+        # If even the clearest constant is not determined, all the remaining ones are not either.
+        if lengths[clearest] < 1 / SURE:
             others = dict(zip(names, map(float, 1 / lengths), strict=True))
             return others | spread
         spread[names[clearest]] = float(1 / lengths[clearest])
@@ -175,6 +179,8 @@ def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machi
     """Return the machine whose named constants make the sum of the runs' squared errors least.
 
     The Gauss-Newton method is used, on the logarithms of the constants, so that they stay above 0.
+    A step has, for each constant, the change of its logarithm that would make the errors `off`
+    least if they were linear. It is taken in part (`scale`) if it is too long or goes too far.
     """
     off = _off(runs, machine)
     for _ in range(ROUNDS):

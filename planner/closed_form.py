@@ -94,14 +94,16 @@ def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
     stages_of_rank: list[list[StageSpec]] = [[] for _ in range(way.pp)]
     for spec in stage_specs(model, way):
         stages_of_rank[spec.rank].append(spec)
-    chosen: dict[tuple, list[tuple[int, ...]]] = {}  # by the contents of a rank's stages
-    before = 0  # the blocks of the first stages of all earlier ranks
+    # By the contents of a rank's stages, the first and the last rank that has these contents.
+    chosen: dict[tuple, list[tuple[int, ...]]] = {}
+    before = 0  # the sum, over all earlier ranks, of the blocks in the rank's first stage
     for rank, stages in enumerate(stages_of_rank):
         blocks = [spec.blocks for spec in stages]
         flags = [stages[0].embedding, stages[-1].head, any(spec.tied for spec in stages)]
         numbers = rank, sum(blocks), max(blocks), min(blocks), before
         first_and_last = chosen.setdefault((*blocks, *flags), [])
-        first_and_last[1:] = [(*numbers, *flags)]  # after the first, only the last stays
+        # Keep the first rank with these contents, and the last one so far in place of others.
+        first_and_last[1:] = [(*numbers, *flags)]
         before += blocks[0]
     return [fields for first_and_last in chosen.values() for fields in first_and_last]
 
@@ -132,8 +134,9 @@ class ClosedForm:
         vocab_pp = np.bool_(job.layout.vocab_pp)
         _, block_activations = memory_terms.kept_of_block(job)
         flying = memory_terms.in_flight(job, ranks.rank)
-        # A rank with a single stage keeps the logits of every micro-batch in flight. With several
-        # stages the backward pass follows the head at once, so that it keeps those of one.
+        # If the head's rank has a single stage, the logits of all its micro-batches in flight are
+        # kept. With several stages its other stages have most of the micro-batches in flight, and
+        # the stage with the head runs each backward at once: it keeps the logits of one.
         keeps_heads = ranks.head & (job.layout.stages_per_rank == 1) & ~vocab_pp
         heads = np.where(keeps_heads, flying, 1)
         kept = ranks.blocks * block_activations
@@ -172,23 +175,29 @@ class ClosedForm:
         """Return which rows may fit into `room` bytes, and the blocks that they recompute for that.
 
         The results are booleans (rows,), and for each row the fewest recomputed blocks of a stage
-        with which all its ranks fit (rows, 1), or the number that the user has fixed.
+        with which all its ranks fit (rows, 1), or the number that the user has fixed. A rank needs
+        `unsaved` bytes if it recomputes no block, and `saved` bytes less for each block that every
+        one of its stages recomputes. `layouts` simulates only rows that may fit.
         """
         fixed = self.table.asked.fixed
         most = self.ranks.most.max(axis=1, keepdims=True)
         if fixed.get("recompute_blocks") is not None:  # a list with a number for each stage
+            # A row may fit if it does with all blocks recomputed. Its seconds count none (0), which
+            # makes them a lower bound.
             return self.smallest() <= room + ROUNDING, np.zeros_like(most)
         if "recompute_layers" in fixed:
             layers = fixed["recompute_layers"]
             fewest = np.full_like(most, self.job.model.layers if layers is None else layers)
         else:
-            # The blocks whose saved bytes are at least the bytes by which a rank exceeds the room;
-            # for a row without savings, 0. A row with recomputation recomputes one block at least.
+            # A row recomputes as few blocks as save the bytes `over`, by which a rank exceeds the
+            # room: ceil(over / bytes saved by a block), at least 1 and at most all blocks. For a
+            # row without recomputation, where a block saves nothing, the division gives 0.
             over = np.maximum(0.0, self.unsaved - room)
             saved_by_block = np.where(self.saved > 0, self.saved, np.inf)
             fewest = np.ceil(over / saved_by_block).max(axis=1, keepdims=True)
             fewest = np.clip(fewest, 1, most).astype(int)
         fewest = np.where(self.recomputes, np.minimum(fewest, most), 0)
+        # A rank's smallest stage may have fewer blocks than `fewest`: count no more than it has.
         needed = self.unsaved - self.saved * np.minimum(fewest, self.ranks.least)
         return needed.max(axis=1) <= room + ROUNDING, fewest
 
@@ -254,12 +263,15 @@ class ClosedForm:
         """
         layout = self.job.layout
         ranks = self.ranks
-        # "redone": recomputed. Two lower bounds: all stages are as large as the largest one, and so
-        # keep as many blocks, or as small as the smallest one.
+        # redone: how many blocks a rank recomputes in all its stages, as the larger of two lower
+        # bounds. The first is all its blocks minus the most that it can keep: every stage keeps as
+        # many as the largest one does. In the second, every stage recomputes as many as the
+        # smallest one does.
         not_redone = layout.stages_per_rank * np.maximum(0, ranks.most - recomputed)
         in_smallest = layout.stages_per_rank * np.minimum(recomputed, ranks.least)
         redone = np.maximum(ranks.blocks - not_redone, in_smallest)
         on_rank = step_time.through(self.passes, ranks.parts, redone, ~np.bool_(layout.vocab_pp))
+        # With --vocab-pp every rank computes its part of the head for each micro-batch.
         return sum(on_rank) + np.where(layout.vocab_pp, sum(self.passes.head), 0.0)
 
     def _round_trips(self, sent: Column) -> np.ndarray:
@@ -272,6 +284,7 @@ class ClosedForm:
         """
         layout = self.job.layout
         later_ranks = layout.pp - 1 - self.ranks.rank
+        # A forward and a backward through all blocks from this rank to the last one.
         blocks = (self.job.model.layers - self.ranks.before) * sum(self.passes.block)
         round_trip = blocks + sum(self.passes.head) + 2 * later_ranks * sent
         trips = (self.job.micro_batches - 1) // (later_ranks + 1) + 1
@@ -301,6 +314,7 @@ class ClosedForm:
         number of recomputed blocks of each stage.
         """
         ranks = self.ranks
+        # For the seconds, each rank's largest stage; for the parameters below, all its stages.
         largest = ranks.parts._replace(blocks=ranks.most)
         redone = np.minimum(recomputed, ranks.most)
         stage = step_time.through(self.passes, largest, redone, ~np.bool_(self.job.layout.vocab_pp))

@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     training: Training
     machine: Machine
     gpus: int
-    fixed: dict[str, Any] = {}  # noqa: RUF012
+    fixed: dict[str, Any] = {}  # what the user has fixed  # noqa: RUF012
 
     @property
     def counts_blocks(self) -> bool:
@@ -123,6 +123,7 @@ class Table:
             "recompute": str(self.recompute[row]),
             "zero": int(self.zero[row]),
         }
+        # A fixed option stays in the way as the user gave it.
         if not self.asked.holds("sequence_parallel") and _can_split(self.asked.model, way):
             more["sequence_parallel"] = bool(self.sequence_parallel[row])
         if self.asked.counts_blocks and more["recompute"] != "none":
@@ -173,12 +174,13 @@ class Table:
         """
         columns = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
         columns["vocab_pp"] = self.column("vocab_pp").astype(bool)
-        # Only interleaved schedules use this number; other ways have a value that is not None.
+        # Only interleaved schedules use this number. A column of integers cannot have None, so
+        # ways without the number get 2, which has no effect.
         virtual_stages = np.array([way.virtual_stages or 2 for way in self.ways])
         columns["virtual_stages"] = virtual_stages[self.way][:, None]
         for name in VARIED:
             columns[name] = getattr(self, name)[:, None]
-        first = self.ways[0]
+        first = self.ways[0]  # these two fields are not varied, so all ways have the same values
         constants: dict[str, Any] = {
             name: getattr(first, name) for name in ("pad_vocab_multiple", "overlap_param_gather")
         }
@@ -196,9 +198,10 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
     Plain layouts come first. If no layout is accepted, the table is None.
     """
     ways: list[Layout] = []
-    parts: list[np.ndarray] = []  # for each way, the columns that a row adds to it
+    parts: list[np.ndarray] = []  # for each way, the values that its rows add: (rows, VARIED)
     rejected = []
-    # The same columns for all ways that agree in everything that decides which rows are possible.
+    # By the facts about a way that decide which rows are possible: the columns of these rows, which
+    # are computed once for all ways with the same facts.
     parts_of: dict[tuple, np.ndarray] = {}
     for placed in _placed(asked):
         if isinstance(placed, Rejected):
@@ -208,7 +211,8 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
         rejected += refused
         for way in placed:
             splits = _splits(asked, way)
-            # Rows are all combinations of the values in VARIED; recomputation is an index here.
+            # The rows of a way are all combinations of values in VARIED, as integers: recomputation
+            # is an index into _recomputations. Ways with the same key have the same combinations.
             key = way.tp > 1, way.pp > 1, way.dp * way.cp > 1, way.vocab_pp, str(splits), str(sizes)
             try:
                 if key not in parts_of:
@@ -223,6 +227,7 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
     if not sum(map(len, parts)):
         return None, rejected
     columns = dict(zip(VARIED, np.concatenate(parts).T, strict=True))
+    # Put the values themselves in place of the indices of recomputation and the integers 0 and 1.
     columns["recompute"] = np.array(_recomputations(asked))[columns["recompute"]]
     columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
     way_of_row = np.repeat(np.arange(len(ways)), list(map(len, parts)))
@@ -267,6 +272,7 @@ def _zero_stages(asked: Asked, way: Layout) -> list[int]:
     accepted = []
     refusal = None
     for zero in stages if way.dp * way.cp > 1 else stages[:1]:
+        # Check with --recompute full, since `none` would be refused with a fixed number of blocks.
         try:
             check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
             accepted.append(zero)
@@ -284,6 +290,7 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
     """
     gpus = asked.gpus
     node = asked.machine.node
+    # The fields that the user fixed to one value; fields with a list of values are varied.
     held = {name: value for name, value in asked.fixed.items() if asked.holds(name)}
     context_sizes = asked.values("cp", _context_sizes(asked))
     for cp, tp in product(context_sizes, asked.values("tp", divisors(gpus))):
@@ -305,7 +312,10 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
 
 
 def _context_sizes(asked: Asked) -> list[int]:
-    """Return the values of cp to try if cp is not fixed: only 1 for short samples."""
+    """Return the values of cp to try if cp is not fixed: only 1 for short samples.
+
+    Each cp rank has two equal chunks of a sample, so 2 cp must divide the sample's length.
+    """
     length = asked.model.seq_length
     if length < LONG:
         return [1]
@@ -318,8 +328,8 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
     They have every partition, schedule, number of virtual stages and --vocab-pp that train.py
     accepts. Raise train.py's first UserError if it accepts none.
     """
-    # The keys are the fields that decide what runs, since two partitions may give the same blocks
-    # to each stage; of such ways only the first is kept.
+    # By the fields that decide what runs, the way. Two partitions may give the same blocks to each
+    # stage: of ways with the same fields only the first is kept.
     ways: dict[tuple, Layout] = {}
     refusal = None
     partitions = asked.values("partition", [placed.partition])

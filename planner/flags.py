@@ -68,7 +68,8 @@ def add(parser: Parser, read: Collection[str]) -> None:
     names = ", ".join(hardware.names())
     machines = f"machine: {names}; a family such as a100; or a FILE.toml like one"
     parser.add_argument("--gpu", help=machines, metavar="NAME")
-    parser.add_argument("--model", help=SUPPRESS)  # listed among train.py's flags, not here
+    # --help lists --model among train.py's flags, so it is hidden among the planner's.
+    parser.add_argument("--model", help=SUPPRESS)
     for name, flag in FLAGS.items():
         text = flag.help if name in read or name in EVERYWHERE else SUPPRESS
         kind: dict[str, Any] = {"type": flag.type, "metavar": flag.metavar}
@@ -109,7 +110,8 @@ def check(
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     for name in given:
         if name not in read and name not in EVERYWHERE:
-            goes = " and ".join(", ".join(readers(name)).rsplit(", ", 1))  # "a, b and c"
+            # The questions that read the flag, as a list in words: "layouts, days and rampup".
+            goes = " and ".join(", ".join(readers(name)).rsplit(", ", 1))
             raise UserError(f"{words_of(name)} goes with {goes}, not {options.question}")
     options.top = options.top or DEFAULT_TOP
     options.risk = options.risk or risk.DEFAULT

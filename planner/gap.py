@@ -35,7 +35,7 @@ MOST_PASSES = 200_000  # only the newest steps are simulated, with at most this 
 NAMED_SHARE = 0.1  # a slow rank is named if it loses at least this share of what the slowest loses
 # A remedy is shown if it wins, and its cause takes, at least this share of a step.
 LEAST_SHARE = 0.005
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # schedules that are tried against the bubble
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # tried as remedies against the bubble
 Seconds = Mapping[tuple[str, int], float]  # the seconds of a pass, by its kind and stage
 
 
@@ -57,7 +57,7 @@ def gap(run: str, name: str | None = None) -> Answer:
     costs = part_costs(config.model, kind)
     shares = [spec.share for spec in stage_specs(config.model, config.layout, costs)]
     passes, messages = steps.by_stage()
-    late = [seconds for seconds in messages.values() if seconds]
+    late = [seconds for seconds in messages.values() if seconds]  # messages that ranks waited for
     # By cause, a text that says where in the run it occurs.
     where = {"slow ranks": _slow_ranks(steps, shares, config.layout.axes, rows[-1].nodes)}
     where["imbalance"] = f"stage {max(passes, key=passes.__getitem__)[1]} has the longest pass"
@@ -75,7 +75,8 @@ def gap(run: str, name: str | None = None) -> Answer:
     machine = hardware.load(name) if name else hardware.of_device(device)
     plan = _planned(config, steps.order, machine) if machine else {}
     if plan:
-        # A backward pass contains both, so only the planner can tell their proportion.
+        # A measured backward pass contains the recomputation, so its seconds are divided between
+        # `compute` and `recompute` in the proportion that the planner predicts.
         again = plan["recompute"] / (plan["compute"] + plan["recompute"])
         causes["recompute"] = causes["compute"] * again
         causes["compute"] -= causes["recompute"]
@@ -91,7 +92,7 @@ def gap(run: str, name: str | None = None) -> Answer:
     for cause in LINES:
         seconds = causes.get(cause, 0.0)
         remedy = remedies.get(cause, Remedy(0.0, ""))
-        if min(seconds, remedy.seconds) < LEAST_SHARE * total:
+        if min(seconds, remedy.seconds) < LEAST_SHARE * total:  # too little to be worth a line
             remedy = Remedy(0.0, "")
         line = {"cause": cause, "measured": seconds, "planned": plan.get(cause, 0.0)}
         line |= {"where": where.get(cause, ""), "flags": remedy.flags, "wins": remedy.seconds}
@@ -120,11 +121,12 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
     rows = measured_steps.read_rows(run, world)
     if not rows:
         raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
-    newest = rows[-1].ended
+    newest = rows[-1].ended  # (ranks, passes)
     alike = [row for row in rows if row.ended.shape == newest.shape]
-    plain = [row for row in alike if not row.follows_others]
+    plain = [row for row in alike if not row.follows_others]  # not after a save or an evaluation
     chosen = (plain or alike)[-max(1, MOST_PASSES // newest.size) :]
-    # The number of a rank's passes for one micro-batch. It gives the number of micro-batches.
+    # The number of a rank's passes for one micro-batch: F, B and perhaps W in each of its stages,
+    # and the vocabulary's. All passes divided by it are the step's micro-batches.
     passes = (3 if layout.splits_backward else 2) * layout.stages_per_rank
     if layout.vocab_pp:
         passes += len(VOCABULARY)
@@ -164,6 +166,7 @@ def _planned(config: Config, order: Schedule, machine: hardware.Machine) -> dict
     batch = {"global_batch_size": micro_batches * layout.micro_batch_size * (layout.dp or 1)}
     training = replace(config.training, **FULL_BATCH | batch)
     found = compare.by_cause(Job(config.model, layout, training, machine))
+    # The measured causes have no `tied` and `fixed`: their seconds are measured as dp and host.
     found["dp"] += found.pop("tied")
     found["host"] += found.pop("fixed")
     return found
@@ -206,6 +209,7 @@ def remedies_of_passes(
     included. sent: seconds of a message between stages. device: such as "cuda", for the costs.
     """
     layout, model = config.layout, config.model
+    # Without a pipeline there is no bubble; with --vocab-pp other schedules have other passes.
     if layout.pp == 1 or order.vocabulary:
         return {}
     now = makespan(order, passes, sent)
@@ -225,7 +229,8 @@ def remedies_of_passes(
     if layout.stages_per_rank == 1:
         costs = part_costs(model, device)
         blocks = ",".join(map(str, balanced(model.layers, placement(layout), costs)))
-        # By (kind, stage): the measured seconds of all stages, divided as the new partition does.
+        # By (kind, stage), the seconds of a pass with the new partition: the measured seconds of
+        # this kind summed over all stages, times the share of the model that the stage then has.
         even: dict[tuple[str, int], float] = {}
         for spec in stage_specs(model, replace(layout, partition=blocks), costs):
             for kind in order.kinds:
@@ -244,6 +249,7 @@ def _divided(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Sec
     """
     found: dict[tuple[str, int], float] = {}
     for stage, rank in enumerate(new.rank_of):
+        # The share of a rank's work on a micro-batch that is in one pass of the new schedule.
         share = 1 / (len(new.stages_on(rank)) * parts)
         stages = order.stages_on(rank)
         of_kind = {kind: share * sum(passes[kind, old] for old in stages) for kind in order.kinds}
@@ -255,8 +261,11 @@ def _divided(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Sec
 
 
 def _changes(before: Layout, after: Layout) -> str:
-    """Return the flags that turn the layout `before` into `after`; dp follows from the ranks."""
+    """Return the flags that turn the layout `before` into `after`, as text, for a remedy.
+
+    Only fields that differ have a flag, without dp, which follows from the number of ranks.
+    """
     names = [field.name for field in fields(Layout)]
     kept = [name for name in names if getattr(before, name) == getattr(after, name)]
-    nothing: dict[str, Any] = dict.fromkeys(kept)  # an option that is None has no flag
+    nothing: dict[str, Any] = dict.fromkeys(kept)  # all None: to_words writes no flag for None
     return " ".join(to_words(replace(after, **nothing), "dp", always=names))

@@ -36,8 +36,8 @@ KEPT = 2  # number of fastest layouts kept for a number of nodes, at the first a
 FRACTIONS = 4
 RESTART_MINUTES = 10.0  # minutes that a change of nodes takes, without the time in the queue
 HOUR = 3600.0  # seconds
-LEAST_PRICE = 1e-3  # the lowest price of a second that is tried, in GPU-seconds: time is free
-MOST_PRICE = 1e9  # the highest price of a second that is tried: only time counts
+LEAST_PRICE = 1e-3  # GPU-seconds: the lowest price of a second that is tried; only cost counts
+MOST_PRICE = 1e9  # GPU-seconds: the highest price of a second that is tried; only time counts
 BISECTIONS = 60  # the lowest sufficient price is found by bisection with this number of steps
 # The options of a layout that a stage's command sets, because the planner may choose them.
 SEARCHED = ("tp", "pp", "micro_batch_size", "recompute", "zero", "partition")
@@ -80,9 +80,11 @@ def at_price(
     steps = [level.steps or 0 for level in levels]
     seconds = (np.array([choice.seconds for choice in choices]) * steps).T  # (levels, choices)
     numbers = np.arange(len(choices))
-    rates = gpus + price  # the cost of a second with each choice
-    totals = rates * seconds[0]  # the cost so far of the cheapest plan that ends with each choice
-    origins = []  # for each later level, the choice at the level before, for each choice
+    rates = gpus + price  # the cost of a second with each choice, in GPU-seconds
+    # totals: for each choice, the cost up to this level of the cheapest plan that ends with it.
+    # origins: for each later level, an array with the choice from which each choice is reached.
+    totals = rates * seconds[0]
+    origins = []
     for of_level in seconds[1:]:
         # For each choice, the choice with as many nodes or fewer that is cheapest so far. The run
         # may change from it, which takes `restart` seconds, or keep its choice.
@@ -90,12 +92,13 @@ def at_price(
         changed = totals[before] + restart * rates
         origins.append(np.where(totals <= changed, numbers, before))
         totals = np.minimum(totals, changed) + rates * of_level
-    # Go back from the cheapest end: the number of the choice at each level.
+    # Find the path, the number of the choice at each level, from the last level to the first: its
+    # end is the choice with the least total cost, and `origins` leads to the choice before.
     path = [int(totals.argmin())]
     for origin in reversed(origins):
         path.insert(0, int(origin[path[0]]))
     spent = seconds[range(len(path)), path]
-    spent[1:] += restart * (np.diff(path) != 0)
+    spent[1:] += restart * (np.diff(path) != 0)  # each change of the choice takes a restart
     chosen = [choices[number] for number in path]
     return Plan(chosen, float(spent.sum()), float(gpus[path] @ spent))
 
@@ -109,7 +112,7 @@ def cheapest(
     plan is in time, return the fastest plan.
     """
     low, high = LEAST_PRICE, MOST_PRICE
-    best = at_price(levels, choices, restart, high)
+    best = at_price(levels, choices, restart, high)  # the fastest plan, if no plan is in time
     price = low
     for _ in range(BISECTIONS):
         plan = at_price(levels, choices, restart, price)
@@ -117,7 +120,7 @@ def cheapest(
             best, high = plan, price
         else:
             low = price
-        price = math.sqrt(low * high)
+        price = math.sqrt(low * high)  # the middle of the two prices' logarithms
     return best
 
 
@@ -156,7 +159,8 @@ def choices_of(question: Question, levels: Sequence[Level], most: int) -> list[C
     at the last level whose risk is at most --risk. With equal nodes, the layout that is fastest at
     the last level comes last, so that a plan may change to it.
     """
-    runs = []  # for each level, the run with its batch size throughout
+    # For each level, the configuration of a run that has its batch size from the first step on.
+    runs = []
     for level in levels:
         sized = FULL_BATCH | {"global_batch_size": level.batch}
         training = replace(question.config.training, **sized)
@@ -203,7 +207,7 @@ def rampup(question: Question) -> Answer:
     options = question.options
     if options.submit and not options.stages:
         raise UserError("--submit needs --stages FILE, from which the jobs have their stages")
-    found = duration_questions.rampup(question)  # UserError without a ramp-up
+    found = duration_questions.rampup(question)  # raises UserError if the run has no ramp-up
     if options.deadline is None:
         if options.stages or options.restart is not None:
             needs = "need --deadline DAYS, within which the run ends"
@@ -223,7 +227,8 @@ def rampup(question: Question) -> Answer:
         tried = f"nodes of {question.machine.name}: {', '.join(map(str, node_counts(most)))}"
         runs = "no plan runs every batch size, with never fewer nodes than before"
         raise UserError(f"{runs}; {tried}")
-    # scripts/stages.py recognises the run by model and batches, and gives sbatch these words.
+    # The file of --stages is read by scripts/stages.py, which submits a job for each stage. It
+    # recognises the run by `model` and `batches`, and passes the words in `sbatch` to sbatch.
     data |= {"model": asdict(question.config.model), "batches": question.config.batches.starts}
     data["sbatch"] = (options.submit or "").split()
     write_file(options.stages, json.dumps(data, indent=1) + "\n")
@@ -241,7 +246,7 @@ def _planned(
     if not choices:
         return None
     plan = cheapest(levels, choices, restart, deadline * DAY)
-    # Infinity: some level cannot run with any of the choices.
+    # A plan takes infinitely many seconds if some level cannot run with any of the choices.
     if plan.seconds == math.inf:
         return None
     if plan.seconds > deadline * DAY:
@@ -263,8 +268,8 @@ def _planned(
 def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> dict[str, Any]:
     """Return the data of a stage with the levels [first, last): nodes, times, train.py's options.
 
-    consumed: the samples before a level. A stage begins and stops at samples; the first stage needs
-    no beginning, and the last one no stop.
+    A stage begins and stops at numbers of samples: `consumed` is the number before a level. The
+    first stage needs no beginning, and the last one no stop.
     """
     begin = levels[first].consumed
     stop = levels[last].consumed if last < len(levels) else 0

@@ -36,9 +36,9 @@ class Kernel(NamedTuple):
     half: float
 
 
-# The kernels by name. The rates are read off the figures of arXiv 2205.14135, 2307.08691 and
-# 2407.08608 and cuDNN's notes, for causal masks and head size 128; they are not fitted. The rates
-# of flash3 and cudnn are relative to flash2 on an H100.
+# The kernels by name: (forward, backward, half). The rates are read off the figures of arXiv
+# 2205.14135, 2307.08691 and 2407.08608 and cuDNN's notes, for causal masks and head size 128; they
+# are not fitted. The rates of flash3 and cudnn are relative to flash2 on an H100.
 KERNELS = {
     "flash": Kernel(1.0, 1.0, 0.0),
     "flash1": Kernel(0.65, 0.55, 300.0),
@@ -106,7 +106,7 @@ class Machine:
     vector_peak: float  # FP32 FLOP/s outside the tensor cores
     processors: int  # the number of streaming multiprocessors of one GPU
     memory: float  # the bytes of one GPU's memory
-    bandwidth: float  # the rate of the GPU's memory
+    bandwidth: float  # the bytes per second of one GPU's memory
     context: float  # the memory that a CUDA context takes before the first tensor
     node: int  # the number of GPUs of a node
     nvlink: Link  # the link of one GPU to the other GPUs of its node
@@ -226,7 +226,8 @@ def _member(name: str, known: list[str]) -> str:
     A100 (hardware/families.toml). Any other name is returned as it is; `_merged` then reads it as
     the path of a user's file, or raises an error. known: the names of the machines in `hardware/`.
     """
-    # Leave out the maker, the form of the module, and GB after the size: a100-80 for the example.
+    # Leave out the maker, the form of the module, and GB after the size, so that
+    # NVIDIA-A100-SXM4-80GB becomes a100-80.
     plain = re.sub(r"-sxm\d?|(?<=\d)gb", "", name.lower()).removeprefix("nvidia-")
     taken = read_toml(FOLDER / f"{FAMILIES}.toml", FAMILIES).get(plain, plain)
     return taken if taken in known else name
@@ -286,6 +287,7 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
     """
 
     def filled(entry: Any) -> Any:
+        """Return an entry with its constants' values in place of their names, also in tables."""
         if isinstance(entry, dict):
             return {key: filled(value) for key, value in entry.items()}
         return values.get(entry, entry) if isinstance(entry, str) else entry

@@ -143,7 +143,8 @@ class Job(NamedTuple):
     def experts_elsewhere(self) -> Column:
         """The number of a block's expert parameters that no rank of a tensor group holds.
 
-        It is negative if ranks of the group hold the same experts.
+        A block's parameters less this number are on the ranks of the group together. It is negative
+        if ranks of the group hold the same experts.
         """
         return self.parameters_of_all_experts - self.expert_parameters
 
@@ -201,7 +202,7 @@ class Job(NamedTuple):
         # 1 + (pp - 1) * is_spread is pp or 1. np.where would overflow: the numbers of a single
         # layout may be too large for its 64 bits.
         ranks = layout.tp * (1 + (layout.pp - 1) * is_spread)
-        multiple = layout.pad_vocab_multiple * ranks
+        multiple = layout.pad_vocab_multiple * ranks  # the whole vocabulary is padded to it
         return -(-self.model.vocab_size // multiple) * layout.pad_vocab_multiple
 
     @property

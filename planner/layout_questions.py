@@ -32,6 +32,7 @@ def stages(question: Question) -> Answer:
     head = "".join(f"{name:>12}" for name in (*names, "free"))
     lines = [partition.stage_table(rows, job.model), "", f"on {job.machine.name}"]
     lines.append(f"GB per GPU{head}")
+    # A row of the memory table is a rank, which is called a stage if it holds only one.
     row_of = "stage" if job.layout.stages == job.layout.pp else "rank"
     for stage in table:
         parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]
@@ -74,7 +75,8 @@ def timeline(question: Question) -> Answer:
     """Return the answer of `plan.py timeline`: the schedule drawn as text, and a Chrome trace.
 
     The drawing has equal times for all stages, the trace and the printed bubble have predicted
-    seconds. At most 4 pp micro-batches are shown. The trace is written to the file of --trace.
+    seconds. At most 4 pp micro-batches are shown. The trace is written to the file of --trace. With
+    --schedule auto the schedule is searched, and a line says what the search chose.
     """
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)

@@ -32,7 +32,7 @@ SHOWN_RISKY = 5  # number of risky layouts that are printed
 TOLD_APART = 1.06
 WIDTH = 120  # width of a table that fits in a terminal, in characters
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that are aligned to the left
-# A table lacks such a column if all its cells have this value, which tells the reader nothing.
+# By column, the value that tells the reader nothing: a column whose cells all have it is left out.
 LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 NETWORK = (
@@ -204,7 +204,9 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
     name = question.options.model
     words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
     if name:
-        size_words = to_words(run.model)  # the first words: `model` is the first of GROUPS
+        # The words of the model's sizes are the first of `words`, as `model` is the first group.
+        # They are replaced by --model and the options that the user gave in addition.
+        size_words = to_words(run.model)
         given = question.given
         model_words = ["--model", name, *to_words(run.model, always=given, only=given)]
         words[: len(size_words)] = model_words
@@ -280,7 +282,7 @@ def _risky_lines(
     for risky_line in faster[:SHOWN_RISKY]:
         layout = risky_line.layout
         p = risky_line.prediction
-        needed = machine.memory - p.margin  # bytes of the fullest GPU
+        needed = machine.memory - p.margin  # the predicted bytes of the fullest GPU
         over = (needed - allowed) / BILLION
         same_place = [line for line in safe if _place(line.layout) == _place(layout)]
         advice = ""
@@ -380,7 +382,7 @@ def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
             values = " ".join(f"{name}={value}" for name, value in entry.layout.items())
             lines.append(f"  {values}: {entry.reason}")
         return lines
-    kinds: dict[str, list[str]] = {}  # by the reason without its numbers
+    kinds: dict[str, list[str]] = {}  # by a reason's text without numbers: all reasons of this kind
     for entry in rejected:
         kinds.setdefault(re.sub(r"[\d.]+", "", entry.reason), []).append(entry.reason)
     lines = [f"  {len(reasons):4}  {min(reasons, key=_needed)}" for reasons in kinds.values()]

@@ -82,6 +82,8 @@ def rank(
     Raise UserError if the model or the ramp-up of the batch is impossible.
     """
     check_shape(asked.model)
+    # With --schedule auto, rank the layouts with 1F1B; then `_searched` searches schedules for the
+    # fastest of them. A layout must be one that train.py accepts with `auto`.
     if asked.fixed.get("schedule") == "auto":
         fixed = asked.fixed | {"schedule": "1f1b", "vocab_pp": False}
 
@@ -102,6 +104,7 @@ def rank(
         ranked = _in_order(ranked + search.risky(ranked))
     slower = len(search.left_out)
     rejected += search.rejected(every)
+    # This comes last, because `fastest` replaces `left_out`, which was read above.
     plain_lines = search.fastest(1, table.is_plain()) if plain else []
     return Answer(ranked, rejected, slower, plain_lines[:1])
 
@@ -169,7 +172,7 @@ class _Search:
         self.rows = np.flatnonzero(within[True][0])
         self.fits = {risky: fits[self.rows] for risky, (fits, _) in within.items()}
         self.closed = closed.of_rows(self.rows)
-        # By row and `risky`, the result of `_line`; None: the row cannot be ranked so.
+        # By row's number and `risky`, the result of `_line`; None: the row cannot be ranked.
         self.lines: dict[tuple[int, bool], Ranked | None] = {}
         self.refused: dict[int, str] = {}  # by place, the reason why a row was not ranked
         self.taken = set[int]()  # places of which a row without risk was ranked
@@ -187,6 +190,8 @@ class _Search:
         fastest = math.inf  # the seconds of the fastest row so far
         for row in self._likely_first(False, among):
             may_be_first = row.least < fastest
+            # A row is not tried if it cannot be the fastest, and its place has a better row or
+            # enough places are ranked.
             if not may_be_first and (row.place in lines or len(lines) >= most):
                 waiting.setdefault(row.place, row)
                 continue
@@ -208,11 +213,13 @@ class _Search:
         below the seconds that it must beat.
         """
         lines: dict[int, Ranked] = {}
+        # `room` has the bytes that a risky row may need (True), and a row without risk (False). If
+        # they are equal, a row that fits is without risk.
         if self.room[True] <= self.room[False]:
             return []
         fastest = safe[0].prediction.seconds if safe else math.inf
         for row in self._likely_first(True):
-            limit = fastest
+            limit = fastest  # the seconds to beat: of the safe rows, or of this place's risky row
             if row.place in lines:
                 limit = lines[row.place].prediction.seconds
             if row.least < limit:
@@ -242,7 +249,8 @@ class _Search:
         """Yield the rows that may fit, the likely fastest first.
 
         risky: whether rows that fit only with a risk are included. among: for each row of the
-        table, whether it counts; None: all rows count.
+        table, whether it counts; None: all rows count. `self.rows` has the numbers of the rows that
+        may fit; `fits` and the closed forms have an entry for each of them.
         """
         counts = self.fits[risky]
         if among is not None:
@@ -282,7 +290,7 @@ class _Search:
             needed = max(stage.total for stage in stages)
             if needed > self.room[risky]:
                 continue
-            if risky and needed <= self.room[False]:  # it has no risk, and is ranked elsewhere
+            if risky and needed <= self.room[False]:  # the row has no risk: `fastest` ranks it
                 return None
             if reason := self.refusal(layout):
                 self.refused.setdefault(row.place, reason)
@@ -303,10 +311,11 @@ class _Search:
         # then the fewest bytes. `first` has the position of the first row of each place.
         order = np.lexsort((self.smallest, table.recompute != "full", table.place))
         places, first = np.unique(table.place[order], return_index=True)
+        # Places that are not rejected: one of their rows was ranked, or was left out as slower.
         waiting = self.taken | {row.place for row in self.left_out}
         smallest_rows = order[first].tolist()
         rejected = []
-        too_large = set[tuple[int, int]]()  # tp and pp of places that do not fit
+        too_large = set[tuple[int, int]]()  # tp and pp with which larger micro-batches do not fit
         for number, (place, row) in enumerate(zip(places.tolist(), smallest_rows, strict=True)):
             if place in waiting:
                 continue

@@ -93,10 +93,12 @@ def read_rows(run: str, ranks: int) -> list[Row]:
 def _row(values: Mapping[str, Any]) -> Row:
     """Return a line of times.jsonl as a `Row`; telemetry/step_times.py says what the line has.
 
-    Passes and phases of the line are in microseconds, its clocks in seconds.
+    Passes and phases of the line are in microseconds, its clocks in seconds. `apart` is the time of
+    saves and evaluations just before the step, which `total` includes.
     """
     ranks = values["ranks"]
-    # The cause of each kind of wait, in the order of the numbers in the line.
+    # The line names the kinds of waits, such as "tp", once: a pass has a number for each kind, in
+    # this order. Here the kinds are replaced by the causes to which their seconds count.
     kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
     passes = _numbers([rank["passes"] for rank in ranks]) / 1e6
     around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks]) / 1e6
@@ -176,7 +178,8 @@ class MeasuredSteps:
         order: the run's schedule. Raise ValueError if the rows have another number of passes.
         """
         self.order = order
-        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))  # ranks: (pipeline, pp)
+        # The numbers of the ranks of each pipeline: (pipeline, pp).
+        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))
         self.measured = float(np.mean([row.measured for row in rows]))
         self.after = np.stack([row.after for row in rows], axis=1)
         self.seconds = np.stack([row.seconds[:, self.pipelines] for row in rows], axis=1)
@@ -189,9 +192,10 @@ class MeasuredSteps:
         self.place_of: dict[Action, tuple[int, int]] = {}
         for rank, actions in enumerate(order.ranks):
             self.place_of |= {action: (rank, number) for number, action in enumerate(actions)}
-        # So far MESSAGE has the waits for inputs. In a simulation they follow from the other times,
-        # so the time of the message takes their place: from the end of the sending pass until the
-        # input was there. It is 0 if the rank did not wait, since then the true time is unknown.
+        # So far seconds[MESSAGE] has each pass's wait for its input. In a simulation the waits
+        # follow from other times, so they are replaced by the time of the message with the input:
+        # from the end of the sending pass until the input was there. It is 0 if the rank did not
+        # wait long (`late` is False), since then the true time is unknown.
         late = self.seconds[MESSAGE] >= MOST_ARRIVED
         self.seconds[MESSAGE] = 0.0
         for action, (rank, number) in self.place_of.items():
@@ -206,6 +210,7 @@ class MeasuredSteps:
         They are the rank's time before it needs the action's input, the time of the message with
         the input, and the time of the action with its waits for collectives.
         """
+        # The first axis has the causes in the order of PLACE; host, data and p2p are the first.
         host, data, message, *waits_and_compute = self.seconds[:, :, :, *self.place_of[action]]
         return Timing(host + data, message, sum(waits_and_compute))
 
@@ -214,6 +219,7 @@ class MeasuredSteps:
 
         A step ends when its slowest pipeline has ended and the phases after the passes are done.
         """
+        # Times are arrays (step, pipeline), so np.maximum finds the later of two times.
         slots = simulate_each(self.order, self.timing_of, np.maximum)
         # The ends of the ranks' last passes: (rank, step, pipeline). The latest counts in a step.
         ends = np.max([row[-1].end for row in slots], axis=(0, 2))
@@ -230,6 +236,7 @@ class MeasuredSteps:
         for key in dict.fromkeys((action.kind, action.stage) for action in self.place_of):
             timings = [self.timing_of(action) for action in self.place_of if action[:2] == key]
             runs[key] = float(np.mean([timing.runs for timing in timings]))
+            # A message of 0 seconds is one for which no rank waited: it is not in the mean.
             sent = np.array([timing.message for timing in timings])
             messages[key] = float(sent.sum() / max(1, np.count_nonzero(sent)))
         return runs, messages
@@ -250,7 +257,8 @@ class MeasuredSteps:
         # The share of each pipeline rank, which may hold several stages.
         of_ranks = np.bincount(self.order.rank_of, shares)
         rates = self.computed() / of_ranks
-        # With several pipelines a rank is compared with the same rank of the others (axis 0).
+        # With several pipelines a rank is compared with the ranks of the other pipelines that have
+        # the same stages (axis 0). If it is alone, it is compared with all ranks of its pipeline.
         alone = len(self.pipelines) == 1
         usual = np.quantile(rates, 0.5, axis=None if alone else 0, method="lower")
         slow = rates > usual * (SLOW_ALONE if alone else SLOW)
@@ -280,6 +288,8 @@ class MeasuredSteps:
         Without `slow ranks` a slow rank computes as fast as a usual rank. Without `variation` all
         passes of the same kind and stage take their mean in a step; without `imbalance` all passes
         of the same kind do, in whatever stage. The seconds of any other cause become 0.
+        `self.seconds` has the axes (cause, step, pipeline, rank, pass), so
+        `self.seconds[COMPUTE]` is the computing time of every pass.
         """
         if cause == "slow ranks":
             self.seconds[COMPUTE] *= self.usual_shares(shares)[:, :, None]

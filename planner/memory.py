@@ -66,6 +66,7 @@ def stages(job: Job) -> list[StageMemory]:
     parts = Parts.of(specs)
     rank_of = np.array([spec.rank for spec in specs])  # the pipeline rank of each stage
     kept = kept_of_stages(job, specs)
+    # By rank, the bytes of activations that it keeps at once, and the number of head outputs.
     activations, heads = most_in_flight(job, kept, [float(spec.head) for spec in specs])
     stage_working = memory_terms.working_of(job, parts, kept, np.array(heads)[rank_of])
     working = np.zeros(layout.pp)
@@ -120,7 +121,7 @@ def most_in_flight(
         order = long_layout(job.model, layout, job.micro_batches)
         return list(_most_held(order, tuple(kept.tolist()))), list(_most_held(order, tuple(ends)))
     flying = memory_terms.in_flight(job, np.arange(layout.pp))
-    if layout.vocab_pp:
+    if layout.vocab_pp:  # every rank has a part of the head, and its output of one micro-batch
         activations = flying * kept + memory_terms.sent_to_ranks(job)
         return activations.tolist(), [1.0] * layout.pp
     return (flying * kept).tolist(), (flying * ends).tolist()
@@ -163,8 +164,9 @@ def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]
     with this. rows_over_mean: see `Job`. The options in `config` must have been checked. With a
     batch-size ramp-up, the largest batch that this start of the run reaches counts.
     """
-    # The parts in OF_RUN do not depend on the machine with this software and without overhead, so
-    # any machine with the run's device serves.
+    # The parts in OF_RUN depend on the machine only by its software and the allocator's overhead.
+    # The software is set to train.py, and no overhead is counted, so any machine with the run's
+    # device serves.
     name = "cpu" if config.run.device == "cpu" else "a100-80"
     machine = hardware.load(name)
     machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)
@@ -174,7 +176,8 @@ def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]
     training = replace(config.training, global_batch_size=batch)
     # A run without --ep has ep 1. This is set here, since the planner would choose an ep for None.
     layout = replace(config.layout, ep=config.layout.ep or 1)
-    if layout.schedule == "auto":  # no rank of it holds more than the fullest rank of 1F1B
+    # In a searched schedule no rank keeps more than the fullest rank of 1F1B, which stands for it.
+    if layout.schedule == "auto":
         layout = replace(layout, schedule="1f1b")
     table = stages(Job(config.model, layout, training, machine, rows_over_mean))
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]

@@ -34,7 +34,7 @@ PLACES = 8 + 4 + 2 + 2 * 8
 # With --ep > 1 the token is also permuted by rank, which takes two permutations more.
 PLACES_ELSEWHERE = PLACES + 2 * 8
 
-# For these schedules `in_flight` is exact; for the other schedules it is a lower bound.
+# With these schedules `in_flight` (micro-batches in flight on a rank) is exact, else a lower bound.
 EXACT = ("1f1b", "gpipe", "zb-h1")
 
 
@@ -85,7 +85,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     positions = 0
     if model.positions == "learned":
         positions = model.max_positions * model.hidden
-    has_head_matrix = parts.head & (parts.tied | (not model.tied))
+    has_head_matrix = parts.head & (parts.tied | (not model.tied))  # its own, or a tied copy
     at_the_ends = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
     matrices = 1 if model.tied else 2
     on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a part of both
@@ -104,14 +104,14 @@ def laid_out(job: Job, parts: Parts) -> Column:
     held = held_parameters(job, parts)
     if optimizer not in ("adafactor", "muon"):
         return held
-    widest = max(model.qkv_width, model.up_width)
-    # In a block with experts, only attention and the shared MLP have matrices outside of experts.
+    widest = max(model.qkv_width, model.up_width)  # columns of the widest matrix of a block
+    # Blocks with experts have outside of them only matrices of attention and of the shared MLP.
     if all(kind.model.experts > 1 for _, kind in job.kinds):
         widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
     has_blocks = parts.blocks > 0
-    largest = model.hidden * widest * has_blocks
-    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)
-    if optimizer == "adafactor":
+    largest = model.hidden * widest * has_blocks  # the numbers of the largest matrix
+    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)  # numbers in matrices
+    if optimizer == "adafactor":  # here the matrices of embedding and head are updated whole too
         has_vocabulary = parts.embedding | parts.head
         largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
         matrices = held - parts.blocks * job.expert_parameters
@@ -160,7 +160,7 @@ def gradients_of(job: Job, held: Column, shard: Column) -> Column:
 
 
 def gradient_bytes(job: Job) -> float:
-    """Return the bytes of one gradient in the sum over micro-batches, below --zero 2."""
+    """Return the bytes of one gradient in a GPU's sum below --zero 2; a bf16 sum has 2 less."""
     size = job.machine.software.gradient_bytes if job.number_bytes == 2 else 4.0
     return size - 2.0 if job.training.grad_dtype == "bf16" else size
 
@@ -194,7 +194,7 @@ def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
     optimizer = job.training.optimizer
     if optimizer not in ("muon", "adamw8bit"):
         return 0.0
-    by_adamw = held - parts.blocks * job.block_parameters / job.layout.tp
+    by_adamw = held - parts.blocks * job.block_parameters / job.layout.tp  # outside of blocks
     if optimizer == "adamw8bit" and not job.model.tied:
         has_head_matrix = np.bool_(job.layout.vocab_pp) | parts.head
         by_adamw = by_adamw - has_head_matrix * job.vocab_columns * job.model.hidden
@@ -270,7 +270,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     if experts > 1:
         numbers = numbers + computed * h / t  # rows that came to this GPU's experts
         numbers = numbers + active * h / t  # results that came back for this GPU's tokens
-    # Keys and values of other cp ranks are kept too, unless attention is recomputed (scores 0).
+    # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
     gathered_from = scores * (job.cp // job.over_heads - 1)
     numbers = numbers + gathered_from * keys_and_values / t
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
@@ -327,13 +327,13 @@ def in_flight(job: Job, rank: Column) -> Column:
     layout = job.layout
     count = job.micro_batches
     name = layout.schedule
-    # An interleaved rank runs `ahead` forward passes before its first backward pass ends, because
-    # it takes a group of micro-batches through each of its stages.
+    # `ahead`: the forwards of an interleaved rank before its first backward ends, since a group of
+    # micro-batches passes all its stages first; each is of one of the rank's `virtual` stages.
     virtual = layout.stages_per_rank
     group = -(-count // np.maximum(1, count // layout.pp))
     ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
     interleaved = np.minimum(count * virtual, ahead) / virtual
-    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
+    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)  # more forwards before a backward
     flying = np.minimum(layout.pp - rank + further, count)
     flying = np.where(np.equal(name, "gpipe"), count, flying)
     # Every zero-bubble rank holds as many micro-batches as the first rank of 1F1B.
@@ -387,7 +387,7 @@ def tied_gradient(job: Job, parts: Parts) -> Column:
 
 
 def reduced_bytes(job: Job) -> Column:
-    """Return the bytes of a gradient being reduced, with the part of its FP32 sum on a rank."""
+    """Return the bytes of a gradient in a bucket being reduced, and in the rank's FP32 result."""
     return gradient_bytes(job) + 4.0 / job.shards
 
 
@@ -397,7 +397,7 @@ def block_working(job: Job) -> Column:
 
     With full recomputation it is all activations of the block. Otherwise it is the gradients of the
     block's output and input: other temporary tensors reuse memory that was freed before. With
-    experts, the gradients of the rows sent to experts and of their results exist before that.
+    experts, the gradients of the rows sent to the experts and of their results are added.
     """
     gradients = 2.0 * job.activation_bytes / job.sequence_shards
     computed = job.model.experts_per_token * (job.model.experts > 1) * job.rows_over_mean
@@ -439,7 +439,7 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     """
     size = job.number_bytes
     layout = job.layout
-    matrix = 1.0 * size * job.vocab_columns * job.model.hidden
+    matrix = 1.0 * size * job.vocab_columns * job.model.hidden  # bytes of the matrix's gradient
     shares_matrix = parts.embedding & np.bool_(job.model.tied)
     has_gradient = (job.zero >= 2) | shares_matrix
     has_gradient = has_gradient & ~np.bool_(layout.vocab_pp)

@@ -22,7 +22,7 @@ def model(question: Question) -> Answer:
     # A model with experts may have blocks of two kinds: with experts, and dense.
     kinds = block_kinds.kinds(shape)
     parts = dict(zip(("block", "dense block"), [model_stats.block_parameters(k) for _, k in kinds]))
-    counts = [number for number, _ in kinds] + [1, 1]
+    counts = [number for number, _ in kinds] + [1, 1]  # of the kinds of blocks, embedding and head
     parts["embedding"] = model_stats.embedding_parameters(shape)
     parts["head"] = model_stats.head_parameters(shape)
     lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]

@@ -60,10 +60,14 @@ def _deepest(
 ) -> tuple[ModelShape, Layout] | None:
     """Return the model of a hidden size with the most blocks that fits, and a layout; or None.
 
-    The number of blocks is found by bisection, since a deeper model needs more memory.
+    The number of blocks is found by bisection, since a deeper model needs more memory. It is at
+    most a 60th of the hidden size. sized: makes the model with some number of blocks. fitting:
+    returns a layout with which this model fits, or None.
     """
     sized = cache(lambda layers: _resized(like, layers, hidden, hidden // 128))
     fitting = cache(lambda layers: leanest(sized(layers), training, machine, gpus))
+    # The position in 1, 2, 3, ... of the first number of blocks that does not fit, which is the
+    # number of the last one that fits; 0 if none does.
     most = bisect_left(range(1, hidden // 60 + 1), True, key=lambda n: fitting(n) is None)
     found = fitting(most) if most else None
     return (sized(most), found) if found else None
@@ -91,7 +95,7 @@ def _lean(model: ModelShape, machine: Machine, gpus: int = 0) -> Iterator[Layout
     """
     ranks = divisors(gpus) if gpus else range(1, max(machine.node, model.layers) + 1)
     tps = [tp for tp in ranks if tp <= machine.node][::-1]
-    cps = [2**k for k in range(11) if k == 0 or model.seq_length >= LONG]
+    cps = [2**k for k in range(11) if k == 0 or model.seq_length >= LONG]  # 1, or 1 to 1024
     for cp, tp, pp in product(cps, tps, [pp for pp in ranks if pp <= model.layers]):
         layout = Layout(tp=tp, pp=pp, cp=cp, recompute="full")
         with suppress(UserError):
@@ -133,9 +137,12 @@ def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[i
         replica = lean.tp * lean.pp * lean.cp
         # The fewest nodes that whole replicas fill: replicas of 12 GPUs fill 3 nodes of 8 GPUs.
         nodes = math.lcm(replica, machine.node) // machine.node
+        # with_dp(n): this layout on n times `nodes` nodes.
         with_dp = lambda n: replace(lean, dp=n * nodes * machine.node // replica)  # noqa: B023, E731
+        # fits(n): whether the model then fits into memory.
         fits = lambda n: _trains(Job(model, with_dp(n), training, machine))  # noqa: B023, E731
-        # The multiples of `nodes` that are less than the fewest nodes so far.
+        # count * nodes is a number of nodes that is less than the fewest so far. If the largest
+        # count fits, the smallest count that fits is found by bisection.
         counts = range(1, (fewest - 1) // nodes + 1)
         if counts and fits(counts[-1]):
             count = counts[bisect_left(counts, True, key=fits)]
@@ -160,6 +167,7 @@ def shapes(
     """
     found, step = [], math.lcm(128, 8 * layout.tp)
     for hidden, head in product(range(step, 32768, step), range(64, 257, 8)):
+        # The head size must divide the hidden size, and tp the heads.
         heads, rest = divmod(hidden, head)
         if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
             continue

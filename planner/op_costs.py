@@ -82,7 +82,9 @@ def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colum
         # A product has whole tiles, and all processors compute one tile each in a wave.
         tiles = batch * -(-m // rows) * -(-n // columns)
         waves = -(-tiles // machine.processors)
+        # The numbers of the result that one processor computes, in equivalents of full speed.
         best = np.minimum(best, waves * rows * columns / speed)
+    # A number takes 2 FLOPs for each step along k. The rate is that of all processors together.
     rate = machine.peak * machine.gemm_fraction
     return 2.0 * best * (k + PROLOGUE) * machine.processors / rate
 
@@ -142,7 +144,7 @@ def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 
     padded_head = -(-head // ALIGNMENT) * ALIGNMENT
     # The FLOPs of one product: 2 for each pair of tokens and head column, halved by the mask.
     product = 1.0 * batch * seq * seq * padded_head
-    if size > 2:
+    if size > 2:  # FP32 does not use tensor cores, and has no flash kernel
         rate = machine.vector_peak * machine.gemm_fraction
         return Pass(2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH)
     kernel = KERNELS[machine.kernel]
@@ -196,7 +198,7 @@ def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -
     """
     local = _on_one_node(machine, ranks, stride)
     inside = count * (local - 1) / ranks / machine.nvlink.speed + machine.nvlink.latency
-    sent = count * (ranks - local) / ranks * machine.node
+    sent = count * (ranks - local) / ranks * machine.node  # by all GPUs of a node together
     across = sent / machine.network.speed + machine.network.latency
     seconds = np.where(ranks <= local, inside, np.maximum(inside, across))
     return np.where(ranks < 2, 0.0, seconds)
@@ -208,8 +210,10 @@ def message(machine: Machine, stage_ranks: Column, count: Column) -> Column:
     stage_ranks: the number of GPUs of a stage. All GPUs of a node share its network.
     """
     rate = machine.network.bandwidth * machine.p2p_fraction
+    # With stages of whole nodes, all GPUs of a node send to another node at once.
     apart = count * machine.node / rate + machine.network.latency
-    # With stages smaller than a node, several stages are on one node: only the ranks of its last
-    # stage send through the network, the others over NVLink.
+    # If a stage has fewer GPUs than a node (stage_ranks < machine.node), a node has several stages.
+    # Only the ranks of its last stage then send through the network, which these `stage_ranks` GPUs
+    # share; the others send over NVLink. The slower of the two counts.
     edge = np.maximum(count * stage_ranks / rate, count / machine.nvlink.speed)
     return np.where(stage_ranks >= machine.node, apart, edge + machine.nvlink.latency)

@@ -25,7 +25,7 @@ from planner.job import Job
 from planner.step_time import with_networks
 
 BATCH = 2048  # the global batch size if none is given: all published runs of 200B models have it
-# Training options to replace for a step with the full batch: without a ramp-up of the batch.
+# The options of a ramp-up of the batch, as None: a run with them has the full batch in every step.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
 SEARCHED = ("layouts", "days")  # questions for which all schedules and numbers of blocks are tried
 BILLION = 1e9  # a billion parameters, and the bytes of a gigabyte
@@ -64,7 +64,8 @@ class Question:
         fixed = {field.name: getattr(run.layout, field.name) for field in fields(schema.Layout)}
         fixed = {name: value for name, value in fixed.items() if name in self.given}
         searched = self.options.question in SEARCHED
-        # For the other questions only plain layouts are tried, because a ramp-up ranks often.
+        # A question that is not in SEARCHED tries only plain layouts, to be quick: a ramp-up ranks
+        # for each number of nodes.
         if not searched:
             fixed = PLAIN | {"recompute_layers": None} | fixed
         # The check is for the full batch: whether a layout can run the smaller batches of a ramp-up

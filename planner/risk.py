@@ -57,6 +57,7 @@ def interval(job: Job, seconds: float) -> tuple[float, float]:
         doublings += 1.0
     if layout.cp > 1:
         doublings += 1.0
+    # Two independent errors: within the fitted range, and for the distance from this range.
     spread = math.hypot(job.machine.time_spread, PER_DOUBLING * doublings)
     factor = math.exp(NINETY * spread)
     return seconds / factor, seconds * factor

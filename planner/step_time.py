@@ -82,7 +82,7 @@ def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Predict
     table = stages or memory.stages(job)
     margin = machine.memory - max(stage.total for stage in table)
     samples = job.training.global_batch_size
-    per_gpu = seconds * job.gpus
+    per_gpu = seconds * job.gpus  # the GPU-seconds of a step
     flops = model_flops(model, samples)
     return Prediction(
         seconds=seconds,
@@ -126,7 +126,8 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
         machine = hardware.at_share_of_network(job.machine, share)
         parts, _ = _parts_of_step(job._replace(machine=machine))
         seconds_at_share.append(sum(parts.values()))
-    # The prediction may have another schedule than the job, so only the ratios are taken over.
+    # The prediction may have another schedule than the job, which has the seconds at each share of
+    # the network's rate. So the prediction's seconds are scaled by the ratios of the job's seconds.
     at_datasheet_rate = seconds_at_share[0]
     scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in seconds_at_share)
     low, high = prediction.interval
@@ -138,7 +139,11 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
 
 
 def passes_of(job: Job) -> Passes:
-    """Return the seconds of one micro-batch through a block, the embedding and the head."""
+    """Return the seconds of one micro-batch through a block, the embedding and the head.
+
+    Of `block_passes`, the field `forward` is for a block that is not recomputed, and `backward` for
+    a block with the layout's --recompute.
+    """
     blocks = block_passes(job)
     embedding = time_terms.embedding(job)
     head = time_terms.head(job)
@@ -166,7 +171,7 @@ def block_passes(job: Job) -> Pass:
     again = np.where(is_selective, attention_again, again)
     launched = job.machine.software.host_per_operation * time_terms.operations(job)
     forward = np.maximum(computed.forward, launched)
-    backward = np.maximum(computed.backward, 2 * launched)
+    backward = np.maximum(computed.backward, 2 * launched)  # it has about twice the operations
     recomputed_backward = np.maximum(computed.backward + again, 2 * launched)
     return Pass(Pass(forward, backward), Pass(forward, recomputed_backward))
 
@@ -331,7 +336,7 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     """
     layout = job.layout
     held = most.parameters
-    blocks = -(-job.model.layers // layout.pp)
+    blocks = -(-job.model.layers // layout.pp)  # the blocks of the fullest rank
     experts = blocks * job.expert_parameters / layout.tp
     shard = memory_terms.sharded_parameters(job, held, blocks)
     terms = time_terms.after_terms(job, held, shard, most.tied)
@@ -341,6 +346,8 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
 def _exposed(job: Job, most: Most, experts: Column) -> Column:
     """Return the seconds of a step's gradient and parameter traffic that no computation hides.
 
+    The gather of parameters runs beside the next forward, the reduction of gradients beside the
+    last backward; each pass hides at most the share `overlap_passes` of its seconds.
     experts: the expert parameters on a GPU, which fewer ranks hold than other parameters.
     """
     layout = job.layout
@@ -360,6 +367,7 @@ def _exposed(job: Job, most: Most, experts: Column) -> Column:
     gather_in_backward = np.where(layout.zero == 3, gather, 0.0)
     in_backward = gather_in_backward + reduce
     exposed_reduce = np.maximum(in_backward - backward_hides, reduce * exposed_share)
+    # At --zero 3 every micro-batch gathers, and from --zero 2 on every micro-batch reduces.
     gathers = np.where(layout.zero == 3, job.micro_batches, 1)
     reductions = np.where(layout.zero >= 2, job.micro_batches, 1)
     return gathers * exposed_gather + reductions * exposed_reduce

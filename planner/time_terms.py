@@ -50,10 +50,14 @@ def block_seconds(job: Job) -> Pass:
 
 
 def block_terms(job: Job) -> dict[str, Pass]:
-    """Return the seconds of one micro-batch through a block by cause, if all blocks are alike."""
+    """Return the seconds of one micro-batch through a block by cause, if all blocks are alike.
+
+    `block_seconds` adds them. `tensor` is collectives over tp, `experts` is routing, `host` is the
+    host's launches (a quarter in the forward), and `accumulated` is adding up the gradients.
+    """
     tensor = tensor_collectives(job)
-    # With sequence parallelism the gathered inputs are not kept, so backward gathers them again,
-    # which takes half as long as an all-reduce.
+    # With sequence parallelism the forward gathers the inputs of products over tp and does not keep
+    # them. So the backward gathers them again, which takes half as long as an all-reduce.
     once_more = np.where(job.sequence_parallel, tensor / 2, 0.0)
     host = job.machine.software.host_per_block
     return {
@@ -88,7 +92,7 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
         sizes.append((job.tokens, h, dense_width // t, 1))
     if model.experts > 1:
         experts = model.experts // job.ep
-        # The rows of the busiest rank's expert, rounded up to a multiple of ALIGNMENT.
+        # How many rows an expert of the busiest rank gets, rounded up to a multiple of ALIGNMENT.
         rows_of_rank = job.tokens * model.experts_per_token / t
         tiles = np.ceil(rows_of_rank * uneven(job) / experts / op_costs.ALIGNMENT)
         rows = np.int64(tiles) * op_costs.ALIGNMENT
@@ -125,7 +129,7 @@ def attention(job: Job) -> Pass:
     model = job.model
     layout = job.layout
     widths = model.qkv_width + model.attention_width
-    exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes
+    exchanged = job.number_bytes * job.tokens / layout.tp * widths  # bytes of q, k, v and results
     sent = op_costs.all_to_all(job.machine, job.over_heads, layout.tp, exchanged)
     sent = sent + gathered(job)
     return core_seconds(job) * (1 / job.cp) + Pass(sent, sent)
@@ -151,7 +155,7 @@ def gathered(job: Job) -> Column:
     model = job.model
     tp = job.layout.tp
     ranks = job.cp // job.over_heads
-    numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp
+    numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp  # of keys and values
     all_bytes = job.number_bytes * numbers_of_rank * ranks
     # An all-gather takes half as long as an all-reduce.
     return ring_seconds(job, ranks, tp * job.over_heads, all_bytes) / 2
@@ -159,19 +163,21 @@ def gathered(job: Job) -> Column:
 
 @term
 def elementwise_bytes(job: Job) -> Pass:
-    """Return the bytes that a block reads and writes for each token outside of matrix products and
-    attention.
+    """Return the bytes that a block's elementwise kernels read and write for each token.
+
+    These are all kernels but matrix products and attention.
     """
     model = job.model
     t = job.layout.tp
     h = model.hidden
     active = model.experts_per_token
-    normed = h / job.sequence_shards  # numbers of a token on this rank
+    normed = h / job.sequence_shards  # numbers of a token that a norm on this rank reads
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     activation_inputs = f * model.up_matrices
     rotated = (model.qkv_width + model.attention_width) / 2  # width of queries and keys
     moved = Pass(4 * normed, 6 * normed)  # two norms: a read and a write; backward reads two
     moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
+    # The MLP's activation reads its inputs and writes f numbers; backward moves f numbers more.
     moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
     if model.bias:  # a bias's gradient reads the gradient of the product's output
@@ -179,8 +185,8 @@ def elementwise_bytes(job: Job) -> Pass:
     if model.qkv_bias:
         moved += Pass(0.0, model.qkv_width / t)
     if model.positions == "rotary":
-        moved += Pass(ROTARY, ROTARY) * (rotated / t)
-    moved += permuted(job) * (active * h / t)
+        moved += Pass(ROTARY, ROTARY) * (rotated / t)  # rotating queries and keys
+    moved += permuted(job) * (active * h / t)  # ordering rows by expert
     return moved * job.number_bytes
 
 
@@ -188,13 +194,14 @@ def tensor_collectives(job: Job) -> Column:
     """Return the seconds of a block's all-reduces over tp in one pass that no product hides.
 
     There is one after attention and one after the MLP (arXiv 1909.08053, section 3). With sequence
-    parallelism each tensor rank sends its own tokens to the experts, whose results need no sum.
+    parallelism each tensor rank sends its own tokens to the experts, whose results need no sum. A
+    backward that is split into B and W hides nothing, another hides the share `overlap_tensor`.
     """
     model = job.model
-    has_experts_only = model.experts > 1 and not model.shared_ffn_hidden
+    has_experts_only = model.experts > 1 and not model.shared_ffn_hidden  # no MLP that tp divides
     sums = 2 - has_experts_only * job.sequence_parallel
     overlap = job.machine.software.overlap_tensor
-    hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)
+    hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)  # what products hide
     return sums * tensor_all_reduce(job) * (1 - hidden_share)
 
 
@@ -238,7 +245,7 @@ def router(job: Job) -> Pass:
     It casts its input to FP32, and computes the experts' scores by a matrix product.
     """
     model = job.model
-    tokens = job.tokens // job.layout.tp
+    tokens = job.tokens // job.layout.tp  # each tensor rank routes its share of the tokens
     token_bytes = ROUTER_INPUT * model.hidden + ROUTER_SCORES * model.experts
     copied = op_costs.moved(job.machine, token_bytes * tokens)
     product = op_costs.linear(job.machine, tokens, model.experts, model.hidden, 4)
@@ -291,7 +298,7 @@ def selective_seconds(job: Job, forward: Column) -> Column:
 @term
 def operations(job: Job) -> Column:
     """Return the number of kernels and collectives that a block's forward launches."""
-    collectives = np.where(job.sequence_parallel, 4, 2)
+    collectives = np.where(job.sequence_parallel, 4, 2)  # all-reduces, or gathers and scatters
     expert_operations: Column = 0
     if job.model.experts > 1:
         expert_operations = ROUTING_OPERATIONS + 2 * job.model.experts // job.ep
@@ -300,9 +307,7 @@ def operations(job: Job) -> Column:
 
 @mean_of_kinds
 def block_weights(job: Job) -> Column:
-    """Return the seconds of the weight gradients in a block's backward: half of the products, and
-    the addition of the gradients to their sum.
-    """
+    """Return the seconds that W takes for a block: half the backward's products, and the adding."""
     added = accumulated(job, job.block_parameters / job.layout.tp)
     return sum(product.backward / 2 for product in products(job)) + added
 
@@ -318,7 +323,7 @@ def embedding(job: Job) -> Pass:
     """
     machine = job.machine
     matrix = job.vocab_columns * job.model.hidden
-    lookup = op_costs.moved(machine, 5.0 * job.activation_bytes)
+    lookup = op_costs.moved(machine, 5.0 * job.activation_bytes)  # reads and writes of rows
     matrix_gradient = op_costs.moved(machine, 2.0 * job.number_bytes * matrix)
     forward = lookup + tensor_all_reduce(job)
     backward = lookup + matrix_gradient + accumulated(job, matrix)
@@ -341,9 +346,7 @@ def head_product(job: Job) -> Pass:
 
 
 def head_weights(job: Job) -> Column:
-    """Return the seconds of the output matrix's gradient in the head's backward, and of adding it
-    to the sum over micro-batches.
-    """
+    """Return the seconds that W takes for the head: its matrix's gradient, and adding it up."""
     added = accumulated(job, job.vocab_columns * job.model.hidden)
     return head_product(job).backward / 2 + added
 
@@ -394,7 +397,7 @@ def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
 
 
 def expert_ring_seconds(job: Job, count: Column) -> Column:
-    """Return the seconds to all-reduce `count` bytes over the ranks that hold the same experts."""
+    """Return the seconds to all-reduce `count` bytes over ranks with the same experts, or 0."""
     if job.model.mlps[0] == 1:
         return 0.0
     return ring_seconds(job, job.shards * job.layout.tp // job.ep, job.ep, count)
@@ -420,7 +423,7 @@ def collected_seconds(job: Job, held: Column) -> Column:
     held: the number of parameters on a rank.
     """
     if not job.machine.software.fused_accumulation:
-        return 0.0  # `accumulated` counts the addition in each backward pass
+        return 0.0  # without fused accumulation, `accumulated` counts these additions in the passes
     micro_batch = op_costs.moved(job.machine, COLLECTED * held)
     return np.where(job.zero >= 2, job.micro_batches * micro_batch, 0.0)
 

@@ -28,8 +28,9 @@ from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
-WORD_OF_COLUMN = re.compile(r"(tp|pp|dp|mbs)[0-9]+")  # in a layout's label; table.md has columns
-# The columns of results.csv. A column with the name of an option has the option's value.
+WORD_OF_COLUMN = re.compile(r"(tp|pp|dp|mbs)[0-9]+")  # a word of a label that has a column
+# The columns of results.csv, which begin as those of the table of published rows in benchmarks/
+# (so some stay empty here). A column with the name of an option has the option's value.
 # fmt: off
 COLUMNS = (
     "row_id", "section", "gpu", "gpus", "size_b", "layers", "hidden", "heads", "ffn", "seq",
@@ -53,7 +54,10 @@ class LayoutResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the layout ran to the end in at least one trial."""
+        """Whether the layout ran to the end in at least one trial.
+
+        Then `trials` has only the trials that ran; else it has the last trial, which failed.
+        """
         return self.trials[0].status == "ok"
 
     @property
@@ -190,6 +194,7 @@ def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
         memory = max(row.memory) / GIGA
         size = f"{memory:.0f}GB" if memory >= 10 else f"{memory:.2f}GB"
         measured = [size, format_number(row.seconds), rate]
+    # The words of the label that no column shows, for example "full" and "zero1".
     options = " ".join(word for word in label.split() if not WORD_OF_COLUMN.fullmatch(word))
     shape = f"h {model.hidden}, {model.heads} heads, {model.layers} layers"
     months_and_days = {trial.started[5:10] for trial in row.trials}
@@ -246,7 +251,8 @@ def csv_text(result: SearchResult) -> str:
 def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, object]:
     """Return the values of a row of results.csv by column; columns without a value stay empty.
 
-    A layout that did not run has no measured values.
+    A layout that did not run has no measured values. In tables of published rows `sec_clean` has
+    corrected seconds; here it is the same as `sec_per_it`.
     """
     config = row.candidate.config
     model = config.model

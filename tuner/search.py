@@ -45,7 +45,7 @@ def features(config: Config) -> tuple[float, ...]:
     recomputed = 0.0  # the share of the blocks that are recomputed
     if layout.recompute == "full":
         recomputed = 1.0
-        if layout.recompute_layers is not None:
+        if layout.recompute_layers is not None:  # the number of recomputed blocks of each stage
             recomputed = min(1.0, layout.recompute_layers * layout.stages / config.model.layers)
     return (
         math.log2(layout.tp),
@@ -89,7 +89,7 @@ class Search:
         common = COMMON_ERROR**2
         slopes = SLOPE_ERROR**2 * (np.array(positions) @ np.array(positions).T)
         independent = OWN_ERROR**2 * np.eye(len(self.predicted))
-        self._covariance = common + slopes + independent  # of every two layouts' errors
+        self._covariance = common + slopes + independent  # of any two errors: (layouts, layouts)
 
     def add(self, index: int, seconds: float | None) -> None:
         """Add the result of a run of the layout `index`: its seconds, or None if the run failed.
@@ -160,7 +160,8 @@ class Search:
         """
         means = self._log_means()
         known = list(means)
-        # The known layouts' errors, each the mean of several runs, whose noise is smaller.
+        # Of each layout that was measured, the planner's error as the mean of the layout's n runs;
+        # this mean has the variance noise**2 / n.
         errors = np.array(list(means.values())) - self._log_predicted[known]
         noise = [self.noise**2 / len(self.measured[index]) for index in known]
         covariance_with_known = self._covariance[known]  # (known, layouts)

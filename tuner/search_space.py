@@ -46,7 +46,7 @@ class Space(NamedTuple):
 
     found: "list[Candidate]"  # layouts that can run, the fastest predicted first
     rejected: list[Rejected]  # layouts that cannot run, with reasons
-    slower: int  # further layouts: by the planner's closed forms slower, so they were not predicted
+    slower: int  # the number of layouts left out unsimulated, as closed forms rank them behind
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Candidate:
         pipeline = layout.pp > 1
         recomputes = layout.recompute != "none"
         has_schedule = pipeline and layout.schedule != "1f1b"
-        words = [  # whether a word is shown, and the word
+        words = [  # pairs: whether the word is shown, and the word
             (True, f"tp{layout.tp}"),
             (True, f"pp{layout.pp}"),
             (layout.cp > 1, f"cp{layout.cp}"),
@@ -134,10 +134,13 @@ def candidates(
 
     # By program, since two layouts with the same program run equally fast and need one trial.
     runs: dict[tuple, Candidate] = {}
-    rejected: dict[tuple, Rejected] = {}  # by layout and reason, since several tables may have it
+    # By layout and reason, so that a layout which several tables reject is listed once.
+    rejected: dict[tuple, Rejected] = {}
     slower = 0
     for fixed, share in _tables(config, given):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
+        # With --schedule auto only the fastest layout of each tp, pp and micro-batch size is taken;
+        # otherwise all layouts, up to a share of `most`.
         if fixed.get("schedule") == "auto":
             answer = layouts.rank(asked, refused, accepted)
         else:
@@ -162,10 +165,12 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     layout that are fixed, each to a value or a list of values; and the share of the argument `most`
     of `candidates` that the planner may predict. given: values to try, by option.
     """
+    # Fixed are the options that a search does not vary, and the values that the user gave.
     fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
     fixed["partition"] = choices("partition")  # the planner itself would try only one partition
     for name, values in given.items():
         fixed[name] = values[0] if len(values) == 1 else values
+    # The number of recomputed blocks is fixed below, once for each number that the user gave.
     fixed.pop("recompute_layers", None)
     numbers_of_blocks = given.get("recompute_layers")
     schedules = given.get("schedule", [])

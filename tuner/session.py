@@ -55,6 +55,7 @@ def raise_on_signals() -> None:
     """
 
     def stop(number: int, frame: object) -> None:
+        """Ignore all further signals of STOPPING, and raise StoppedBySignal for this one."""
         for signal_number in STOPPING:
             signal.signal(signal_number, signal.SIG_IGN)
         raise StoppedBySignal(number)
@@ -240,7 +241,8 @@ class Session:
         if training.steps is None and training.train_samples is None:
             training = dataclasses.replace(training, steps=DEFAULT_STEPS)
         config = dataclasses.replace(config, training=training, run=run)
-        *launcher, _ = self.runner.launch_command(candidate.ranks)  # its last word is the program
+        # Leave out the last word, the path of train.py.
+        *launcher, _ = self.runner.launch_command(candidate.ranks)
         words = ["python" if word == sys.executable else word for word in launcher]
         return [*words, "train.py", *search_space.to_cli_args(config)]
 
@@ -282,7 +284,9 @@ class Session:
         while (index := search.next()) is not None:
             trial = self._trial(candidates[index])
             self._add(search, candidates, index, trial)
-        with contextlib.suppress(BudgetSpent):  # the fastest layout is known without these trials
+        # Repeat the trials of layouts that noise alone may separate. If the budget ends meanwhile,
+        # the search has its result nevertheless.
+        with contextlib.suppress(BudgetSpent):
             for contender in search.contenders():
                 trial = self._trial(candidates[contender], "confirm")
                 self._add(search, candidates, contender, trial)

@@ -60,8 +60,8 @@ OUT_OF_MEMORY = (
 class Trial:
     """One run of a candidate and its figures, as trials.jsonl has them."""
 
-    key: str  # Candidate.key
-    label: str  # Candidate.label
+    key: str  # Candidate.key: a hash of the options on which the speed depends
+    label: str  # Candidate.label: the layout as text
     ranks: int
     status: str  # ok, rejected, oom, hang, crash or diverged
     reason: str  # a text that explains the status; empty if it is ok
@@ -174,7 +174,8 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
         status,
         reason,
         predicted=candidate.prediction.seconds,
-        config=json.loads(json.dumps(candidate.config.as_dict())),  # lists for tuples, as in JSON
+        # Through JSON, so that it equals a stored trial's: tuples become lists.
+        config=json.loads(json.dumps(candidate.config.as_dict())),
         formula=facts.get("flops_formula", ""),
         cluster={name: v for name, v in facts.get("cluster", {}).items() if name != "places"},
         versions=facts.get("versions", {}),
@@ -230,6 +231,7 @@ def execute(
     # the trial in order.
     options |= {"start_new_session": True, "preexec_fn": _end_with_search}
     handlers: Any = {number: signal.getsignal(number) for number in STOPPING}
+    # The signals that have a handler in Python; others are ignored or end the process at once.
     handled = [number for number in STOPPING if callable(handlers[number])]
     until = time.monotonic() + time_limit
     process = None
@@ -237,6 +239,7 @@ def execute(
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
             process = subprocess.Popen(command, env=environment, stdout=output, **options)
+            # Wait for a signal for CHECK_SECONDS each time; the handler of a signal raises.
             while process.poll() is None and time.monotonic() < until:
                 if sent := signal.sigtimedwait(handled, CHECK_SECONDS):
                     handlers[sent.si_signo](sent.si_signo, None)
@@ -313,7 +316,8 @@ def classify(
     metrics = out / "metrics.jsonl"
     written: list[str] = []
     if metrics.exists():
-        *written, _ = metrics.read_text().split("\n")  # a text without a line's end is incomplete
+        # The text after the last line's end is empty, or a line that was not written completely.
+        *written, _ = metrics.read_text().split("\n")
     rows = [row for row in map(json.loads, written) if "loss" in row]
     for row in rows:
         if not math.isfinite(row["loss"]):
@@ -336,6 +340,7 @@ def classify(
     error = _last_line(log, "error: ")
     if exit_status == 2 and error:
         return "rejected", error.removeprefix("error: "), rows
+    # The cause is the line of an exception, the watchdog's line on a dead rank, or the last line.
     cause = _last_line(log, "Error") or _last_line(log, ": DEAD: ") or _last_line(log, "")
     return "crash", f"status {exit_status}: {cause or 'no output'}", rows
 
