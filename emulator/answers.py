@@ -35,7 +35,7 @@ class Answers(NamedTuple):
 def of(run: Rehearsal, machine: Machine) -> Answers:
     """Return the answers of a rehearsal; machine: the machine whose GPUs the run needs."""
     layout = run.config.layout
-    # With several stages, the run's host does not wait for operations (context.prepare).
+    # With several pipeline stages, --blocking does not make the host wait for operations.
     blocking = run.config.run.blocking and layout.pp == 1
     # `stuck` has the sentences on operations that do not meet; a deadlock is only looked for if all
     # ranks do the same operations.
@@ -113,6 +113,8 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     largest = max(peaks, key=lambda name: peaks[name].bytes)  # the phase with the largest peak
     steady = [peaks[phase] for phase in STEADY if phase in peaks]
     held = max(steady, key=lambda peak: peak.bytes).held
+    # If the rehearsal sends all tokens to the experts of one of the ep ranks of a group, this rank
+    # has ep times the mean number of rows.
     all_rows_on_one_rank = float(run.config.layout.ep or 1)
     rows_over_mean = all_rows_on_one_rank if run.routing == ONE_RANK else 1.0
     predicted = sum(memory.of_run(run.config, rows_over_mean)[stage].values())

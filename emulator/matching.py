@@ -99,8 +99,8 @@ def mismatches(world: World) -> list[str]:
     compared = set()
     for role, rows in world.rows.items():
         for row in rows:
-            # Groups with the same traces have the same mismatches; `_unequal_blocks` depends also
-            # on which ranks were run.
+            # One of all groups with the same traces is compared, since they have the same
+            # mismatches; those of `_unequal_blocks` depend also on which ranks were run.
             key: tuple = (role, *(id(world.traces[rank]) for rank in row))
             key += tuple(rank for rank in row if world.ran and rank in world.ran)
             if len(row) == 1 or key in compared:
@@ -138,8 +138,8 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
 def _common(event: Event) -> Event:
     """Return the event with only the values that must be equal on all members of its group.
 
-    `_unequal_blocks` compares the rows. The root of a broadcast or reduce may call it at another
-    line and place than the other members.
+    `rows`, the rows that an all-to-all sends and receives, differs between members, and
+    `_unequal_blocks` compares it. The root of a broadcast or reduce may call it at another line.
     """
     event = event._replace(rows=())
     if event.kind in ONE_SIDED:
@@ -156,6 +156,7 @@ def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
     missing = (None, None)
     for source, sender in enumerate(row):
         for to, receiver in enumerate(row):
+            # `source` and `to` are the positions of sender and receiver in the group.
             sent = world.operations(sender).messages.get((role, "send", to), [])
             received = world.operations(receiver).messages.get((role, "receive", source), [])
             pairs = itertools.zip_longest(sent, received, fillvalue=missing)
@@ -252,7 +253,7 @@ class _Rank:
 
         A read has to wait while the compute stream waits, a load also while any queue has work.
         """
-        computes = self.passed < len(self.waits)
+        computes = self.passed < len(self.waits)  # the compute stream still has a wait before it
         if event.kind == LOAD:
             return computes or any(self.queues.values())
         return event.kind == READ and computes
@@ -282,10 +283,10 @@ class _Simulation:
         # By kind, the lowest rank of the kind: of the reversed list, the last rank is kept.
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
-        self.arrived: dict[tuple, set] = {}  # by (role, kinds): "send", "receive" if that end came
+        self.arrived: dict[tuple, set] = {}  # by (role, (sender, receiver)): which host has come
         self.ready: dict[tuple, set] = {}  # by `_meeting`'s key: the kinds ready for the operation
         self.changed: deque[int] = deque()  # kinds that may be able to continue
-        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # kinds of a group's members
+        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # by role and kind: its group
 
     def run(self) -> str | None:
         """Simulate until no rank can continue; return a sentence on a deadlock, or None."""
@@ -301,7 +302,7 @@ class _Simulation:
         return self._describe(stuck) if stuck else None
 
     def _host(self, kind: int, rank: _Rank) -> bool:
-        """Do the host's next event; return False if it is blocked (`started`), or at its end."""
+        """Do the host's next event; return False if the host is blocked, or at its trace's end."""
         if rank.at == len(rank.events):
             return False
         event = rank.events[rank.at]
@@ -311,11 +312,11 @@ class _Simulation:
         elif rank.holds_host(event):
             return False
         elif event.kind not in (READ, COPY, LOAD):  # so it is a collective or a message
-            if not rank.started:
+            if not rank.started:  # otherwise an earlier call has put it into the queue
                 if event.kind in MESSAGES and not self._connected(kind, event):
                     return False  # the host waits for the other end of the message
                 queue = rank.queues.setdefault(event.role, deque())
-                queue.append((rank.at, len(rank.waits)))  # it begins after all waits so far
+                queue.append((rank.at, len(rank.waits)))  # the waits so far must pass before it
                 rank.started = True
             if self.blocking and rank.at not in rank.ended:
                 return False  # --blocking: the host waits for the end of the operation
@@ -325,12 +326,12 @@ class _Simulation:
 
     def _connected(self, kind: int, event: Event) -> bool:
         """Note that a host has come to a message; return whether the other host has come too."""
-        ends, _ = self._meeting(kind, event)
+        ends, _ = self._meeting(kind, event)  # the kinds (of the sender, of the receiver)
         arrived = self.arrived.setdefault((event.role, ends), set())
         if event.kind not in arrived:
             arrived.add(event.kind)
             if len(arrived) == 2:
-                self.changed.extend(ends)  # the hosts of both ends can go on
+                self.changed.extend(ends)  # the hosts of sender and receiver can go on
         return len(arrived) == 2
 
     def _streams(self, kind: int, rank: _Rank) -> None:
@@ -377,7 +378,7 @@ class _Simulation:
         return "deadlock: " + "; ".join(lines)
 
     def _head(self, kind: int) -> Event:
-        """Return the operation that has to end before a rank, which is stuck, can continue."""
+        """Return the operation that has to end before the stuck rank of a kind can continue."""
         rank = self.ranks[kind]
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
@@ -403,7 +404,7 @@ class _Simulation:
         return next((member for member in members if member not in ready), None)
 
     def _where(self, kind: int) -> str:
-        """Return the words that follow "rank 3" in a deadlock's sentence: what it waits for."""
+        """Return what a rank waits for, and where: the words after "rank 3" in the sentence."""
         rank = self.ranks[kind]
         event = self._head(kind)
         row = self.world.row_of[event.role, rank.rank]
@@ -437,12 +438,12 @@ def kinds(world: World) -> list[int]:
         numbers = {}
         refined = []
         for rank, kind in enumerate(kind_of):
-            neighbours: list = [kind]  # kind; for each role the kinds in the group, the position
+            neighbours: list = [kind]  # its kind, then by role its group's kinds and its position
             for role in world.rows:
                 row = world.row_of.get((role, rank), (rank,))
                 position = row.index(rank) if role in roles_with_messages else 0
                 neighbours += [kinds_of_row.get((role, row)), position]
             refined.append(numbers.setdefault(tuple(neighbours), len(numbers)))
         if len(set(refined)) == len(set(kind_of)):
-            return refined  # this round has split no kind
+            return refined  # the kinds are final, since this round of the loop has split none
         kind_of = refined

@@ -66,10 +66,10 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.trace = trace
         self.recorder = trace.recorder
-        self.now = 0
-        self.peaks = defaultdict[str, Peak](Peak)
-        self.kernels = 0
-        self.pinned = weakref.WeakSet[Any]()
+        self.now = 0  # the bytes that are allocated now
+        self.peaks = defaultdict[str, Peak](Peak)  # by phase, since the last `start`
+        self.kernels = 0  # kernels launched since the last `start`
+        self.pinned = weakref.WeakSet[Any]()  # the storages in pinned memory of the host
         # The living storages by their address: (weak reference to the storage, bytes, kind).
         self._live: dict[int, tuple[Any, int, str]] = {}
         self._held = Counter[str]()  # bytes allocated now, by the kind of their storage
@@ -113,14 +113,16 @@ class Meter(TorchDispatchMode):
         facts = self._functions.get(function) or self._facts(function)
         if pinned:
             self._pin(result)
-        # A view allocates nothing and launches no kernel.
+        # A view allocates nothing and launches no kernel. The same holds for an operation that only
+        # asks, and has no tensor as its result.
         if facts.view or (not facts.launches and not isinstance(result, Tensor)):
             return result
         if function in COPIES:
             self._copy(function, result, args, kwargs)
-        elif function in INDEXED:
+        elif function in INDEXED:  # indexing by a tensor may stop the host
             self._indexed(*args[:2])
-        # An operation that works in place on a list of tensors returns nothing.
+        # An operation that works in place on a list of tensors returns nothing: then its arguments
+        # are counted.
         self._count(function, facts, args if result is None else result)
         return result
 
@@ -186,7 +188,7 @@ class Meter(TorchDispatchMode):
         """
         key = storage._cdata  # the storage's address
         size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO  # bytes, rounded up
-        # The kind is the phase of the flight recorder, or in a training step the action.
+        # A storage's kind is the phase of the flight recorder, in a training step the action.
         kind, _, action, micro_batch = self.recorder.place
         if kind == "train":
             kind = f"{action} {micro_batch}"
@@ -211,7 +213,10 @@ class Meter(TorchDispatchMode):
         self._held[kind] -= size
 
     def _describe(self, function: Any, size: int) -> str:
-        """Return a line on the allocation that happens now: its size, operation and source line."""
+        """Return a line on the allocation that happens now: its size, operation and source line.
+
+        A backward operation has the source line of its forward operation, which `_lines` has.
+        """
         name = str(function).removesuffix(".default")
         node = torch._C._current_autograd_node()
         line = calling_line(4)

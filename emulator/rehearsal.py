@@ -65,7 +65,8 @@ PAIRS = [
     for stage in (FIRST, BETWEEN, LAST)
     for replica in (FIRST, BETWEEN, LAST)
 ]
-# Two more places (stage, dp, cp, tp): the last rank of the first stage and that of the last stage.
+# Two more ranks that are run, by their kinds of position on (pp, dp, cp, tp): the last rank of the
+# first stage and the last rank of the last stage.
 ENDS = [(stage, LAST, LAST, LAST) for stage in (FIRST, LAST)]
 
 
@@ -106,7 +107,7 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
         for rank in group:
             kind = kinds[rank]
             if kind not in nearest:
-                # By candidate, the number of axes on which its kind of position is the rank's.
+                # For each candidate, on how many axes it has the same kind of position as the rank.
                 common = [sum(map(operator.eq, kind, kinds[other])) for other in candidates]
                 nearest[kind] = candidates[common.index(max(common))]
             if rank not in ran_ranks:
@@ -273,7 +274,8 @@ def shortened(config: Config) -> Config:
         if layout.vocab_pp:
             steady += 1  # the vocabulary's passes keep one more micro-batch in flight
         micro_batches = min(micro_batches, steady)
-    # Both steps have a batch of constant size, so a ramp and a number of samples are left out.
+    # Both steps have the same batch size, so the options of a growing batch are cleared; the run
+    # ends after STEPS steps, so a number of samples is cleared too.
     constant: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
     constant["train_samples"] = None
     training = dataclasses.replace(training, **constant, steps=STEPS)
@@ -385,7 +387,8 @@ def _after_steps(
 def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
     """Inside this context, torch.distributed has process groups that transfer nothing.
 
-    torch's FSDP, which does --zero 3, needs process groups of torch.
+    torch's FSDP, which does --zero 3, needs process groups of torch: with `has_handles` the
+    context makes one for each group of the mesh.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -424,7 +427,8 @@ def _named(peak: Peak) -> Peak:
     The meter's kinds of tensors become these names. Tensors that earlier forward passes allocated
     are activations. Tensors of the action in which the peak was reached are temporaries.
     """
-    # The description of the last tensor ends with its place, "... (step 2, F 3)": `current` is F 3.
+    # The description of the last tensor ends with its place, "... (step 2, F 3)". `current`, F 3
+    # here, is the action in which the peak was reached.
     _, _, place = peak.tensor.rpartition("(")
     _, _, current = place.rstrip(")").rpartition(", ")
     held = Counter[str]()

@@ -189,8 +189,8 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
         raise UserError(f"{run} has no traces: train it with --trace-numerics STEP")
     ours = read(run / "numerics" / names[0])
     sketches = activations(str(folder), run_files.config_of(str(run)), ours.about)
-    # `theirs` becomes a trace like ours, of one rank. It has no parameters, so their sketches are
-    # 0, and the responses to rounding are taken from our trace.
+    # `theirs` becomes a trace like ours, of one rank. The sketches of its parameters are 0, which
+    # leaves them out of the comparison, and the responses to rounding are those of our trace.
     about = ours.about | {"layout": asdict(Layout(dp=1))}
     if about["precision"] != "fp64":
         about["precision"] = "fp32"

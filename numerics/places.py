@@ -20,9 +20,9 @@ from schedules.partition import placement
 
 BLOCK = re.compile(r"blocks\.(\d+)")
 WORDS = Path(__file__).with_name("words.toml")
-# An entry of words.toml has further operations by option of the layout. A layout has the operation
-# of an option of this table if its value is at least the one here, and of other options if it is
-# set: with pp 1 there is no message between stages.
+# An entry of words.toml has further operations, by the option of the layout that causes them. The
+# options of this table cause the operation from this value on (with pp 1 there is no message
+# between stages), all other options if they are set.
 LEAST = {"pp": 2, "ep": 2}
 
 

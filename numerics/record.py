@@ -200,7 +200,8 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
     for group, defaults in DEFAULTS.items():
         recorded = facts["config"].get(group, {})
         groups[group] = {name: recorded.get(name, default) for name, default in defaults.items()}
-    # Options whose value is what the shape of the model implies say nothing about the run.
+    # An option of the model is left out if its value is None, or follows from the model's other
+    # options, as --ffn-hidden usually does.
     shape = groups["model"]
     model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
     derived = model.derived() | {"max_positions": model.seq_length}

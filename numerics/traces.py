@@ -118,7 +118,7 @@ class Pair:
         self.a = a
         self.b = b
         precisions = {a.about["precision"], b.about["precision"]}
-        self.epsilon = max(EPSILON[name] for name in precisions)
+        self.epsilon = max(EPSILON[name] for name in precisions)  # of the coarser precision
         # Masters are in fp32, or in fp64 if both runs compute in fp64.
         self.of_masters = EPSILON["fp32"]
         if precisions == {"fp64"}:
@@ -133,7 +133,8 @@ class Pair:
         # tolerance grows with the number of units by which the weights differ before the step.
         weights_a, weights_b = (sketches[BEFORE] for sketches in self.both)
         distance = np.linalg.norm(norms(weights_a - weights_b))
-        unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])  # if all last bits differ
+        # `unit` is about the distance of weights that all differ in the last bit.
+        unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])
         units = float(distance / (unit + TINY))
         self.factor = FACTOR * max(1.0, units)
 
@@ -173,7 +174,7 @@ class Pair:
 
         In place of the weights after the step, their updates (after less before) are compared.
         """
-        a, b = self.both
+        a, b = self.both  # the sketches of both traces, (kinds, tensors, 12)
         difference = norms(a - b)  # (kinds, tensors)
         update_a = a[AFTER] - a[BEFORE]
         update_b = b[AFTER] - b[BEFORE]
@@ -198,8 +199,8 @@ class Pair:
         """
         # The relative difference that rounding makes in a gradient, and with it in the state.
         relative = np.minimum(1.0, self.responses + self.epsilon)
-        rounding = self.of_masters * self.norm
-        steps_before = self.a.about["step"] - 1
+        rounding = self.of_masters * self.norm  # one rounding of each master weight
+        steps_before = self.a.about["step"] - 1  # steps in which the weights have drifted apart
         drift = norm_of_update * np.sqrt(relative)  # how far rounding moves the update of a step
         of_gradients = self.factor * self.responses + self.epsilon
 
@@ -209,7 +210,8 @@ class Pair:
         explained[BEFORE] = rounding[BEFORE] + FACTOR * steps_before * drift
         explained[AFTER] = 2.0 * rounding[AFTER] + self.factor * drift
 
-        # State that holds squares changes twice as much, relative to the largest gradient.
+        # If a gradient g changes by d, its square changes by 2 g d: relative to the largest square
+        # by up to 2 d over the largest gradient.
         largest = np.maximum(*self.both)[GRADIENT, :, LARGEST]
         change = relative * self.norm[GRADIENT]
         share = 2.0 * change / (largest + TINY)
@@ -227,6 +229,7 @@ class Pair:
         b = self.b.activations[in_b]
         norm = np.sqrt(np.maximum(a, b)[..., SQUARES])
         difference = norms(a - b)
+        # self.response takes the smaller or the larger one of the two runs' responses.
         responses = self.response(self.a.responses[in_a], self.b.responses[in_b])
         # The response was measured over all bins together. A bin whose norm is small may change as
         # much as the other bins, so the bins' root mean square is added to its norm.

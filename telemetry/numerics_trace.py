@@ -286,7 +286,10 @@ class _Observer:
     """
 
     def __init__(self, trace: NumericsTrace, table: Sketches, consumed: int):
-        """Prepare for the passes of one step; consumed: samples before the step."""
+        """Prepare for the passes of one step, of which none has begun.
+
+        table: the sketches are added to it. consumed: samples before the step.
+        """
         self.trace = trace
         self.table = table
         self.mesh = trace.factory.mesh
@@ -300,7 +303,10 @@ class _Observer:
         self.micro_batch: int | None = None  # the running pass's micro-batch; None between passes
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
-        """Register hooks on this rank's stages, by index of the stage; yield the hooks' handles."""
+        """Register hooks on this rank's stages, by index of the stage; yield the hooks' handles.
+
+        Two hooks of a stage note its running micro-batch, the others add tensors to the table.
+        """
         for index, stage in stages.items():
             yield stage.register_forward_pre_hook(partial(self._begin, index))
             if stage.vocabulary is not None:
@@ -331,7 +337,10 @@ class _Observer:
         self.embedded += 1
 
     def _add_batch(self, index: int, stage: Any, micro_batch: int, batch: Batch) -> None:
-        """Add a micro-batch's tokens on the first stage's rank, its labels on the last one's."""
+        """Add a micro-batch's tokens on the first stage's rank, its labels on the last one's.
+
+        The last stage has a head, or with --vocab-pp only the norm before the vocabulary's passes.
+        """
         if index == 0:
             self._add("tokens", micro_batch, batch.tokens.t())
         if stage.head is not None or stage.output_norm is not None:

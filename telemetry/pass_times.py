@@ -152,6 +152,7 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
         times = [_now(factory.device)]
         y = stage(x, batch)
         times.append(_now(factory.device))
+        # Pass B computes the gradient of x, and returns a function that does pass W.
         compute_weight_gradients = deferred.backward(y, torch.ones_like(y))
         times.append(_now(factory.device))
         compute_weight_gradients()

@@ -101,7 +101,8 @@ class RoutingFile:
             # The index of the first element in the array (samples, blocks, length, k).
             element = ((sample * blocks + block) * length + int(adjacent[0])) * k
             data = (experts + 1).astype("<u2").tobytes()
-            os.pwrite(self.descriptor, data, self.table.offset + 2 * element)  # 2 bytes an element
+            # The array begins at `offset` in the file, and an element has 2 bytes.
+            os.pwrite(self.descriptor, data, self.table.offset + 2 * element)
 
 
 def _make(path: str, shape: tuple[int, ...]) -> None:
@@ -134,7 +135,10 @@ class BlockRouting:
     """
 
     def __init__(self, file: RoutingFile, block: int):
-        """Begin before the first step; block: the number of the block in the whole model."""
+        """Begin before the first step; block: the number of the block in the whole model.
+
+        passes: counts the forward passes in a step, so that a pass knows its micro-batch.
+        """
         self.file = file
         self.block = block
         self.passes = 0  # forward passes so far in this step

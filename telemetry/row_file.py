@@ -46,7 +46,7 @@ class RowFile:
         """
         self.path = path
         self.print_line = print_line
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)  # rows not yet in the file
         self._size = 0  # bytes of the whole lines in the file
         self._missing = 0  # rows that are not in the file: those that wait, and those that are lost
         self._problem = ""  # the reason why rows wait; "" if no rows wait

@@ -133,7 +133,7 @@ class SpikeMonitor(LossMonitor):
         if self.left_out > self.config.run.spike_limit:
             return {"action": "end"}
         first = samples.start
-        if action == "rollback":  # from the newest checkpoint, or the begin of this start
+        if action == "rollback":  # training goes back to the newest checkpoint, or to this start
             first = (self.checkpoints.newest or self.begin).consumed_samples
         return {"action": action, "passed_over": [first, samples.stop]}
 

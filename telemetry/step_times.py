@@ -63,8 +63,9 @@ class StepTimes:
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
         self.steps = 0  # the number of steps since the last row
         self.began = 0.0  # time.monotonic() when the measured step began
-        self.spent = dict(self.recorder.spent)  # seconds by phase until the last row
-        self.since = time.monotonic()  # time.monotonic() at the last row
+        # When the last row was written: the seconds that each phase had taken, time.monotonic().
+        self.spent = dict(self.recorder.spent)
+        self.since = time.monotonic()
 
     def after(self, step: int) -> None:
         """Write the row of `step` if it was measured; start measuring if the next step is due.
@@ -76,7 +77,7 @@ class StepTimes:
         if recorder.spans is not None:  # the recorder has kept the spans of this step
             self._write(step)
         due = step + 1 in FIRST_STEPS or (step + 1) % self.interval == 0
-        if self.measures and due:
+        if self.measures and due:  # the recorder keeps the spans of the next step, with their marks
             self.began = time.monotonic()
             make_mark = self._event if self.on_gpu else None
             recorder.keep_spans(make_mark)
@@ -93,7 +94,7 @@ class StepTimes:
         context = self.log.context
         spans = recorder.spans or []
         recorder.spans = None  # the recorder keeps no more spans
-        recorder.stamp = None
+        recorder.stamp = None  # nor makes it CUDA events as marks of time
         own = rank_row(spans, self._seconds_of(spans))
         # `began` plus `offset` is a time on a clock that is common to all ranks, up to `error`.
         offset, error = context.clock()
@@ -164,7 +165,7 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
         before_step = before_step and kind != "begin"
         if is_apart:  # an evaluation or a save
             apart += end - start
-        elif kind == "data":  # loading for the next pass, which takes these seconds and waits
+        elif kind == "data":  # data loading counts, with its waits, as a part of the next pass
             data_start = start
             data_duration = end - start
             continue
