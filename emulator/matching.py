@@ -69,7 +69,7 @@ class World:
     rows: dict[str, list[tuple[int, ...]]]
     traces: list[list[Event]]
     ran: frozenset[int] | None = None
-    _operations: dict[int, Operations] = field(default_factory=dict)  # by the id of the trace
+    _operations: dict[int, Operations] = field(default_factory=dict)  # by id() of the trace
 
     def operations(self, rank: int) -> Operations:
         """Return the operations of a rank by group; ranks with the same trace share them."""
@@ -219,7 +219,7 @@ def _differ(
 
 
 def _version(event: Event | None) -> str:
-    """Return the words that follow "rank 3" in a sentence of `_differ`."""
+    """Return "has none", or for example "does all_reduce SUM of 512 bytes ...", for `_differ`."""
     if event is None:
         return "has none"
     return f"does {describe(event)}"
@@ -251,9 +251,10 @@ class _Rank:
     def holds_host(self, event: Event) -> bool:
         """Return whether the host's next event is a read or a load, and cannot be done yet.
 
-        A read has to wait while the compute stream waits, a load also while any queue has work.
+        A read waits until the compute stream has passed all its waits, a load also until all queues
+        are empty.
         """
-        computes = self.passed < len(self.waits)  # the compute stream still has a wait before it
+        computes = self.passed < len(self.waits)  # the compute stream has not passed all waits
         if event.kind == LOAD:
             return computes or any(self.queues.values())
         return event.kind == READ and computes
@@ -294,10 +295,10 @@ class _Simulation:
         while self.changed:
             kind = self.changed.popleft()
             rank = self.ranks[kind]
-            rank.drain()
+            rank.drain()  # the compute stream passes waits for operations that have ended
             while self._host(kind, rank):  # until the host is blocked
                 pass
-            self._streams(kind, rank)
+            self._streams(kind, rank)  # operations end that all their members have reached
         stuck = [k for k, r in self.ranks.items() if r.at < len(r.events) or any(r.queues.values())]
         return self._describe(stuck) if stuck else None
 
@@ -338,10 +339,10 @@ class _Simulation:
         """Run the first operations of each of the rank's communicators, as far as they can run."""
         for role, queue in rank.queues.items():
             while queue:
-                index, waits_before = queue[0]
+                index, waits_before = queue[0]  # the oldest operation that has not ended
                 if rank.passed < waits_before:
                     break  # the compute stream has not come to the operation yet
-                members, key = self._meeting(kind, rank.events[index])
+                members, key = self._meeting(kind, rank.events[index])  # members: kinds of ranks
                 ready = self.ready.setdefault(key, set())
                 ready.add(kind)
                 if len(ready) < len(members):
@@ -349,13 +350,13 @@ class _Simulation:
                 for member in members:
                     other = self.ranks[member]
                     ended_index, _ = other.queues[role].popleft()
-                    other.ended.add(ended_index)
+                    other.ended.add(ended_index)  # it ends on all members together
                     self.changed.append(member)
 
     def _meeting(self, kind: int, event: Event) -> tuple[tuple[int, ...], tuple]:
-        """Return the kinds of the ranks of an operation, and the operation's key in `ready`.
+        """Return the kinds of the ranks that do an operation, and the operation's key in `ready`.
 
-        The kinds ascend; those of a message are (sender, receiver).
+        The kinds ascend; for a message they are (sender, receiver).
         """
         row = self.world.row_of[event.role, self.first[kind]]
         if event.kind in MESSAGES:
@@ -388,7 +389,7 @@ class _Simulation:
         elif rank.passed < len(rank.waits):
             awaited = rank.waits[rank.passed]  # the compute stream waits, and the host for it
             role = rank.events[awaited].role
-        else:
+        else:  # a load of a kernel waits for any queue, or only queues are left of the trace
             role = next(role for role, queue in rank.queues.items() if queue)
         index, _ = rank.queues[role][0]  # the first operation in the queue holds up the others
         return rank.events[index]
@@ -411,7 +412,7 @@ class _Simulation:
         peer = f" with rank {row[event.peer]}" if event.kind in MESSAGES else ""
         name = f"waits for {event.kind} {event.number} of {event.role}{peer}: {describe(event)}"
         if rank.at < len(rank.events) and rank.events[rank.at] != event:
-            host = rank.events[rank.at]
+            host = rank.events[rank.at]  # the event at which the host is blocked
             name += f", its host at {host.line} ({host.place})"
         return name
 
@@ -433,7 +434,7 @@ def kinds(world: World) -> list[int]:
             for row in rows:
                 members = [kind_of[rank] for rank in row]
                 if role not in roles_with_messages:
-                    members = sorted(set(members))
+                    members = sorted(set(members))  # collectives do not depend on positions
                 kinds_of_row[role, row] = tuple(members)
         numbers = {}
         refined = []

@@ -166,7 +166,7 @@ class Meter(TorchDispatchMode):
             self._load(tuple(kernel))
             # A backward operation is reported with the line of its forward operation. In a forward
             # pass, autograd has just given the operation its sequence number, which both have.
-            if node is None and torch.is_grad_enabled():
+            if node is None and torch.is_grad_enabled():  # so this is a forward pass
                 last_number = torch.autograd._get_sequence_nr() - 1
                 self._lines[last_number] = calling_line(3)
 
@@ -192,6 +192,7 @@ class Meter(TorchDispatchMode):
         kind, _, action, micro_batch = self.recorder.place
         if kind == "train":
             kind = f"{action} {micro_batch}"
+        # When torch frees the storage, the weak reference calls `_free`.
         self._live[key] = (weakref.ref(storage, lambda _: self._free(key)), size, kind)
         self.now += size
         self._held[kind] += size

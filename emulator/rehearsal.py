@@ -84,7 +84,7 @@ def chosen(config: Config) -> list[int]:
     if config.model.experts > 1:
         # In each stage, the last rank of the first group of --ep is run too, so that its exchanges
         # can be compared with the exchanges of the group's first rank.
-        stage_size = len(all_positions) // config.layout.pp
+        stage_size = len(all_positions) // config.layout.pp  # the ranks of a stage are adjacent
         last_of_group = (config.layout.ep or 1) - 1
         ranks |= set(range(last_of_group, len(all_positions), stage_size))
     return sorted(ranks | {group[0] for group in _similar_ranks(config, all_positions)})
@@ -270,7 +270,7 @@ def shortened(config: Config) -> Config:
     training = config.training
     micro_batches = config.micro_batches(max(level.batch for level in config.levels))
     if layout.schedule != "gpipe":  # GPipe keeps all micro-batches, so its peak needs all
-        steady = layout.stages + 2
+        steady = layout.stages + 2  # with so many micro-batches all stages reach the steady state
         if layout.vocab_pp:
             steady += 1  # the vocabulary's passes keep one more micro-batch in flight
         micro_batches = min(micro_batches, steady)
@@ -323,7 +323,7 @@ def run_rank(
             trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             if step == 1:
-                record.peaks["build"] = meter.peaks["build"]
+                record.peaks["build"] = meter.peaks["build"]  # `meter.start` would forget it
             meter.start()  # forgets the peaks so far, so that those of the second step remain
             context.recorder.begin_step(step)
             micro_batches = config.micro_batches(config.training.global_batch_size)

@@ -108,7 +108,7 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
     if epsilon > EPSILON["fp32"]:
         # A rule of thumb: the mean of many 16-bit numbers has a sixteenth of a number's rounding.
         epsilon /= 16
-    unit = 4.0 * epsilon
+    unit = 4.0 * epsilon  # rounding explains a relative difference of unit x (4 + step)
     settings = [_first_difference(rows, name, 0.0) for name in SETTINGS]
     losses = [
         _first_difference(rows, "loss", unit),
@@ -275,7 +275,7 @@ def _tracing_commands(
         if saved_step < step:
             checkpoint = max(checkpoint, saved_step)
     first_traced = str(checkpoint + 1)  # the first step after the checkpoint
-    last_traced = str(max(step, checkpoint + 2))
+    last_traced = str(max(step, checkpoint + 2))  # the step that differs, or the second step
     commands = []
     for record, suffix in zip(records, suffixes):
         words = list(record.facts.get("command", ["train.py"]))

@@ -82,7 +82,7 @@ class Products(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not load its compiler, to exclude this mode from it."""
+        """Return False: with True, torch would load its compiler, to keep it out of this mode."""
         return False
 
     def __torch_dispatch__(
@@ -160,7 +160,7 @@ class Audit:
             stage.register_forward_hook(partial(self._capture, index))
 
     def begin_passes(self, consumed: int, length: int) -> None:
-        """Choose the micro-batch to capture in a step; consumed: the samples before the step."""
+        """Choose the micro-batch to capture in the step that begins after `consumed` samples."""
         self.passes.clear()
         self.captured.clear()
         self.micro_batch = -1
@@ -209,7 +209,7 @@ class Audit:
         if self.mesh.world.values(worst)[0] == EQUAL:
             self._note(iteration, len(results.names), "")
             return
-        self._end(iteration, results, differing)
+        self._end(iteration, results, differing)  # raises NodeError
 
     def _repeat(self, stage: Stage, captured: Captured, results: Results) -> None:
         """Run a stage forward and backward on a captured micro-batch, and add all results."""

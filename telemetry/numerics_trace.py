@@ -116,7 +116,7 @@ class NumericsTrace:
 
         samples: the data set. consumed: samples before the step. lr: the learning rate.
         """
-        self.iteration = self.factory.mesh.recorder.place[1]
+        self.iteration = self.factory.mesh.recorder.place[1]  # the flight recorder counts the steps
         if self.iteration not in self.config.run.trace_numerics:
             return self.take_step(self.state, samples, consumed, lr)
         batch = self.config.batches.batch(consumed)
@@ -128,7 +128,8 @@ class NumericsTrace:
         measured_before = self.response_step > 0
         if not measured_before:
             # In the first traced step, run the passes once with flipped bits, to measure how
-            # tensors respond to rounding; their gradients are discarded.
+            # tensors respond to rounding; their gradients are discarded. keep: the passes of the
+            # real step below get the same micro-batches.
             self._flip_last_bits()
             with self._observing(perturbed, consumed):
                 self.passes(self.state, samples, consumed, keep=True)
@@ -190,6 +191,7 @@ class NumericsTrace:
                 gradients = shard.group.own_gradients()
                 if not gradients:  # no gradient updates these tensors
                     continue
+                # The shard is a range of the gradients of its master tensor.
                 flat = gradients[shard.master].view(-1)
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
                 sketch = self.unscaled(*of_shard(shard, values))
@@ -318,7 +320,7 @@ class _Observer:
 
     def _begin(self, index: int, stage: Any, inputs: tuple) -> None:
         """Count a forward pass and add its tokens; torch calls this hook before a stage's pass."""
-        self.micro_batch = self.passes.get(index, 0)
+        self.micro_batch = self.passes.get(index, 0)  # passes have the order of the micro-batches
         self.passes[index] = self.micro_batch + 1
         batch: Batch | None  # None for a stage that reads neither tokens nor labels
         _, batch = inputs
@@ -356,7 +358,7 @@ class _Observer:
         torch calls this hook after the part's forward pass. name: the activation's name.
         """
         if self.micro_batch is None:
-            return
+            return  # the backward pass runs a recomputed layer again
         with_gradient = output
         if isinstance(output, tuple):
             # A block's output is the sum of two tensors, which have the same gradient.
