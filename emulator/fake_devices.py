@@ -127,7 +127,7 @@ def _replacements(
     yield Tensor, "record_stream", lambda tensor, stream: None
     yield torch.UntypedStorage, "resize_", _resize(meter)
     yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))
-    # torch would choose the kernels of a CPU for these operations.
+    # For these operations torch would choose a CPU's kernels, which allocate other tensors.
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield attention_masks, "flex", flex
@@ -135,7 +135,7 @@ def _replacements(
     yield attention_bias, "causal_lower_right", lambda *sizes: LOWER_RIGHT
     draw = parallel.draw_normal
     bit_hash = replica_check.bit_hash
-    # Weights are drawn by chunks, and the first chunk already takes the peak of the memory.
+    # Weights are drawn by chunks. The first chunk reaches the peak of memory, so only it is drawn.
     yield parallel, "draw_normal", lambda out, *options: draw(_start(out, DRAWN_AT_ONCE), *options)
     yield token_exchange, "counts_on_host", counts_of_routing(meter, routing)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
@@ -198,7 +198,7 @@ class _Stream:
         self.meter = meter
 
     def _nothing(self, *_: Any) -> None:
-        """Do nothing, as fake streams and events need not order or time any work."""
+        """Replace record, wait, wait_stream and wait_event: no work runs that they could order."""
 
     record = wait = wait_stream = wait_event = _nothing
 

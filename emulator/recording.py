@@ -217,7 +217,10 @@ class RecordingGroup(Group):
         return self.trace.operation(kind, self.role, tensor, op, peer, rows)
 
     def _check(self, part: Tensor, whole: Tensor) -> None:
-        """Raise ValueError unless `whole` has the type of `part`, and `size` times its elements."""
+        """Raise ValueError unless `whole` has the type of `part`, and `size` times its elements.
+
+        part: one rank's part of the tensor `whole` in a reduce-scatter or an all-gather.
+        """
         if (part.numel() * self.size, part.dtype) != (whole.numel(), whole.dtype):
             sides = f"{part.numel()} of {part.dtype} and {whole.numel()} of {whole.dtype}"
             raise ValueError(f"{sides} over {self.size} ranks, at {calling_line()}")
@@ -240,6 +243,7 @@ class RecordingContext(Context):
         that has this rank only does nothing, so it is not recorded.
         """
         self.rows[role] = list(rows)
+        # A rank that is in no group of the role is alone.
         members = next((row for row in rows if self.rank in row), (self.rank,))
         handle = None
         if len(members) == 1:

@@ -278,7 +278,7 @@ class Audit:
         group.at_once.all_gather(gathered, hashes).wait()
         by_rank = gathered.view(group.size, -1)  # (replicas, results)
         unequal_columns = (by_rank != hashes).any(0).nonzero().flatten()
-        places = group.values(unequal_columns)
+        places = group.values(unequal_columns)  # the indices of results that replicas differ in
         if not places:
             return None
         wrong_members = vote(by_rank[:, unequal_columns].t().tolist())
@@ -300,7 +300,7 @@ class Audit:
     def _end(self, iteration: int, results: Results, differing: tuple[int, bool] | None) -> None:
         """Set uncovered checkpoints aside and raise NodeError with the finding. Collective.
 
-        differing: place of this rank's first wrong result and whether it is a tie, or None.
+        differing: index of this rank's first wrong result and whether it is a tie, or None.
         """
         report = None
         if differing is not None:
@@ -309,7 +309,7 @@ class Audit:
             names = [*results.names, "the number of products"]
             report = place, tied, names[min(place, len(results.names))]
         reports = self.checkpoints.exchange.gather("audit", report)  # the reports of all ranks
-        culprits = named(reports, self.config.layout.axes)
+        culprits = named(reports, self.config.layout.axes)  # by rank, its first wrong result
         nodes = self.log.context.nodes
         descriptions = [f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()]
         ranks = " and ".join(descriptions)
@@ -349,7 +349,7 @@ def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
     for number, row in enumerate(rows):
         common, votes = Counter(row[member] for member in voters).most_common(1)[0]
         if votes == len(voters):
-            continue
+            continue  # all voters have the same result
         if 2 * votes <= len(voters):  # a tie: no later row can tell which member is wrong
             return wrong | dict.fromkeys(voters, (number, True))
         outvoted = [member for member in voters if row[member] != common]
@@ -366,7 +366,7 @@ def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
     name; None if no result is wrong. A rank's wrong bits spread later to other ranks of its stage
     and replica, so of these ranks only those with the earliest wrong result are named.
     """
-    replicas: dict[tuple[int, int], list[int]] = {}
+    replicas: dict[tuple[int, int], list[int]] = {}  # by (stage, replica): ranks that report
     for rank, report in enumerate(reports):
         if report is not None:
             place = coordinates(rank, axes)
@@ -438,8 +438,8 @@ def last_clean(path: Path, begin: int) -> int:
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         rows = read_rows(path.read_bytes())
-    clean = [-1]
-    for row in [*rows, {"iteration": begin}]:
+    clean = [-1]  # the steps whose audits found nothing
+    for row in [*rows, {"iteration": begin}]:  # the last row stands for the start that begins now
         step = row.get("iteration")
         if not isinstance(step, int):
             continue

@@ -65,7 +65,7 @@ def measure(
         peak = torch.cuda.max_memory_allocated(device)
         now = torch.cuda.memory_reserved(device)
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
         now = psutil.Process().memory_info().rss
     return StepStats(float(peak), float(now), seconds, waiting, float(requested_action))
 

@@ -59,7 +59,7 @@ class StepTimes:
         self.recorder = log.context.recorder
         self.on_gpu = log.context.device.type == "cuda"
         self.measures = not self.on_gpu or log.context.backend != "gloo"
-        self.interval = max(run.log_every or 1, LEAST_INTERVAL)
+        self.interval = max(run.log_every or 1, LEAST_INTERVAL)  # steps between measured steps
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
         self.steps = 0  # the number of steps since the last row
         self.began = 0.0  # time.monotonic() when the measured step began
@@ -99,7 +99,7 @@ class StepTimes:
         # `began` plus `offset` is a time on a clock that is common to all ranks, up to `error`.
         offset, error = context.clock()
         own |= {"node": context.node, "began": self.began, "offset": offset, "error": error}
-        self.exchange.tell("times", own)
+        self.exchange.tell("times", own)  # rank 0 collects the parts of all ranks below
         # All ranks must measure the same steps, so the interval must be equal on all ranks. It is,
         # since each rank has the same number of passes.
         passes = len(own["passes"]) * context.size
