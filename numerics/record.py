@@ -25,7 +25,9 @@ MOST_OPTIONS = 8  # a text names at most this many options that differ
 LAST_ROWS = 50  # this many last rows of a part are read, if the whole part is not needed
 # The options of the group `run` that can change a run's numbers or its speed.
 OF_RUN = ("device", "backend", "compile", "deterministic")
-ORDER = ("training", "data", "model", "program", "versions", "layout")  # the groups in `options`
+# The result of `options` has the options of these groups, in this order.
+ORDER = ("training", "data", "model", "program", "versions", "layout")
+# The default of each option, by the option's group and name.
 DEFAULTS = {name: {f.name: f.default for f in fields(cls)} for name, cls in GROUPS.items()}
 
 
@@ -122,8 +124,8 @@ def read(folder: Path, whole: bool = True) -> Record:
         notes.append(f"{whose} lacks {missing} options, whose defaults are taken")
     if unknown:
         notes.append(f"{folder}/run.json has options of another version: {', '.join(unknown)}")
-    # The newest part, then the earlier parts from the newest to the oldest. From each part only the
-    # rows before the first step of the part after it are kept.
+    # Read the newest part, and then the earlier parts from the newest to the oldest. Of each
+    # earlier part, keep only the rows before the first step of the part that follows it.
     rows = _read_part(folder / "metrics.jsonl", whole, notes)
     endings = [""]
     earlier: list[Path] = []

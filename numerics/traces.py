@@ -123,8 +123,9 @@ class Pair:
         self.of_masters = EPSILON["fp32"]
         if precisions == {"fp64"}:
             self.of_masters = EPSILON["fp64"]
-        # How the responses of both runs are combined: a fault may enlarge the response of one run,
-        # so the smaller one counts; with different precisions the coarser run's, the larger one.
+        # A function that combines the responses of both runs. A fault may enlarge the response of
+        # one run, so the smaller response counts; but if the precisions differ, the response of the
+        # coarser precision counts, which is the larger one.
         self.response: np.ufunc = np.minimum
         if len(precisions) > 1:
             self.response = np.maximum
@@ -186,7 +187,7 @@ class Pair:
             columns = difference[number], explained[number], self.norm[number]
             rows = []
             for name, *numbers in zip(self.tensors, *columns):
-                size, limit, norm = map(float, numbers)
+                size, limit, norm = map(float, numbers)  # size, limit: of the difference
                 rows.append(Row(kind, name, size, limit, norm))
             rows_of_kinds.append(rows)
         return rows_of_kinds
@@ -235,8 +236,8 @@ class Pair:
         # much as the other bins, so the bins' root mean square is added to its norm.
         root_mean_square = np.sqrt(np.square(norm).mean(1, keepdims=True))
         explained = self.factor * responses[:, None] * (norm + root_mean_square)
-        explained += self.epsilon * norm
-        explained[[name in EXACT for name in names]] = 0.0
+        explained += self.epsilon * norm  # one rounding of the activation itself
+        explained[[name in EXACT for name in names]] = 0.0  # tokens and labels must be equal
         explained += OF_SKETCHES * norm
         # The row shows the bin that exceeds its tolerance most; NaN exceeds everything.
         ratio = difference / (explained + TINY)

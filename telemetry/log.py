@@ -44,7 +44,9 @@ from zero import StepResult
 if TYPE_CHECKING:
     from telemetry.trackers import Tracker
 
-SECONDS_BETWEEN_LINES = 5.0  # without --log-every: a line for each step would fill disks
+# Without --log-every, log lines are at least so many seconds apart: a line for each step would fill
+# disks.
+SECONDS_BETWEEN_LINES = 5.0
 LINES_BETWEEN_CORPORA = 20  # log lines from one line about the corpora to the next
 
 
@@ -344,7 +346,8 @@ class Log:
                 json.dump(facts, file, indent=1)
             _keep_earlier(out, earlier)
             os.rename(new_file, os.path.join(out, "run.json"))
-            open(self.metrics.path, "w").close()
+            open(self.metrics.path, "w").close()  # metrics.jsonl exists before its first row
+            # The method `close` closes log.txt.
             self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
             if self.config.run.tensorboard or self.config.run.wandb:
                 from telemetry.trackers import open_trackers

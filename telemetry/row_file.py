@@ -64,6 +64,7 @@ class RowFile:
         try:
             if self._descriptor < 0:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+                # Rows of an earlier start stay: new rows come after the end of the file.
                 self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
             while self._waiting:
                 self._append(json.dumps(self._waiting[0]).encode() + b"\n")

@@ -68,7 +68,7 @@ class SpikeMonitor(LossMonitor):
         state: the trainer's TrainState. samples: the run's data set. done: the progress so far.
         """
         super().__init__(state.config, samples, done, log)
-        self.begin = done
+        self.begin = done  # the progress with which this start of the run begins
         self.checkpoints = checkpoints
         self.exchange = checkpoints.exchange
         optimizer: Optimizer = state.optimizer
