@@ -162,8 +162,9 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
         meter.values(tensor)  # records that the host reads the counts
         experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
         experts_of_rank = experts // group.size
-        used = experts if routing == EVEN else experts_of_rank  # the first experts get all rows
-        # For example, 10 rows on 4 experts are 2, 3, 2 and 3 rows.
+        # With ONE_RANK only the first experts, which are those of the group's first rank, get rows.
+        used = experts if routing == EVEN else experts_of_rank
+        # The experts that are used get almost equal numbers: of 10 rows, 4 experts get 2, 3, 2, 3.
         rows_of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
         rows_of_expert += [0] * (experts - used)
         if tensor.dim() == 1:

@@ -31,7 +31,7 @@ from functools import cached_property
 from emulator.recording import COPY, LOAD, MESSAGES, READ, Event
 
 MOST_SENTENCES = 20
-MOST_NAMED = 8  # the most ranks that a message lists
+MOST_NAMED = 8  # a sentence names at most this many ranks
 ONE_SIDED = ("broadcast", "reduce")
 NOT_COLLECTIVE = ("wait", READ, COPY, LOAD, *MESSAGES)
 
@@ -177,10 +177,10 @@ def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
 def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
     """Compare the rows that a member sends in an all-to-all with the rows that the other expects.
 
-    Yield a sentence for the first difference of each pair. The rows depend on a member's position
-    in the group, so only ranks that were run are compared.
+    Yield a sentence for the first difference of each pair. The numbers of rows depend on a member's
+    position in the group, so only ranks that were run are compared.
     """
-    unequal: dict[int, list[Event]] = {}  # all-to-alls with unequal blocks, by position
+    unequal: dict[int, list[Event]] = {}  # by a member's position: all-to-alls with `rows`
     for position, rank in enumerate(row):
         if world.ran is None or rank in world.ran:
             events = world.operations(rank).collectives.get(role, [])
@@ -189,7 +189,7 @@ def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[s
                 unequal[position] = with_rows
     for sender, receiver in itertools.permutations(unequal, 2):
         for event, receivers_event in zip(unequal[sender], unequal[receiver]):
-            _, rows_sent = event.rows  # event.rows: (from each member, to each member)
+            _, rows_sent = event.rows  # numbers of rows: (from each member, to each member)
             rows_expected, _ = receivers_event.rows
             sent = rows_sent[receiver]
             expected = rows_expected[sender]
@@ -200,7 +200,7 @@ def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[s
 
 
 def _group(role: str, row: tuple[int, ...]) -> str:
-    """Return the name of a group in a message: its role and its first ranks."""
+    """Return the words for a group in a sentence: its role and its first ranks."""
     ranks = ", ".join(map(str, row[:MOST_NAMED]))
     if len(row) > MOST_NAMED:
         ranks += ", ..."
@@ -243,7 +243,7 @@ class _Rank:
     events: list[Event]
     at: int = 0  # the index of the host's next event
     waits: list[int] = field(default_factory=list)  # operations that the compute stream waits for
-    passed: int = 0  # the number of `waits` that are over
+    passed: int = 0  # how many of the `waits` the compute stream has passed
     queues: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)  # operations that have ended
     started: bool = False  # whether the operation at index `at`, which blocks the host, is queued
@@ -281,13 +281,13 @@ class _Simulation:
         self.world = world
         self.blocking = blocking
         self.kind_of = kinds(world)
-        # By kind, the lowest rank of the kind: of the reversed list, the last rank is kept.
+        # The lowest rank of each kind: of ranks in descending order, the dictionary keeps the last.
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
         self.arrived: dict[tuple, set] = {}  # by (role, (sender, receiver)): which host has come
-        self.ready: dict[tuple, set] = {}  # by `_meeting`'s key: the kinds ready for the operation
+        self.ready: dict[tuple, set] = {}  # by an operation's key: the kinds that have come to it
         self.changed: deque[int] = deque()  # kinds that may be able to continue
-        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # by role and kind: its group
+        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # (role, kind): kinds in group
 
     def run(self) -> str | None:
         """Simulate until no rank can continue; return a sentence on a deadlock, or None."""

@@ -73,7 +73,7 @@ class Meter(TorchDispatchMode):
         # The living storages by their address: (weak reference to the storage, bytes, kind).
         self._live: dict[int, tuple[Any, int, str]] = {}
         self._held = Counter[str]()  # bytes allocated now, by the kind of their storage
-        self._functions: dict[Any, _Function] = {}  # the facts that `_facts` has found
+        self._functions: dict[Any, _Function] = {}  # by operation: the result of `_facts`
         # The source lines of forward operations, by the sequence number that autograd gives to an
         # operation and its backward, so that a backward's allocation can name the forward's line.
         self._lines: dict[int, str] = {}
@@ -105,7 +105,7 @@ class Meter(TorchDispatchMode):
         if function is ATEN.nonzero.default:
             self.stop("nonzero")
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        # Fake memory cannot be pinned, so the meter remembers which storages would be.
+        # Fake memory cannot be pinned, so `pinned` has the storages that would be pinned in a run.
         if function is ATEN._pin_memory.default:
             return self._pin(ATEN.clone.default(args[0]))
         pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, CPU)
@@ -134,7 +134,7 @@ class Meter(TorchDispatchMode):
         schema = function._schema
         # A result is a view if it aliases an input and the operation does not write to this input.
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
-        # Operations that allocate, or that only look at a tensor in another way, launch no kernel.
+        # Operations that only allocate memory, or only reinterpret a tensor, launch no kernel.
         name = schema.name.partition("::")[2]
         launches = not name.startswith(("empty", "new_empty", "_unsafe_view", "lift_fresh"))
         facts = _Function(bool(views) and all(views), launches)
@@ -238,7 +238,7 @@ class Meter(TorchDispatchMode):
             if key not in self._live:
                 continue
             reference, size, old_kind = self._live[key]
-            if not old_kind.startswith("="):
+            if not old_kind.startswith("="):  # an earlier call has not classified it
                 self._live[key] = (reference, size, new_kind)
                 self._held[old_kind] -= size
                 self._held[new_kind] += size

@@ -149,7 +149,8 @@ def _kinds(config: Config, positions: tuple[int, ...]) -> tuple[int, ...]:
     """Return whether a rank is FIRST, BETWEEN or LAST on each of AXES, from its positions."""
     kinds = []
     for axis, position in zip(AXES, positions):
-        kind_of_end = {config.layout.axes[axis] - 1: LAST, 0: FIRST}  # 0 is FIRST also for size 1
+        # On an axis of one rank both keys are 0, and the later one counts: the rank is FIRST.
+        kind_of_end = {config.layout.axes[axis] - 1: LAST, 0: FIRST}
         kinds.append(kind_of_end.get(position, BETWEEN))
     return tuple(kinds)
 

@@ -34,8 +34,8 @@ def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str
     """
     words = tomllib.loads(WORDS.read_text())
     block = BLOCK.search(row.name)
-    # An entry's key is the kind, for activations the name as in "block.attention"; all kinds of
-    # optimizer state share the entry "state".
+    # The key of an entry of words.toml is the row's kind; for activations it is the name without
+    # the block's number, as in "block.attention". All kinds of optimizer state share "state".
     key = row.kind
     if row.kind == "activation":
         key = BLOCK.sub("block", row.name)

@@ -181,7 +181,7 @@ def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]
     if lines and not lines[-1].endswith(b"\n"):
         notes.append(f"{path}: the last line is cut off and not read")
         del lines[-1]
-    if not whole:
+    if not whole:  # the first row is needed since it tells where the part before this one ends
         validations = [line for line in lines if b'"validation_loss"' in line]
         first_line = lines[:1]
         lines = first_line + validations[-1:] + lines[1:][-LAST_ROWS:]

@@ -216,7 +216,7 @@ class Audit:
         x = captured.x
         if x.is_floating_point():  # else the stage's input is tokens, which have no gradient
             x.requires_grad_()
-        # With a split schedule, layers put their weight gradients off to the factory's list.
+        # With a schedule that has passes W, layers put weight gradients off, into this list.
         deferred = self.factory.deferred or DeferredGradients()
         with observed(stage, results), Products(results):
             y = stage(x, captured.batch)

@@ -93,7 +93,8 @@ class RowFile:
                 line = line[written:]
             self._size = offset
         except OSError:
-            # Cut off the part of the line; if that fails too, the next attempt overwrites it.
+            # Cut off the part of the line that was written. If that fails too, the part stays until
+            # the next attempt overwrites it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
             raise

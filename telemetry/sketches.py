@@ -130,7 +130,8 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
     width = shape[-1]
     dim = spec.dim or 0
     first_row = shard.start // width
-    padding = shard.start % width, -shard.stop % width  # zeros that fill up the end rows
+    # So many zeros complete the shard's first row, and so many its last row.
+    padding = shard.start % width, -shard.stop % width
     if any(padding):
         values = torch.nn.functional.pad(values, padding)
     x = values.view(-1, 1, width)
@@ -143,7 +144,7 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
         first_column = spec.start
     else:
         inner = math.prod(shape[dim + 1 : -1])
-        run = shape[dim] * inner  # adjacent rows of the local tensor that are adjacent in the whole
+        run = shape[dim] * inner  # so many rows of the local tensor are adjacent in the whole one
         rows = rows + rows // run * (spec.shape[dim] * inner - run) + spec.start * inner
     # The local tensor is in memory a row of runs of `run` elements, each of which begins with
     # `real` elements and ends with padding. The shard's count, without padding, is the number of

@@ -34,8 +34,8 @@ from telemetry.row_file import RowFile
 PASSES = {*"FBW", *VOCABULARY}  # kinds of spans that are passes of a schedule
 FIRST_STEPS = range(4, 20, 2)  # these steps are measured whatever the interval is
 LEAST_INTERVAL = 10  # steps from a measured step to the next measured step, at least
-# The interval grows by a step per this many passes of all ranks, so that gathering the rows takes
-# less than 1 % of a run.
+# The interval, in steps, is at least the number of all ranks' passes in a step over this number, so
+# that gathering the rows takes less than 1 % of a run.
 PASSES_PER_STEP = 500
 WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # kinds of waits, in the order of a row
 # The kind of wait by the role of the group that is waited for; groups with other roles send between
@@ -94,7 +94,7 @@ class StepTimes:
         context = self.log.context
         spans = recorder.spans or []
         recorder.spans = None  # the recorder keeps no more spans
-        recorder.stamp = None  # nor makes it CUDA events as marks of time
+        recorder.stamp = None  # the recorder makes no more CUDA events
         own = rank_row(spans, self._seconds_of(spans))
         # `began` plus `offset` is a time on a clock that is common to all ranks, up to `error`.
         offset, error = context.clock()
@@ -127,7 +127,7 @@ class StepTimes:
             return lambda mark: mark - self.began
         _, _, first_start, _ = spans[0]
         _, _, _, last_end = spans[-1]
-        last_end.synchronize()  # an event has a time when the stream has passed it
+        last_end.synchronize()  # an event has its time only when the stream has passed it
         return lambda mark: first_start.elapsed_time(mark) / 1e3
 
 
