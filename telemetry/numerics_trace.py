@@ -75,7 +75,7 @@ def bins(batch: int, activations: int, parameters: int, kinds: int) -> int:
     bytes_of_parameters = parameters * NUMBERS * kinds * bytes_of_number
     bytes_of_bin = activations * NUMBERS * bytes_of_number
     while most > 1 and bytes_of_parameters + most * bytes_of_bin > MOST_BYTES:
-        most = (most + 1) // 2
+        most = (most + 1) // 2  # half as many bins, rounded up
     return most
 
 
@@ -108,6 +108,7 @@ class NumericsTrace:
         self.response_step = 0  # the step in which the response was measured; 0: none yet
         self.activations = activation_names(self.config.model.layers)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
+        # The names of the whole model's parameters: several ranks have a parameter of one name.
         names_of_ranks = gather("numerics", [spec.name for spec in self.optimizer.specs])
         self.parameters = sorted(dict.fromkeys(chain(*names_of_ranks)), key=_place)
 
@@ -168,7 +169,7 @@ class NumericsTrace:
             # Squared differences of projections estimate the squared norm of the change.
             changes = np.square((perturbed - real)[part, PROJECTED]).sum(1)
             squared_changes = changes.reshape(-1, bins_of_part).sum(1)
-            is_zero = squares == 0.0
+            is_zero = squares == 0.0  # the ratio is 1 then, and nothing is divided by 0
             ratios.append(np.sqrt(np.where(is_zero, 1.0, squared_changes / (squares + is_zero))))
         return np.concatenate(ratios).astype(np.float32)
 

@@ -135,6 +135,7 @@ def _state_hashes(optimizer: Optimizer) -> Hashes:
     for shard in optimizer.owned():
         for kind, name in names.items():
             values = shard.read(kind, shard.start, shard.stop)
+            # If a parameter has several shards on this rank, their hashes are added.
             hashes[shard.spec, name] += bit_hash(values.detach(), shard.start)
     return hashes
 
@@ -183,6 +184,8 @@ def bit_hash(flat: Tensor, start: int = 0) -> Tensor:
     chunk_size = HASHED_AT_ONCE if flat.is_cuda else HASHED_ON_CPU
     for chunk in flat.contiguous().view(integers).split(chunk_size):
         bits = chunk.long()
+        # The constant is 2^64 over the golden ratio, an odd number: it spreads the places over all
+        # 64 bits.
         odd_places = torch.arange(start, start + len(chunk), device=flat.device) * 2 + 1
         total += ((bits ^ (bits >> 17)) * (odd_places * -7046029254386353131)).sum()
         start += len(chunk)

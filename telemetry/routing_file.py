@@ -159,6 +159,7 @@ class BlockRouting:
         sample_of_token = indices % samples
         positions = file.positions[indices // samples]
         if file.pinned:
+            # (T, k): 1 + the number of an expert, or 0 where no expert was written
             elements = file.table[first_sample + sample_of_token, self.block, positions]
             experts = elements.astype(np.int64) - 1
             if (experts < 0).any():

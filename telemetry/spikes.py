@@ -91,8 +91,8 @@ class SpikeMonitor(LossMonitor):
         """Judge the running step before its update; return whether it may update the weights.
 
         The optimizer calls this method. loss, norm: the loss of the step and the norm of its
-        gradient. squares: sums of squares by shard, (shards,), before they are multiplied by
-        factor^2.
+        gradient. squares: by shard, the sum of squares of the gradients that the optimizer has
+        summed, (shards,). factor: times it, they are the gradients of the mean loss.
         """
         self.spike = self.judge(loss, norm)
         self.squares = (squares * factor**2).tolist()

@@ -119,6 +119,7 @@ class StatsExchange:
         seconds_ahead = self.checkpoints.seconds_to_save + seconds_to_evaluate
         by_conditions = self.conditions.requested_action(seconds_ahead)
         action = max(by_conditions, self.checkpoints.requested_action)
+        # `take_waited` returns the seconds in which this rank has waited for others in the step.
         own_stats = measure(self.device, seconds, recorder.take_waited(), action)
         recorder.at("statistics")
         stats_of_ranks = exchange(own_stats, self.mesh.world, self.device)
