@@ -317,7 +317,7 @@ class _Simulation:
                 if event.kind in MESSAGES and not self._connected(kind, event):
                     return False  # the host waits for the other end of the message
                 queue = rank.queues.setdefault(event.role, deque())
-                queue.append((rank.at, len(rank.waits)))  # the waits so far must pass before it
+                queue.append((rank.at, len(rank.waits)))  # the operation begins after these waits
                 rank.started = True
             if self.blocking and rank.at not in rank.ended:
                 return False  # --blocking: the host waits for the end of the operation
@@ -389,7 +389,7 @@ class _Simulation:
         elif rank.passed < len(rank.waits):
             awaited = rank.waits[rank.passed]  # the compute stream waits, and the host for it
             role = rank.events[awaited].role
-        else:  # a load of a kernel waits for any queue, or only queues are left of the trace
+        else:  # the host waits to load a kernel, or has ended its trace with operations in queues
             role = next(role for role, queue in rank.queues.items() if queue)
         index, _ = rank.queues[role][0]  # the first operation in the queue holds up the others
         return rank.events[index]
@@ -423,13 +423,13 @@ def kinds(world: World) -> list[int]:
     At first, ranks with the same trace have the same kind. Kinds are split until all ranks of a
     kind have groups with the same kinds of members, and with messages the same position in them.
     """
-    numbers: dict[tuple, int] = {}
+    numbers: dict[tuple, int] = {}  # each new key gets the next number, which is a kind
     kind_of = [numbers.setdefault((id(trace),), len(numbers)) for trace in world.traces]
     roles_with_messages = set[str]()
     for rank in range(len(kind_of)):
         roles_with_messages |= {role for role, _, _ in world.operations(rank).messages}
     while True:
-        kinds_of_row = {}
+        kinds_of_row = {}  # by group, the kinds of its members
         for role, rows in world.rows.items():
             for row in rows:
                 members = [kind_of[rank] for rank in row]
@@ -437,9 +437,9 @@ def kinds(world: World) -> list[int]:
                     members = sorted(set(members))  # collectives do not depend on positions
                 kinds_of_row[role, row] = tuple(members)
         numbers = {}
-        refined = []
+        refined = []  # the new kinds, by rank
         for rank, kind in enumerate(kind_of):
-            neighbours: list = [kind]  # its kind, then by role its group's kinds and its position
+            neighbours: list = [kind]  # the rank's kind; by role, its group's kinds, its position
             for role in world.rows:
                 row = world.row_of.get((role, rank), (rank,))
                 position = row.index(rank) if role in roles_with_messages else 0

@@ -58,7 +58,7 @@ def _not_default(facts: dict[str, Any]) -> dict[str, Any]:
         defaults |= group
     found = {}
     for name, (_, value) in differing([defaults, options(facts)]).items():
-        if value is not None:  # None: the run's version lacks the option
+        if value is not None:  # None: `options` leaves out what says nothing about the run
             found[name] = value
     return found
 

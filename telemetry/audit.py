@@ -236,7 +236,7 @@ class Audit:
         """
         parameters: list[Any] = [p for stage in self.stages.values() for p in stage.parameters()]
         sums = [(p, p.main_grad) for p in parameters if hasattr(p, "main_grad")]
-        scratch = torch.empty(0)  # is every main_grad: `take` zeroes it after each gradient
+        scratch = torch.empty(0)  # replaces each main_grad; `take` zeroes it after each gradient
         if sums:
             _, largest = max(sums, key=lambda pair: pair[1].numel())
             scratch = torch.zeros_like(largest).flatten()

@@ -58,7 +58,7 @@ class RoutingFile:
             raise UserError(
                 f"{self.path} has {self.table.shape} ({axes}), but this run has {shape}"
             )
-        # The table is mapped for reading only; with --record-routing, rows are written by this.
+        # The table is mapped for reading only. --record-routing writes through this descriptor.
         self.descriptor = -1 if self.pinned else os.open(self.path, os.O_WRONLY)
         self.first_sample = 0  # the number, in the run, of the first sample of the step
         # The positions in a sample of this rank's part of the sequence; `begin_step` sets them.

@@ -105,11 +105,11 @@ def sketch(
         part64 = in_cache[: len(part)]  # some rows of x in fp64; columns outside of x stay 0
         part64[..., before : before + width] = part
         largest = torch.maximum(largest, torch.maximum(part.amax((0, 2)), -part.amin((0, 2))))
-        sums[:, 1] += part64.sum((0, 2))
+        sums[:, 1] += part64.sum((0, 2))  # the sum of the elements, without signs
         part64 *= of_columns  # multiplied in place, since a copy would not stay in the cache
         sums_of_blocks = part64.unflatten(2, (blocks, in_block)).sum(3)
         by_block += torch.einsum("sp,sbk->bpk", signs_of_rows, sums_of_blocks)
-        sums[:, 2] += part64.square_().sum((0, 2))
+        sums[:, 2] += part64.square_().sum((0, 2))  # squares do not depend on the signs
     # by_block[b, p, k] is added to projection (p + the number of block k) % 8 of slice b. In `sums`
     # the projections come after the first 3 sums.
     numbers = torch.arange(blocks, device=x.device) + first_block

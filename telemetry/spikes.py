@@ -133,7 +133,7 @@ class SpikeMonitor(LossMonitor):
         if self.left_out > self.config.run.spike_limit:
             return {"action": "end"}
         first = samples.start
-        if action == "rollback":  # training goes back to the newest checkpoint, or to this start
+        if action == "rollback":  # the next start continues from the newest checkpoint, or `begin`
             first = (self.checkpoints.newest or self.begin).consumed_samples
         return {"action": action, "passed_over": [first, samples.stop]}
 
