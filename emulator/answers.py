@@ -35,7 +35,7 @@ class Answers(NamedTuple):
 def of(run: Rehearsal, machine: Machine) -> Answers:
     """Return the answers of a rehearsal; machine: the machine whose GPUs the run needs."""
     layout = run.config.layout
-    # With several stages, the run's host does not wait for operations (context.prepare).
+    # With several pipeline stages, --blocking does not make the host wait for operations.
     blocking = run.config.run.blocking and layout.pp == 1
     # `stuck` has the sentences on operations that do not meet; a deadlock is only looked for if all
     # ranks do the same operations.
@@ -46,6 +46,7 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
     fullest = max(stages, key=lambda stage: stage["needed"])
     fits = fullest["needed"] <= machine.memory
     room = _room(fullest, machine)
+    # `finding` is the first problem: operations that do not meet, or else too little memory.
     finding = "" if fits else room
     if stuck:
         finding = stuck[0]
@@ -87,7 +88,7 @@ def _meeting_text(run: Rehearsal, stuck: list[str]) -> str:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in stuck)
     total = 0
     for record in run.records:
-        # A stop of the host has the number 0, so that only operations are counted.
+        # Operations have numbers from 1, stops of the host have 0: so only operations are counted.
         total += sum(event.number > 0 and event.kind != "wait" for event in record.events)
     ran = len(run.records)
     not_run = len(run.world.traces) - ran
@@ -112,7 +113,9 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     peaks = fullest.peaks
     largest = max(peaks, key=lambda name: peaks[name].bytes)  # the phase with the largest peak
     steady = [peaks[phase] for phase in STEADY if phase in peaks]
-    held = max(steady, key=lambda peak: peak.bytes).held
+    held = max(steady, key=lambda peak: peak.bytes).held  # pairs (kind of tensor, bytes)
+    # If the rehearsal sends all tokens to the experts of one of the ep ranks of a group, this rank
+    # has ep times the mean number of rows.
     all_rows_on_one_rank = float(run.config.layout.ep or 1)
     rows_over_mean = all_rows_on_one_rank if run.routing == ONE_RANK else 1.0
     predicted = sum(memory.of_run(run.config, rows_over_mean)[stage].values())

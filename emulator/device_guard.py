@@ -42,7 +42,8 @@ def load(cache: Path | None = None) -> None:
         ctypes.CDLL(str(torch_folder / "lib" / "libtorch_cuda.so"))
     guard = ctypes.CDLL(str(library))
     importlib.import_module("torch")
-    guard.replace_guard()  # after the import: torch keeps the last guard that is registered
+    # This comes after the import, since torch keeps the guard that is registered last.
+    guard.replace_guard()
 
 
 def _compiled(torch_folder: Path, version: dict, cache: Path) -> Path:

@@ -95,8 +95,8 @@ def _replacements(
     def peak(*_) -> int:
         return max((peak.bytes for peak in meter.peaks.values()), default=0)
 
-    # The functions of torch.cuda ask a driver; these answer from the meter. One stream stands for
-    # every stream and every event.
+    # The functions of torch.cuda ask a driver; the functions that replace them here ask the meter.
+    # One object stands for every stream and every event.
     stream = _Stream(meter)
     cuda_parts = {
         "is_available": lambda: True,
@@ -127,15 +127,15 @@ def _replacements(
     yield Tensor, "record_stream", lambda tensor, stream: None
     yield torch.UntypedStorage, "resize_", _resize(meter)
     yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))
-    # torch would choose the kernels of a CPU for these operations.
+    # For these operations torch would choose a CPU's kernels, which allocate other tensors.
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield attention_masks, "flex", flex
-    # The mask is a subclass of Tensor, and cannot be made inside a dispatch mode such as the meter.
+    # This mask, a subclass of Tensor, cannot be made in a dispatch mode: a mark stands in for it.
     yield attention_bias, "causal_lower_right", lambda *sizes: LOWER_RIGHT
     draw = parallel.draw_normal
     bit_hash = replica_check.bit_hash
-    # Weights are drawn by chunks, and the first chunk already takes the peak of the memory.
+    # Weights are drawn by chunks. The first chunk reaches the peak of memory, so only it is drawn.
     yield parallel, "draw_normal", lambda out, *options: draw(_start(out, DRAWN_AT_ONCE), *options)
     yield token_exchange, "counts_on_host", counts_of_routing(meter, routing)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
@@ -162,14 +162,16 @@ def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, in
         meter.values(tensor)  # records that the host reads the counts
         experts = tensor[0].numel() if tensor.dim() > 1 else len(tensor)
         experts_of_rank = experts // group.size
-        used = experts if routing == EVEN else experts_of_rank  # the first experts get all rows
-        # For example, 10 rows on 4 experts are 2, 3, 2 and 3 rows.
+        # With ONE_RANK only the first experts, which are those of the group's first rank, get rows.
+        used = experts if routing == EVEN else experts_of_rank
+        # The experts that are used get almost equal numbers: of 10 rows, 4 experts get 2, 3, 2, 3.
         rows_of_expert = [rows * (i + 1) // used - rows * i // used for i in range(used)]
         rows_of_expert += [0] * (experts - used)
         if tensor.dim() == 1:
             return rows_of_expert
         sent = [rows_of_expert[i : i + experts_of_rank] for i in range(0, experts, experts_of_rank)]
-        # Every rank of the group sends to this rank what this rank sends to itself.
+        # The other ranks do not exist: it is assumed that every rank of the group sends to this
+        # rank as many rows as this rank sends to itself.
         received = [sent[group.rank]] * group.size
         return [sent, received]
 
@@ -197,7 +199,7 @@ class _Stream:
         self.meter = meter
 
     def _nothing(self, *_: Any) -> None:
-        """Do nothing, and return None."""
+        """Replace record, wait, wait_stream and wait_event: no work runs that they could order."""
 
     record = wait = wait_stream = wait_event = _nothing
 
@@ -257,7 +259,8 @@ def flex(q, k, v, mask):
     """
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.dtype == torch.float32:
-        # `attention` calls a kernel that has no grouped queries: give each query head its kv head.
+        # In fp32 `attention` calls a kernel in which each query head needs its own kv head: the
+        # kv heads are repeated.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return attention(q, k, v, is_causal=True)
 
@@ -298,7 +301,7 @@ def _resize(meter: Meter) -> Callable:
     resize = torch.UntypedStorage.resize_
 
     def counted(storage: Any, size: int) -> Any:
-        """Resize the storage, and count the change of its bytes."""
+        """Replace storage.resize_(size): resize the storage, and tell the meter its new bytes."""
         result = resize(storage, size)
         meter.resized(storage)
         return result

@@ -31,7 +31,7 @@ from functools import cached_property
 from emulator.recording import COPY, LOAD, MESSAGES, READ, Event
 
 MOST_SENTENCES = 20
-MOST_NAMED = 8  # the most ranks that a message lists
+MOST_NAMED = 8  # a sentence names at most this many ranks
 ONE_SIDED = ("broadcast", "reduce")
 NOT_COLLECTIVE = ("wait", READ, COPY, LOAD, *MESSAGES)
 
@@ -69,7 +69,7 @@ class World:
     rows: dict[str, list[tuple[int, ...]]]
     traces: list[list[Event]]
     ran: frozenset[int] | None = None
-    _operations: dict[int, Operations] = field(default_factory=dict)  # by the id of the trace
+    _operations: dict[int, Operations] = field(default_factory=dict)  # by id() of the trace
 
     def operations(self, rank: int) -> Operations:
         """Return the operations of a rank by group; ranks with the same trace share them."""
@@ -99,8 +99,8 @@ def mismatches(world: World) -> list[str]:
     compared = set()
     for role, rows in world.rows.items():
         for row in rows:
-            # Groups with the same traces have the same mismatches; `_unequal_blocks` depends also
-            # on which ranks were run.
+            # One of all groups with the same traces is compared, since they have the same
+            # mismatches; those of `_unequal_blocks` depend also on which ranks were run.
             key: tuple = (role, *(id(world.traces[rank]) for rank in row))
             key += tuple(rank for rank in row if world.ran and rank in world.ran)
             if len(row) == 1 or key in compared:
@@ -138,8 +138,8 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
 def _common(event: Event) -> Event:
     """Return the event with only the values that must be equal on all members of its group.
 
-    `_unequal_blocks` compares the rows. The root of a broadcast or reduce may call it at another
-    line and place than the other members.
+    `rows`, the rows that an all-to-all sends and receives, differs between members, and
+    `_unequal_blocks` compares it. The root of a broadcast or reduce may call it at another line.
     """
     event = event._replace(rows=())
     if event.kind in ONE_SIDED:
@@ -156,6 +156,7 @@ def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
     missing = (None, None)
     for source, sender in enumerate(row):
         for to, receiver in enumerate(row):
+            # `source` and `to` are the positions of sender and receiver in the group.
             sent = world.operations(sender).messages.get((role, "send", to), [])
             received = world.operations(receiver).messages.get((role, "receive", source), [])
             pairs = itertools.zip_longest(sent, received, fillvalue=missing)
@@ -176,10 +177,10 @@ def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
 def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
     """Compare the rows that a member sends in an all-to-all with the rows that the other expects.
 
-    Yield a sentence for the first difference of each pair. The rows depend on a member's position
-    in the group, so only ranks that were run are compared.
+    Yield a sentence for the first difference of each pair. The numbers of rows depend on a member's
+    position in the group, so only ranks that were run are compared.
     """
-    unequal: dict[int, list[Event]] = {}  # all-to-alls with unequal blocks, by position
+    unequal: dict[int, list[Event]] = {}  # by a member's position: all-to-alls with `rows`
     for position, rank in enumerate(row):
         if world.ran is None or rank in world.ran:
             events = world.operations(rank).collectives.get(role, [])
@@ -188,7 +189,7 @@ def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[s
                 unequal[position] = with_rows
     for sender, receiver in itertools.permutations(unequal, 2):
         for event, receivers_event in zip(unequal[sender], unequal[receiver]):
-            _, rows_sent = event.rows  # event.rows: (from each member, to each member)
+            _, rows_sent = event.rows  # numbers of rows: (from each member, to each member)
             rows_expected, _ = receivers_event.rows
             sent = rows_sent[receiver]
             expected = rows_expected[sender]
@@ -199,7 +200,7 @@ def _unequal_blocks(world: World, role: str, row: tuple[int, ...]) -> Iterator[s
 
 
 def _group(role: str, row: tuple[int, ...]) -> str:
-    """Return the name of a group in a message: its role and its first ranks."""
+    """Return the words for a group in a sentence: its role and its first ranks."""
     ranks = ", ".join(map(str, row[:MOST_NAMED]))
     if len(row) > MOST_NAMED:
         ranks += ", ..."
@@ -218,7 +219,7 @@ def _differ(
 
 
 def _version(event: Event | None) -> str:
-    """Return the words that follow "rank 3" in a sentence of `_differ`."""
+    """Return "has none", or for example "does all_reduce SUM of 512 bytes ...", for `_differ`."""
     if event is None:
         return "has none"
     return f"does {describe(event)}"
@@ -242,7 +243,7 @@ class _Rank:
     events: list[Event]
     at: int = 0  # the index of the host's next event
     waits: list[int] = field(default_factory=list)  # operations that the compute stream waits for
-    passed: int = 0  # the number of `waits` that are over
+    passed: int = 0  # how many of the `waits` the compute stream has passed
     queues: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)  # operations that have ended
     started: bool = False  # whether the operation at index `at`, which blocks the host, is queued
@@ -250,9 +251,10 @@ class _Rank:
     def holds_host(self, event: Event) -> bool:
         """Return whether the host's next event is a read or a load, and cannot be done yet.
 
-        A read has to wait while the compute stream waits, a load also while any queue has work.
+        A read waits until the compute stream has passed all its waits, a load also until all queues
+        are empty.
         """
-        computes = self.passed < len(self.waits)
+        computes = self.passed < len(self.waits)  # the compute stream has not passed all waits
         if event.kind == LOAD:
             return computes or any(self.queues.values())
         return event.kind == READ and computes
@@ -279,13 +281,13 @@ class _Simulation:
         self.world = world
         self.blocking = blocking
         self.kind_of = kinds(world)
-        # By kind, the lowest rank of the kind: of the reversed list, the last rank is kept.
+        # The lowest rank of each kind: of ranks in descending order, the dictionary keeps the last.
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
-        self.arrived: dict[tuple, set] = {}  # by (role, kinds): "send", "receive" if that end came
-        self.ready: dict[tuple, set] = {}  # by `_meeting`'s key: the kinds ready for the operation
+        self.arrived: dict[tuple, set] = {}  # by (role, (sender, receiver)): which host has come
+        self.ready: dict[tuple, set] = {}  # by an operation's key: the kinds that have come to it
         self.changed: deque[int] = deque()  # kinds that may be able to continue
-        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # kinds of a group's members
+        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # (role, kind): kinds in group
 
     def run(self) -> str | None:
         """Simulate until no rank can continue; return a sentence on a deadlock, or None."""
@@ -293,15 +295,15 @@ class _Simulation:
         while self.changed:
             kind = self.changed.popleft()
             rank = self.ranks[kind]
-            rank.drain()
+            rank.drain()  # the compute stream passes waits for operations that have ended
             while self._host(kind, rank):  # until the host is blocked
                 pass
-            self._streams(kind, rank)
+            self._streams(kind, rank)  # operations end that all their members have reached
         stuck = [k for k, r in self.ranks.items() if r.at < len(r.events) or any(r.queues.values())]
         return self._describe(stuck) if stuck else None
 
     def _host(self, kind: int, rank: _Rank) -> bool:
-        """Do the host's next event; return False if it is blocked (`started`), or at its end."""
+        """Do the host's next event; return False if the host is blocked, or at its trace's end."""
         if rank.at == len(rank.events):
             return False
         event = rank.events[rank.at]
@@ -311,11 +313,11 @@ class _Simulation:
         elif rank.holds_host(event):
             return False
         elif event.kind not in (READ, COPY, LOAD):  # so it is a collective or a message
-            if not rank.started:
+            if not rank.started:  # otherwise an earlier call has put it into the queue
                 if event.kind in MESSAGES and not self._connected(kind, event):
                     return False  # the host waits for the other end of the message
                 queue = rank.queues.setdefault(event.role, deque())
-                queue.append((rank.at, len(rank.waits)))  # it begins after all waits so far
+                queue.append((rank.at, len(rank.waits)))  # the operation begins after these waits
                 rank.started = True
             if self.blocking and rank.at not in rank.ended:
                 return False  # --blocking: the host waits for the end of the operation
@@ -325,22 +327,22 @@ class _Simulation:
 
     def _connected(self, kind: int, event: Event) -> bool:
         """Note that a host has come to a message; return whether the other host has come too."""
-        ends, _ = self._meeting(kind, event)
+        ends, _ = self._meeting(kind, event)  # the kinds (of the sender, of the receiver)
         arrived = self.arrived.setdefault((event.role, ends), set())
         if event.kind not in arrived:
             arrived.add(event.kind)
             if len(arrived) == 2:
-                self.changed.extend(ends)  # the hosts of both ends can go on
+                self.changed.extend(ends)  # the hosts of sender and receiver can go on
         return len(arrived) == 2
 
     def _streams(self, kind: int, rank: _Rank) -> None:
         """Run the first operations of each of the rank's communicators, as far as they can run."""
         for role, queue in rank.queues.items():
             while queue:
-                index, waits_before = queue[0]
+                index, waits_before = queue[0]  # the oldest operation that has not ended
                 if rank.passed < waits_before:
                     break  # the compute stream has not come to the operation yet
-                members, key = self._meeting(kind, rank.events[index])
+                members, key = self._meeting(kind, rank.events[index])  # members: kinds of ranks
                 ready = self.ready.setdefault(key, set())
                 ready.add(kind)
                 if len(ready) < len(members):
@@ -348,13 +350,13 @@ class _Simulation:
                 for member in members:
                     other = self.ranks[member]
                     ended_index, _ = other.queues[role].popleft()
-                    other.ended.add(ended_index)
+                    other.ended.add(ended_index)  # it ends on all members together
                     self.changed.append(member)
 
     def _meeting(self, kind: int, event: Event) -> tuple[tuple[int, ...], tuple]:
-        """Return the kinds of the ranks of an operation, and the operation's key in `ready`.
+        """Return the kinds of the ranks that do an operation, and the operation's key in `ready`.
 
-        The kinds ascend; those of a message are (sender, receiver).
+        The kinds ascend; for a message they are (sender, receiver).
         """
         row = self.world.row_of[event.role, self.first[kind]]
         if event.kind in MESSAGES:
@@ -377,7 +379,7 @@ class _Simulation:
         return "deadlock: " + "; ".join(lines)
 
     def _head(self, kind: int) -> Event:
-        """Return the operation that has to end before a rank, which is stuck, can continue."""
+        """Return the operation that has to end before the stuck rank of a kind can continue."""
         rank = self.ranks[kind]
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
@@ -387,7 +389,7 @@ class _Simulation:
         elif rank.passed < len(rank.waits):
             awaited = rank.waits[rank.passed]  # the compute stream waits, and the host for it
             role = rank.events[awaited].role
-        else:
+        else:  # the host waits to load a kernel, or has ended its trace with operations in queues
             role = next(role for role, queue in rank.queues.items() if queue)
         index, _ = rank.queues[role][0]  # the first operation in the queue holds up the others
         return rank.events[index]
@@ -403,14 +405,14 @@ class _Simulation:
         return next((member for member in members if member not in ready), None)
 
     def _where(self, kind: int) -> str:
-        """Return the words that follow "rank 3" in a deadlock's sentence: what it waits for."""
+        """Return what a rank waits for, and where: the words after "rank 3" in the sentence."""
         rank = self.ranks[kind]
         event = self._head(kind)
         row = self.world.row_of[event.role, rank.rank]
         peer = f" with rank {row[event.peer]}" if event.kind in MESSAGES else ""
         name = f"waits for {event.kind} {event.number} of {event.role}{peer}: {describe(event)}"
         if rank.at < len(rank.events) and rank.events[rank.at] != event:
-            host = rank.events[rank.at]
+            host = rank.events[rank.at]  # the event at which the host is blocked
             name += f", its host at {host.line} ({host.place})"
         return name
 
@@ -421,28 +423,28 @@ def kinds(world: World) -> list[int]:
     At first, ranks with the same trace have the same kind. Kinds are split until all ranks of a
     kind have groups with the same kinds of members, and with messages the same position in them.
     """
-    numbers: dict[tuple, int] = {}
+    numbers: dict[tuple, int] = {}  # each new key gets the next number, which is a kind
     kind_of = [numbers.setdefault((id(trace),), len(numbers)) for trace in world.traces]
     roles_with_messages = set[str]()
     for rank in range(len(kind_of)):
         roles_with_messages |= {role for role, _, _ in world.operations(rank).messages}
     while True:
-        kinds_of_row = {}
+        kinds_of_row = {}  # by group, the kinds of its members
         for role, rows in world.rows.items():
             for row in rows:
                 members = [kind_of[rank] for rank in row]
                 if role not in roles_with_messages:
-                    members = sorted(set(members))
+                    members = sorted(set(members))  # collectives do not depend on positions
                 kinds_of_row[role, row] = tuple(members)
         numbers = {}
-        refined = []
+        refined = []  # the new kinds, by rank
         for rank, kind in enumerate(kind_of):
-            neighbours: list = [kind]  # kind; for each role the kinds in the group, the position
+            neighbours: list = [kind]  # the rank's kind; by role, its group's kinds, its position
             for role in world.rows:
                 row = world.row_of.get((role, rank), (rank,))
                 position = row.index(rank) if role in roles_with_messages else 0
                 neighbours += [kinds_of_row.get((role, row)), position]
             refined.append(numbers.setdefault(tuple(neighbours), len(numbers)))
         if len(set(refined)) == len(set(kind_of)):
-            return refined  # this round has split no kind
+            return refined  # the kinds are final, since this round of the loop has split none
         kind_of = refined

@@ -66,14 +66,14 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.trace = trace
         self.recorder = trace.recorder
-        self.now = 0
-        self.peaks = defaultdict[str, Peak](Peak)
-        self.kernels = 0
-        self.pinned = weakref.WeakSet[Any]()
+        self.now = 0  # the bytes that are allocated now
+        self.peaks = defaultdict[str, Peak](Peak)  # by phase, since the last `start`
+        self.kernels = 0  # kernels launched since the last `start`
+        self.pinned = weakref.WeakSet[Any]()  # the storages in pinned memory of the host
         # The living storages by their address: (weak reference to the storage, bytes, kind).
         self._live: dict[int, tuple[Any, int, str]] = {}
         self._held = Counter[str]()  # bytes allocated now, by the kind of their storage
-        self._functions: dict[Any, _Function] = {}  # the facts that `_facts` has found
+        self._functions: dict[Any, _Function] = {}  # by operation: the result of `_facts`
         # The source lines of forward operations, by the sequence number that autograd gives to an
         # operation and its backward, so that a backward's allocation can name the forward's line.
         self._lines: dict[int, str] = {}
@@ -105,7 +105,7 @@ class Meter(TorchDispatchMode):
         if function is ATEN.nonzero.default:
             self.stop("nonzero")
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        # Fake memory cannot be pinned, so the meter remembers which storages would be.
+        # Fake memory cannot be pinned, so `pinned` has the storages that would be pinned in a run.
         if function is ATEN._pin_memory.default:
             return self._pin(ATEN.clone.default(args[0]))
         pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, CPU)
@@ -113,14 +113,16 @@ class Meter(TorchDispatchMode):
         facts = self._functions.get(function) or self._facts(function)
         if pinned:
             self._pin(result)
-        # A view allocates nothing and launches no kernel.
+        # A view allocates nothing and launches no kernel. The same holds for an operation that only
+        # asks, and has no tensor as its result.
         if facts.view or (not facts.launches and not isinstance(result, Tensor)):
             return result
         if function in COPIES:
             self._copy(function, result, args, kwargs)
-        elif function in INDEXED:
+        elif function in INDEXED:  # indexing by a tensor may stop the host
             self._indexed(*args[:2])
-        # An operation that works in place on a list of tensors returns nothing.
+        # An operation that works in place on a list of tensors returns nothing: then its arguments
+        # are counted.
         self._count(function, facts, args if result is None else result)
         return result
 
@@ -132,7 +134,7 @@ class Meter(TorchDispatchMode):
         schema = function._schema
         # A result is a view if it aliases an input and the operation does not write to this input.
         views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
-        # Operations that allocate, or that only look at a tensor in another way, launch no kernel.
+        # Operations that only allocate memory, or only reinterpret a tensor, launch no kernel.
         name = schema.name.partition("::")[2]
         launches = not name.startswith(("empty", "new_empty", "_unsafe_view", "lift_fresh"))
         facts = _Function(bool(views) and all(views), launches)
@@ -164,7 +166,7 @@ class Meter(TorchDispatchMode):
             self._load(tuple(kernel))
             # A backward operation is reported with the line of its forward operation. In a forward
             # pass, autograd has just given the operation its sequence number, which both have.
-            if node is None and torch.is_grad_enabled():
+            if node is None and torch.is_grad_enabled():  # so this is a forward pass
                 last_number = torch.autograd._get_sequence_nr() - 1
                 self._lines[last_number] = calling_line(3)
 
@@ -186,10 +188,11 @@ class Meter(TorchDispatchMode):
         """
         key = storage._cdata  # the storage's address
         size = -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO  # bytes, rounded up
-        # The kind is the phase of the flight recorder, or in a training step the action.
+        # A storage's kind is the phase of the flight recorder, in a training step the action.
         kind, _, action, micro_batch = self.recorder.place
         if kind == "train":
             kind = f"{action} {micro_batch}"
+        # When torch frees the storage, the weak reference calls `_free`.
         self._live[key] = (weakref.ref(storage, lambda _: self._free(key)), size, kind)
         self.now += size
         self._held[kind] += size
@@ -211,7 +214,10 @@ class Meter(TorchDispatchMode):
         self._held[kind] -= size
 
     def _describe(self, function: Any, size: int) -> str:
-        """Return a line on the allocation that happens now: its size, operation and source line."""
+        """Return a line on the allocation that happens now: its size, operation and source line.
+
+        A backward operation has the source line of its forward operation, which `_lines` has.
+        """
         name = str(function).removesuffix(".default")
         node = torch._C._current_autograd_node()
         line = calling_line(4)
@@ -232,7 +238,7 @@ class Meter(TorchDispatchMode):
             if key not in self._live:
                 continue
             reference, size, old_kind = self._live[key]
-            if not old_kind.startswith("="):
+            if not old_kind.startswith("="):  # an earlier call has not classified it
                 self._live[key] = (reference, size, new_kind)
                 self._held[old_kind] -= size
                 self._held[new_kind] += size

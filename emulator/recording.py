@@ -125,7 +125,7 @@ class _RecordedHandle:
     """Stands for torch's handle of an operation, and records the first wait for the operation."""
 
     def __init__(self, trace: Trace, index: int):
-        """Take the index of the operation's event in the trace."""
+        """Take the index of the operation's event in the trace; nothing has waited for it yet."""
         self.trace = trace
         self.index = index
         self.waited = False
@@ -163,8 +163,8 @@ class RecordingGroup(Group):
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
         """Make a group whose collectives are written into `trace` and not done.
 
-        ranks: the group's members in the world. rank: this rank's position among them. handle: the
-        handle that each collective returns. role: the group's name in the events, such as "tp".
+        ranks: the group's members in the world. rank: this rank's position among them. handle:
+        torch's (fake) process group, or None. role: the group's name in the events, such as "tp".
         """
         super().__init__(ranks, rank)
         self.handle = handle
@@ -217,7 +217,10 @@ class RecordingGroup(Group):
         return self.trace.operation(kind, self.role, tensor, op, peer, rows)
 
     def _check(self, part: Tensor, whole: Tensor) -> None:
-        """Raise ValueError unless `whole` has the type of `part`, and `size` times its elements."""
+        """Raise ValueError unless `whole` has the type of `part`, and `size` times its elements.
+
+        part: one rank's part of the tensor `whole` in a reduce-scatter or an all-gather.
+        """
         if (part.numel() * self.size, part.dtype) != (whole.numel(), whole.dtype):
             sides = f"{part.numel()} of {part.dtype} and {whole.numel()} of {whole.dtype}"
             raise ValueError(f"{sides} over {self.size} ranks, at {calling_line()}")
@@ -240,6 +243,7 @@ class RecordingContext(Context):
         that has this rank only does nothing, so it is not recorded.
         """
         self.rows[role] = list(rows)
+        # A rank that is in no group of the role is alone.
         members = next((row for row in rows if self.rank in row), (self.rank,))
         handle = None
         if len(members) == 1:
@@ -255,7 +259,8 @@ def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
     world: the number of ranks. nodes: the number of nodes, which divides `world`.
     """
     per_node = world // nodes
-    # Each rank has its own cores: one rank shares them, with the number 0.
+    # The last two values say that a rank shares its cores with no other rank: it is one of 1 ranks
+    # on these cores, and has the number 0 among them.
     local = Local(rank % per_node, per_node, per_node == world, 1, 0)
     launch = Launch("srun", rank, world)
     device = torch.device("cuda", rank % per_node)

@@ -65,7 +65,8 @@ PAIRS = [
     for stage in (FIRST, BETWEEN, LAST)
     for replica in (FIRST, BETWEEN, LAST)
 ]
-# Two more places (stage, dp, cp, tp): the last rank of the first stage and that of the last stage.
+# Two more ranks that are run, by their kinds of position on (pp, dp, cp, tp): the last rank of the
+# first stage and the last rank of the last stage.
 ENDS = [(stage, LAST, LAST, LAST) for stage in (FIRST, LAST)]
 
 
@@ -83,7 +84,7 @@ def chosen(config: Config) -> list[int]:
     if config.model.experts > 1:
         # In each stage, the last rank of the first group of --ep is run too, so that its exchanges
         # can be compared with the exchanges of the group's first rank.
-        stage_size = len(all_positions) // config.layout.pp
+        stage_size = len(all_positions) // config.layout.pp  # the ranks of a stage are adjacent
         last_of_group = (config.layout.ep or 1) - 1
         ranks |= set(range(last_of_group, len(all_positions), stage_size))
     return sorted(ranks | {group[0] for group in _similar_ranks(config, all_positions)})
@@ -106,7 +107,7 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
         for rank in group:
             kind = kinds[rank]
             if kind not in nearest:
-                # By candidate, the number of axes on which its kind of position is the rank's.
+                # For each candidate, on how many axes it has the same kind of position as the rank.
                 common = [sum(map(operator.eq, kind, kinds[other])) for other in candidates]
                 nearest[kind] = candidates[common.index(max(common))]
             if rank not in ran_ranks:
@@ -148,7 +149,8 @@ def _kinds(config: Config, positions: tuple[int, ...]) -> tuple[int, ...]:
     """Return whether a rank is FIRST, BETWEEN or LAST on each of AXES, from its positions."""
     kinds = []
     for axis, position in zip(AXES, positions):
-        kind_of_end = {config.layout.axes[axis] - 1: LAST, 0: FIRST}  # 0 is FIRST also for size 1
+        # On an axis of one rank both keys are 0, and the later one counts: the rank is FIRST.
+        kind_of_end = {config.layout.axes[axis] - 1: LAST, 0: FIRST}
         kinds.append(kind_of_end.get(position, BETWEEN))
     return tuple(kinds)
 
@@ -269,11 +271,12 @@ def shortened(config: Config) -> Config:
     training = config.training
     micro_batches = config.micro_batches(max(level.batch for level in config.levels))
     if layout.schedule != "gpipe":  # GPipe keeps all micro-batches, so its peak needs all
-        steady = layout.stages + 2
+        steady = layout.stages + 2  # with so many micro-batches all stages reach the steady state
         if layout.vocab_pp:
             steady += 1  # the vocabulary's passes keep one more micro-batch in flight
         micro_batches = min(micro_batches, steady)
-    # Both steps have a batch of constant size, so a ramp and a number of samples are left out.
+    # Both steps have the same batch size, so the options of a growing batch are cleared; the run
+    # ends after STEPS steps, so a number of samples is cleared too.
     constant: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
     constant["train_samples"] = None
     training = dataclasses.replace(training, **constant, steps=STEPS)
@@ -321,7 +324,7 @@ def run_rank(
             trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             if step == 1:
-                record.peaks["build"] = meter.peaks["build"]
+                record.peaks["build"] = meter.peaks["build"]  # `meter.start` would forget it
             meter.start()  # forgets the peaks so far, so that those of the second step remain
             context.recorder.begin_step(step)
             micro_batches = config.micro_batches(config.training.global_batch_size)
@@ -385,7 +388,8 @@ def _after_steps(
 def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
     """Inside this context, torch.distributed has process groups that transfer nothing.
 
-    torch's FSDP, which does --zero 3, needs process groups of torch.
+    torch's FSDP, which does --zero 3, needs process groups of torch: with `has_handles` the
+    context makes one for each group of the mesh.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -424,7 +428,8 @@ def _named(peak: Peak) -> Peak:
     The meter's kinds of tensors become these names. Tensors that earlier forward passes allocated
     are activations. Tensors of the action in which the peak was reached are temporaries.
     """
-    # The description of the last tensor ends with its place, "... (step 2, F 3)": `current` is F 3.
+    # The description of the last tensor ends with its place, "... (step 2, F 3)". `current`, F 3
+    # here, is the action in which the peak was reached.
     _, _, place = peak.tensor.rpartition("(")
     _, _, current = place.rstrip(")").rpartition(", ")
     held = Counter[str]()

@@ -25,7 +25,8 @@ DASHES = ("-", "--", ":")  # "-" for the first five runs, one per colour, "--" f
 LEGEND = 150  # a run's entry in the legend is cut to this many characters
 COLUMNS = 60  # the number of bars in a line of text
 BARS = "▁▂▃▄▅▆▇█"
-# The browser takes a dark background and light text on a dark screen.
+# The beginning of the page. If the user's screen is dark, "light dark" makes the browser show light
+# text on a dark background.
 HEAD = """<!doctype html>
 <meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <title>Losses of runs</title><style>svg { max-width: 100%; height: auto }</style>
@@ -73,7 +74,7 @@ def _curve(record: Record, label: str) -> Curve:
     for indices in np.array_split(np.arange(len(loss)), points):
         mean = loss[indices].mean()
         means.append(mean if np.isfinite(mean) else np.nan)
-        last_steps.append(indices[-1])
+        last_steps.append(indices[-1])  # on the axes a point is at its last step
     return Curve(label, np.array(means), over[:, last_steps], record.notes)
 
 

@@ -108,7 +108,7 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
     if epsilon > EPSILON["fp32"]:
         # A rule of thumb: the mean of many 16-bit numbers has a sixteenth of a number's rounding.
         epsilon /= 16
-    unit = 4.0 * epsilon
+    unit = 4.0 * epsilon  # rounding explains a relative difference of unit x (4 + step)
     settings = [_first_difference(rows, name, 0.0) for name in SETTINGS]
     losses = [
         _first_difference(rows, "loss", unit),
@@ -189,8 +189,8 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
         raise UserError(f"{run} has no traces: train it with --trace-numerics STEP")
     ours = read(run / "numerics" / names[0])
     sketches = activations(str(folder), run_files.config_of(str(run)), ours.about)
-    # `theirs` becomes a trace like ours, of one rank. It has no parameters, so their sketches are
-    # 0, and the responses to rounding are taken from our trace.
+    # `theirs` becomes a trace like ours, of one rank. The sketches of its parameters are 0, which
+    # leaves them out of the comparison, and the responses to rounding are those of our trace.
     about = ours.about | {"layout": asdict(Layout(dp=1))}
     if about["precision"] != "fp64":
         about["precision"] = "fp32"
@@ -275,7 +275,7 @@ def _tracing_commands(
         if saved_step < step:
             checkpoint = max(checkpoint, saved_step)
     first_traced = str(checkpoint + 1)  # the first step after the checkpoint
-    last_traced = str(max(step, checkpoint + 2))
+    last_traced = str(max(step, checkpoint + 2))  # the step that differs, or the second step
     commands = []
     for record, suffix in zip(records, suffixes):
         words = list(record.facts.get("command", ["train.py"]))

@@ -89,7 +89,7 @@ def page(found: dict[str, Any], text: str) -> str:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
-    shares = np.array(found["shares"])
+    shares = np.array(found["shares"])  # (panels, layers, steps)
     with np.errstate(divide="ignore"):  # a share may be 0
         powers = np.clip(np.log10(shares), -3.0, 3.0)
     with rc_context(SETTINGS):

@@ -58,7 +58,7 @@ def _not_default(facts: dict[str, Any]) -> dict[str, Any]:
         defaults |= group
     found = {}
     for name, (_, value) in differing([defaults, options(facts)]).items():
-        if value is not None:
+        if value is not None:  # None: `options` leaves out what says nothing about the run
             found[name] = value
     return found
 
@@ -110,8 +110,8 @@ def _events(record: Record) -> dict[str, Any]:
     for name, steps in steps_of_events.items():
         if steps:
             events[name] = f"at step {number_ranges(steps)}"
-    # case.json is what the run has written about the fault that ended it; empty files stand for
-    # the state before the start, so that every case counts as new.
+    # The run has written to case.json which fault ended it. `read_evidence` returns what is new
+    # against the files before a start of the run; here these are empty, so every fault is new.
     case = read_evidence(str(folder), 0, Files(b"", 0, b""))
     file = folder / "hang" / "case.json"
     if case.kind and file.exists():

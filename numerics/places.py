@@ -20,9 +20,9 @@ from schedules.partition import placement
 
 BLOCK = re.compile(r"blocks\.(\d+)")
 WORDS = Path(__file__).with_name("words.toml")
-# An entry of words.toml has further operations by option of the layout. A layout has the operation
-# of an option of this table if its value is at least the one here, and of other options if it is
-# set: with pp 1 there is no message between stages.
+# An entry of words.toml has further operations, by the option of the layout that causes them. The
+# options of this table cause the operation from this value on (with pp 1 there is no message
+# between stages), all other options if they are set.
 LEAST = {"pp": 2, "ep": 2}
 
 
@@ -34,8 +34,8 @@ def described(row: Row, layouts: Sequence[dict[str, Any]] = ()) -> dict[str, str
     """
     words = tomllib.loads(WORDS.read_text())
     block = BLOCK.search(row.name)
-    # An entry's key is the kind, for activations the name as in "block.attention"; all kinds of
-    # optimizer state share the entry "state".
+    # The key of an entry of words.toml is the row's kind; for activations it is the name without
+    # the block's number, as in "block.attention". All kinds of optimizer state share "state".
     key = row.kind
     if row.kind == "activation":
         key = BLOCK.sub("block", row.name)

@@ -25,7 +25,9 @@ MOST_OPTIONS = 8  # a text names at most this many options that differ
 LAST_ROWS = 50  # this many last rows of a part are read, if the whole part is not needed
 # The options of the group `run` that can change a run's numbers or its speed.
 OF_RUN = ("device", "backend", "compile", "deterministic")
-ORDER = ("training", "data", "model", "program", "versions", "layout")  # the groups in `options`
+# The result of `options` has the options of these groups, in this order.
+ORDER = ("training", "data", "model", "program", "versions", "layout")
+# The default of each option, by the option's group and name.
 DEFAULTS = {name: {f.name: f.default for f in fields(cls)} for name, cls in GROUPS.items()}
 
 
@@ -122,8 +124,8 @@ def read(folder: Path, whole: bool = True) -> Record:
         notes.append(f"{whose} lacks {missing} options, whose defaults are taken")
     if unknown:
         notes.append(f"{folder}/run.json has options of another version: {', '.join(unknown)}")
-    # The newest part, then the earlier parts from the newest to the oldest. From each part only the
-    # rows before the first step of the part after it are kept.
+    # Read the newest part, and then the earlier parts from the newest to the oldest. Of each
+    # earlier part, keep only the rows before the first step of the part that follows it.
     rows = _read_part(folder / "metrics.jsonl", whole, notes)
     endings = [""]
     earlier: list[Path] = []
@@ -179,7 +181,7 @@ def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]
     if lines and not lines[-1].endswith(b"\n"):
         notes.append(f"{path}: the last line is cut off and not read")
         del lines[-1]
-    if not whole:
+    if not whole:  # the first row is needed since it tells where the part before this one ends
         validations = [line for line in lines if b'"validation_loss"' in line]
         first_line = lines[:1]
         lines = first_line + validations[-1:] + lines[1:][-LAST_ROWS:]
@@ -200,7 +202,8 @@ def options(facts: dict[str, Any]) -> dict[str, Any]:
     for group, defaults in DEFAULTS.items():
         recorded = facts["config"].get(group, {})
         groups[group] = {name: recorded.get(name, default) for name, default in defaults.items()}
-    # Options whose value is what the shape of the model implies say nothing about the run.
+    # An option of the model is left out if its value is None, or follows from the model's other
+    # options, as --ffn-hidden usually does.
     shape = groups["model"]
     model = ModelShape(**{name: shape[name] for name in DEFAULTS["model"]})
     derived = model.derived() | {"max_positions": model.seq_length}

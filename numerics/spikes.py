@@ -65,7 +65,10 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _lines_of_documents(row: dict[str, Any]) -> list[str]:
-    """Return a line per corpus with the documents of a spike's batch; row: of spikes.jsonl."""
+    """Return a line per corpus with the documents of a spike's batch.
+
+    row: a row of spikes.jsonl, in which a span is the part of a sample that one document fills.
+    """
     documents: dict[str, set[int]] = {}  # by corpus, the numbers of its documents
     for sample in row["samples"]:
         for span in sample["text"]:

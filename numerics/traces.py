@@ -118,13 +118,14 @@ class Pair:
         self.a = a
         self.b = b
         precisions = {a.about["precision"], b.about["precision"]}
-        self.epsilon = max(EPSILON[name] for name in precisions)
+        self.epsilon = max(EPSILON[name] for name in precisions)  # of the coarser precision
         # Masters are in fp32, or in fp64 if both runs compute in fp64.
         self.of_masters = EPSILON["fp32"]
         if precisions == {"fp64"}:
             self.of_masters = EPSILON["fp64"]
-        # How the responses of both runs are combined: a fault may enlarge the response of one run,
-        # so the smaller one counts; with different precisions the coarser run's, the larger one.
+        # A function that combines the responses of both runs. A fault may enlarge the response of
+        # one run, so the smaller response counts; but if the precisions differ, the response of the
+        # coarser precision counts, which is the larger one.
         self.response: np.ufunc = np.minimum
         if len(precisions) > 1:
             self.response = np.maximum
@@ -133,7 +134,8 @@ class Pair:
         # tolerance grows with the number of units by which the weights differ before the step.
         weights_a, weights_b = (sketches[BEFORE] for sketches in self.both)
         distance = np.linalg.norm(norms(weights_a - weights_b))
-        unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])  # if all last bits differ
+        # `unit` is about the distance of weights that all differ in the last bit.
+        unit = 0.5 * self.epsilon * np.linalg.norm(self.norm[BEFORE])
         units = float(distance / (unit + TINY))
         self.factor = FACTOR * max(1.0, units)
 
@@ -173,7 +175,7 @@ class Pair:
 
         In place of the weights after the step, their updates (after less before) are compared.
         """
-        a, b = self.both
+        a, b = self.both  # the sketches of both traces, (kinds, tensors, 12)
         difference = norms(a - b)  # (kinds, tensors)
         update_a = a[AFTER] - a[BEFORE]
         update_b = b[AFTER] - b[BEFORE]
@@ -185,7 +187,7 @@ class Pair:
             columns = difference[number], explained[number], self.norm[number]
             rows = []
             for name, *numbers in zip(self.tensors, *columns):
-                size, limit, norm = map(float, numbers)
+                size, limit, norm = map(float, numbers)  # size, limit: of the difference
                 rows.append(Row(kind, name, size, limit, norm))
             rows_of_kinds.append(rows)
         return rows_of_kinds
@@ -198,8 +200,8 @@ class Pair:
         """
         # The relative difference that rounding makes in a gradient, and with it in the state.
         relative = np.minimum(1.0, self.responses + self.epsilon)
-        rounding = self.of_masters * self.norm
-        steps_before = self.a.about["step"] - 1
+        rounding = self.of_masters * self.norm  # one rounding of each master weight
+        steps_before = self.a.about["step"] - 1  # steps in which the weights have drifted apart
         drift = norm_of_update * np.sqrt(relative)  # how far rounding moves the update of a step
         of_gradients = self.factor * self.responses + self.epsilon
 
@@ -209,7 +211,8 @@ class Pair:
         explained[BEFORE] = rounding[BEFORE] + FACTOR * steps_before * drift
         explained[AFTER] = 2.0 * rounding[AFTER] + self.factor * drift
 
-        # State that holds squares changes twice as much, relative to the largest gradient.
+        # If a gradient g changes by d, its square changes by 2 g d: relative to the largest square
+        # by up to 2 d over the largest gradient.
         largest = np.maximum(*self.both)[GRADIENT, :, LARGEST]
         change = relative * self.norm[GRADIENT]
         share = 2.0 * change / (largest + TINY)
@@ -227,13 +230,14 @@ class Pair:
         b = self.b.activations[in_b]
         norm = np.sqrt(np.maximum(a, b)[..., SQUARES])
         difference = norms(a - b)
+        # self.response takes the smaller or the larger one of the two runs' responses.
         responses = self.response(self.a.responses[in_a], self.b.responses[in_b])
         # The response was measured over all bins together. A bin whose norm is small may change as
         # much as the other bins, so the bins' root mean square is added to its norm.
         root_mean_square = np.sqrt(np.square(norm).mean(1, keepdims=True))
         explained = self.factor * responses[:, None] * (norm + root_mean_square)
-        explained += self.epsilon * norm
-        explained[[name in EXACT for name in names]] = 0.0
+        explained += self.epsilon * norm  # one rounding of the activation itself
+        explained[[name in EXACT for name in names]] = 0.0  # tokens and labels must be equal
         explained += OF_SKETCHES * norm
         # The row shows the bin that exceeds its tolerance most; NaN exceeds everything.
         ratio = difference / (explained + TINY)

@@ -48,7 +48,7 @@ from telemetry.row_file import RowFile, read_rows
 from zero import Optimizer
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
-EQUAL = 1  # 1, because in a rehearsal every number that is read from a device is 1
+EQUAL = 1  # a rank's verdict on its results; 1, because rehearse.py's fake devices give only ones
 DIFFERS = 2
 
 
@@ -59,8 +59,8 @@ class Results:
         """Begin without results."""
         self.layer = ""  # the layer that is running now
         self.direction = ""  # " in the backward pass", or empty in the forward pass
-        self.names: list[str] = []
-        self.hashes: list[Tensor] = []  # the hash of each name's result: an int64 scalar
+        self.names: list[str] = []  # the name of each result: layer, operation and direction
+        self.hashes: list[Tensor] = []  # the hash of each result's bits: an int64 scalar
 
     def add(self, result: str, tensor: Tensor) -> None:
         """Add the hash of a tensor of any shape; `result` is the tensor's name in messages."""
@@ -82,7 +82,7 @@ class Products(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: to exclude this class from compilation, torch would load its compiler."""
+        """Return False: with True, torch would load its compiler, to keep it out of this mode."""
         return False
 
     def __torch_dispatch__(
@@ -96,7 +96,7 @@ class Products(TorchDispatchMode):
             return output
         outputs = output if isinstance(output, tuple) else (output,)
         if is_attention and "backward" not in name:
-            outputs = outputs[:1]  # attention's others: undefined padding, or not numbers
+            outputs = outputs[:1]  # attention's other outputs are undefined or are no results
         result = f"{self.results.layer}: {name}{self.results.direction}"
         for tensor in filter(_is_float_tensor, outputs):
             self.results.add(result, tensor)
@@ -111,10 +111,10 @@ class Captured:
     """A micro-batch of a stage: copies of input and output's gradient, and the tokens read."""
 
     def __init__(self, x: Tensor, batch: Batch | None):
-        """Copy the stage's input `x`; `batch` is None if the stage reads no tokens."""
+        """Copy the stage's input `x`; `batch`: None if the stage reads no tokens."""
         self.x = x.detach().clone()
         self.batch = batch
-        self.gradient: Tensor | None = None
+        self.gradient: Tensor | None = None  # of the stage's output, from `take_gradient`
 
     def take_gradient(self, gradient: Tensor) -> None:
         """Copy the gradient of the stage's output; autograd calls this hook."""
@@ -149,7 +149,8 @@ class Audit:
         if self.mesh.rank == 0:
             path = Path(self.config.run.out, "audits.jsonl")
             self.rows = RowFile(str(path), log.note)
-            checkpoints.covered = last_clean(path, done.iteration)  # later checkpoints may be wrong
+            # An audit has covered the checkpoints up to this step; later ones may be wrong.
+            checkpoints.covered = last_clean(path, done.iteration)
             self.rows.write({"iteration": done.iteration})
         self.micro_batch = -1  # number of the micro-batch to capture in this step; -1: none
         self.passes: Counter[int] = Counter()  # by stage, the forward passes so far in this step
@@ -159,11 +160,11 @@ class Audit:
             stage.register_forward_hook(partial(self._capture, index))
 
     def begin_passes(self, consumed: int, length: int) -> None:
-        """Choose the micro-batch to capture in a step; consumed: the samples before the step."""
+        """Choose the micro-batch to capture in the step that begins after `consumed` samples."""
         self.passes.clear()
         self.captured.clear()
         self.micro_batch = -1
-        iteration = self.mesh.recorder.place[1]
+        iteration = self.mesh.recorder.place[1]  # the step that begins
         if self._is_due(iteration):
             # The next audit takes the next replica; when all have had a turn, the next micro-batch.
             count = self.config.micro_batches(self.config.batches.batch(consumed))
@@ -174,8 +175,8 @@ class Audit:
         return iteration % self.config.run.audit_every == 0 or iteration == self.last
 
     def _round(self, iteration: int) -> int:
-        """Return the number of a step's audit, which chooses the replica and the micro-batch."""
-        return -(-iteration // self.config.run.audit_every)  # step 150 with --audit-every 100: 2
+        """Return the number of a step's audit: with --audit-every 100, it is 2 for step 150."""
+        return -(-iteration // self.config.run.audit_every)  # chooses replica and micro-batch
 
     def _capture(self, index: int, stage: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Capture the chosen micro-batch; torch calls this hook after a stage's forward passes."""
@@ -192,11 +193,11 @@ class Audit:
         if not self._is_due(iteration):
             return
         self.mesh.recorder.enter("audit")
-        self.micro_batch = -1  # the repeated passes must not be captured
+        self.micro_batch = -1  # -1: the passes that the audit repeats are not captured
         results = Results()
         source = self._round(iteration) % self.mesh.dp.size  # the replica whose micro-batch is sent
         self.optimizer.finish_gathering()
-        with self._apart(results), _deterministic(self.factory.device):
+        with self._apart(results), _deterministic(self.factory.device):  # gradients to `results`
             for index, captured in sorted(self.captured.items()):
                 captured.broadcast(source, self.mesh.dp)
                 self._repeat(self.stages[index], captured, results)
@@ -208,14 +209,14 @@ class Audit:
         if self.mesh.world.values(worst)[0] == EQUAL:
             self._note(iteration, len(results.names), "")
             return
-        self._end(iteration, results, differing)
+        self._end(iteration, results, differing)  # raises NodeError
 
     def _repeat(self, stage: Stage, captured: Captured, results: Results) -> None:
         """Run a stage forward and backward on a captured micro-batch, and add all results."""
         x = captured.x
         if x.is_floating_point():  # else the stage's input is tokens, which have no gradient
             x.requires_grad_()
-        # With a split schedule, layers put their weight gradients off to the factory's list.
+        # With a schedule that has passes W, layers put weight gradients off, into this list.
         deferred = self.factory.deferred or DeferredGradients()
         with observed(stage, results), Products(results):
             y = stage(x, captured.batch)
@@ -235,7 +236,7 @@ class Audit:
         """
         parameters: list[Any] = [p for stage in self.stages.values() for p in stage.parameters()]
         sums = [(p, p.main_grad) for p in parameters if hasattr(p, "main_grad")]
-        scratch = torch.empty(0)  # shared by all parameters: `take` empties it after each gradient
+        scratch = torch.empty(0)  # replaces each main_grad; `take` zeroes it after each gradient
         if sums:
             _, largest = max(sums, key=lambda pair: pair[1].numel())
             scratch = torch.zeros_like(largest).flatten()
@@ -259,9 +260,9 @@ class Audit:
             self.optimizer.balance.discard()  # the repeated passes have counted tokens per expert
 
     def _differing(self, results: Results) -> tuple[int, bool] | None:
-        """Return the place of this rank's first wrong result and whether it is a tie, or None.
+        """Return the index of this rank's first wrong result, and whether no majority decides.
 
-        Collective over the data-parallel group: `vote` compares the hashes of all replicas.
+        None: no result is wrong. Collective over the dp group: `vote` compares all hashes.
         """
         group = self.mesh.dp
         device = self.factory.device
@@ -277,7 +278,7 @@ class Audit:
         group.at_once.all_gather(gathered, hashes).wait()
         by_rank = gathered.view(group.size, -1)  # (replicas, results)
         unequal_columns = (by_rank != hashes).any(0).nonzero().flatten()
-        places = group.values(unequal_columns)
+        places = group.values(unequal_columns)  # the indices of results that replicas differ in
         if not places:
             return None
         wrong_members = vote(by_rank[:, unequal_columns].t().tolist())
@@ -293,13 +294,13 @@ class Audit:
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         row = {"iteration": iteration, "results": results, "finding": finding, "time": when}
         self.rows.write(row)
-        if not finding:
+        if not finding:  # checkpoints up to this step count as right
             self.checkpoints.covered = iteration
 
     def _end(self, iteration: int, results: Results, differing: tuple[int, bool] | None) -> None:
         """Set uncovered checkpoints aside and raise NodeError with the finding. Collective.
 
-        differing: place of this rank's first wrong result and whether it is a tie, or None.
+        differing: index of this rank's first wrong result and whether it is a tie, or None.
         """
         report = None
         if differing is not None:
@@ -308,7 +309,7 @@ class Audit:
             names = [*results.names, "the number of products"]
             report = place, tied, names[min(place, len(results.names))]
         reports = self.checkpoints.exchange.gather("audit", report)  # the reports of all ranks
-        culprits = named(reports, self.config.layout.axes)
+        culprits = named(reports, self.config.layout.axes)  # by rank, its first wrong result
         nodes = self.log.context.nodes
         descriptions = [f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()]
         ranks = " and ".join(descriptions)
@@ -317,7 +318,7 @@ class Audit:
         if any(ties):
             finding = f"in the audit after iteration {iteration} the results differ between {ranks}"
             finding += "; there is no majority, so nobody can say which is wrong"
-        self.checkpoints.close()  # waits for a save that is running
+        self.checkpoints.close()  # a running save ends before later checkpoints are moved away
         if self.rows is not None:
             self._note(iteration, len(results.names), finding)
             self.rows.finish()
@@ -330,7 +331,7 @@ class Audit:
 
 
 def _set_gradient(p: Any, total: Tensor) -> None:
-    """Let the gradients of a parameter be added to `total`, which has the parameter's shape."""
+    """Let linear layers and autograd add a parameter's gradients to `total`, of its shape."""
     p.main_grad = total  # linear layers add their gradients here
     if p.grad is not None:
         p.grad = total  # autograd adds its gradients here
@@ -348,7 +349,7 @@ def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
     for number, row in enumerate(rows):
         common, votes = Counter(row[member] for member in voters).most_common(1)[0]
         if votes == len(voters):
-            continue
+            continue  # all voters have the same result
         if 2 * votes <= len(voters):  # a tie: no later row can tell which member is wrong
             return wrong | dict.fromkeys(voters, (number, True))
         outvoted = [member for member in voters if row[member] != common]
@@ -365,7 +366,7 @@ def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
     name; None if no result is wrong. A rank's wrong bits spread later to other ranks of its stage
     and replica, so of these ranks only those with the earliest wrong result are named.
     """
-    replicas: dict[tuple[int, int], list[int]] = {}
+    replicas: dict[tuple[int, int], list[int]] = {}  # by (stage, replica): ranks that report
     for rank, report in enumerate(reports):
         if report is not None:
             place = coordinates(rank, axes)
@@ -398,7 +399,7 @@ def observed(stage: Stage, results: Results) -> Iterator[None]:
 def _observe_gradient(
     entered: Callable[..., None], part: nn.Module, inputs: tuple, output: Tensor
 ) -> None:
-    """Let autograd call `entered` when the backward pass reaches a layer's output."""
+    """Let autograd call `entered`, which notes the layer's name, when it reaches the output."""
     if output.requires_grad:
         output.register_hook(lambda _: entered())
 
@@ -437,8 +438,8 @@ def last_clean(path: Path, begin: int) -> int:
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         rows = read_rows(path.read_bytes())
-    clean = [-1]
-    for row in [*rows, {"iteration": begin}]:
+    clean = [-1]  # the steps whose audits found nothing
+    for row in [*rows, {"iteration": begin}]:  # the last row stands for the start that begins now
         step = row.get("iteration")
         if not isinstance(step, int):
             continue

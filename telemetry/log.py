@@ -44,7 +44,9 @@ from zero import StepResult
 if TYPE_CHECKING:
     from telemetry.trackers import Tracker
 
-SECONDS_BETWEEN_LINES = 5.0  # without --log-every: a line for each step would fill disks
+# Without --log-every, log lines are at least so many seconds apart: a line for each step would fill
+# disks.
+SECONDS_BETWEEN_LINES = 5.0
 LINES_BETWEEN_CORPORA = 20  # log lines from one line about the corpora to the next
 
 
@@ -88,8 +90,8 @@ class Log:
         self.is_writer = context.rank == 0
         self.total = config.total_steps
         self.steps = Steps()  # seconds, samples and losses of the steps so far
-        self.printed = Printed()
-        self.epoch_tokens: Mapping[str, int] = {}
+        self.printed = Printed()  # how many log lines were printed, and when the last one was
+        self.epoch_tokens: Mapping[str, int] = {}  # by corpus, the tokens of an epoch
         self.evaluations: dict[str, float] = {}  # the newest loss of each evaluation
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
@@ -229,7 +231,8 @@ class Log:
         """On rank 0, print a line and append it to log.txt; a full disk does not end the run."""
         if not self.is_writer:
             return
-        # If writing fails, self.text stays None, so that a full disk is reported once.
+        # `without` prints, by `note`, that log.txt cannot be written. Then self.text stays None, so
+        # that this is reported once.
         text = self.text
         self.text = None
         with self.without("log.txt, from here on"):
@@ -239,7 +242,7 @@ class Log:
             self.text = text
         try:
             print(line, flush=True)
-        except OSError as error:  # Python keeps the unwritten text for the next print
+        except OSError as error:  # if the disk is full, Python keeps the text for the next print
             if error.errno not in NOT_WRITTEN:
                 raise
 
@@ -274,7 +277,7 @@ class Log:
         length = self.config.model.seq_length
         if not corpora:
             return {}
-        # `corpora` has (samples, tokens) by the prefix of each corpus.
+        # `corpora` has, by the prefix of each corpus, the (samples, tokens) consumed so far.
         tokens = {prefix: count for prefix, (_, count) in corpora.items()}
         epochs = {}
         for prefix, epoch_tokens in self.epoch_tokens.items():
@@ -343,7 +346,8 @@ class Log:
                 json.dump(facts, file, indent=1)
             _keep_earlier(out, earlier)
             os.rename(new_file, os.path.join(out, "run.json"))
-            open(self.metrics.path, "w").close()
+            open(self.metrics.path, "w").close()  # metrics.jsonl exists before its first row
+            # The method `close` closes log.txt.
             self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
             if self.config.run.tensorboard or self.config.run.wandb:
                 from telemetry.trackers import open_trackers

@@ -30,7 +30,7 @@ FIRST_SIZES, LAST_SIZES = 3, 2
 class Steps:
     """The steps since the run was started or resumed; the lists have an entry per step."""
 
-    samples: list[int] = field(default_factory=list)  # the size of the step's batch
+    samples: list[int] = field(default_factory=list)  # the samples in the batch of each step
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     skipped: int = 0  # the number of steps without an update

@@ -51,16 +51,16 @@ class LossMonitor:
         """
         self.config = config
         self.samples = samples
-        self.good = done
+        self.good = done  # the progress after the last step with a finite loss
         self.log = log
         self.spikes = RowFile(os.path.join(config.run.out, "spikes.jsonl"), log.note)
-        self.bad: list[StepResult] = []
+        self.bad: list[StepResult] = []  # the results of the steps since `good`
         self._recent: deque[float] = deque(maxlen=WINDOW)  # losses of the last good steps
-        # The logarithms of the gradient norms of these steps.
+        # The logarithms of the gradient norms of the last good steps.
         self._recent_log_norms: deque[float] = deque(maxlen=WINDOW)
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
-        """Judge a step, record it if it is a spike, and count it as good or bad.
+        """Judge a step, record it if it is a spike, and count it as good or bad (loss not finite).
 
         done: the progress after the step. batch: the number of samples in the step.
         """

@@ -75,7 +75,7 @@ def bins(batch: int, activations: int, parameters: int, kinds: int) -> int:
     bytes_of_parameters = parameters * NUMBERS * kinds * bytes_of_number
     bytes_of_bin = activations * NUMBERS * bytes_of_number
     while most > 1 and bytes_of_parameters + most * bytes_of_bin > MOST_BYTES:
-        most = (most + 1) // 2
+        most = (most + 1) // 2  # half as many bins, rounded up
     return most
 
 
@@ -108,6 +108,7 @@ class NumericsTrace:
         self.response_step = 0  # the step in which the response was measured; 0: none yet
         self.activations = activation_names(self.config.model.layers)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
+        # The names of the whole model's parameters: several ranks have a parameter of one name.
         names_of_ranks = gather("numerics", [spec.name for spec in self.optimizer.specs])
         self.parameters = sorted(dict.fromkeys(chain(*names_of_ranks)), key=_place)
 
@@ -116,7 +117,7 @@ class NumericsTrace:
 
         samples: the data set. consumed: samples before the step. lr: the learning rate.
         """
-        self.iteration = self.factory.mesh.recorder.place[1]
+        self.iteration = self.factory.mesh.recorder.place[1]  # the flight recorder counts the steps
         if self.iteration not in self.config.run.trace_numerics:
             return self.take_step(self.state, samples, consumed, lr)
         batch = self.config.batches.batch(consumed)
@@ -128,7 +129,8 @@ class NumericsTrace:
         measured_before = self.response_step > 0
         if not measured_before:
             # In the first traced step, run the passes once with flipped bits, to measure how
-            # tensors respond to rounding; their gradients are discarded.
+            # tensors respond to rounding; their gradients are discarded. keep: the passes of the
+            # real step below get the same micro-batches.
             self._flip_last_bits()
             with self._observing(perturbed, consumed):
                 self.passes(self.state, samples, consumed, keep=True)
@@ -167,7 +169,7 @@ class NumericsTrace:
             # Squared differences of projections estimate the squared norm of the change.
             changes = np.square((perturbed - real)[part, PROJECTED]).sum(1)
             squared_changes = changes.reshape(-1, bins_of_part).sum(1)
-            is_zero = squares == 0.0
+            is_zero = squares == 0.0  # the ratio is 1 then, and nothing is divided by 0
             ratios.append(np.sqrt(np.where(is_zero, 1.0, squared_changes / (squares + is_zero))))
         return np.concatenate(ratios).astype(np.float32)
 
@@ -190,6 +192,7 @@ class NumericsTrace:
                 gradients = shard.group.own_gradients()
                 if not gradients:  # no gradient updates these tensors
                     continue
+                # The shard is a range of the gradients of its master tensor.
                 flat = gradients[shard.master].view(-1)
                 values = flat[shard.offset : shard.offset + shard.stop - shard.start]
                 sketch = self.unscaled(*of_shard(shard, values))
@@ -286,7 +289,10 @@ class _Observer:
     """
 
     def __init__(self, trace: NumericsTrace, table: Sketches, consumed: int):
-        """Prepare for the passes of one step; consumed: samples before the step."""
+        """Prepare for the passes of one step, of which none has begun.
+
+        table: the sketches are added to it. consumed: samples before the step.
+        """
         self.trace = trace
         self.table = table
         self.mesh = trace.factory.mesh
@@ -300,7 +306,10 @@ class _Observer:
         self.micro_batch: int | None = None  # the running pass's micro-batch; None between passes
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
-        """Register hooks on this rank's stages, by index of the stage; yield the hooks' handles."""
+        """Register hooks on this rank's stages, by index of the stage; yield the hooks' handles.
+
+        Two hooks of a stage note its running micro-batch, the others add tensors to the table.
+        """
         for index, stage in stages.items():
             yield stage.register_forward_pre_hook(partial(self._begin, index))
             if stage.vocabulary is not None:
@@ -312,7 +321,7 @@ class _Observer:
 
     def _begin(self, index: int, stage: Any, inputs: tuple) -> None:
         """Count a forward pass and add its tokens; torch calls this hook before a stage's pass."""
-        self.micro_batch = self.passes.get(index, 0)
+        self.micro_batch = self.passes.get(index, 0)  # passes have the order of the micro-batches
         self.passes[index] = self.micro_batch + 1
         batch: Batch | None  # None for a stage that reads neither tokens nor labels
         _, batch = inputs
@@ -331,7 +340,10 @@ class _Observer:
         self.embedded += 1
 
     def _add_batch(self, index: int, stage: Any, micro_batch: int, batch: Batch) -> None:
-        """Add a micro-batch's tokens on the first stage's rank, its labels on the last one's."""
+        """Add a micro-batch's tokens on the first stage's rank, its labels on the last one's.
+
+        The last stage has a head, or with --vocab-pp only the norm before the vocabulary's passes.
+        """
         if index == 0:
             self._add("tokens", micro_batch, batch.tokens.t())
         if stage.head is not None or stage.output_norm is not None:
@@ -347,7 +359,7 @@ class _Observer:
         torch calls this hook after the part's forward pass. name: the activation's name.
         """
         if self.micro_batch is None:
-            return
+            return  # the backward pass runs a recomputed layer again
         with_gradient = output
         if isinstance(output, tuple):
             # A block's output is the sum of two tensors, which have the same gradient.

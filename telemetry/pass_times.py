@@ -94,7 +94,7 @@ def _earlier(config: Config) -> str | None:
         same_layout = all(earlier_layout.get(name) == now["layout"][name] for name in names)
         same_model = earlier["model"] == now["model"]
         costs = earlier_layout["schedule_costs"]
-        if same_layout and same_model and costs[0].isdigit():
+        if same_layout and same_model and costs[0].isdigit():  # numbers, not a word
             return costs
     return None
 
@@ -108,7 +108,7 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
     # This layout has three stages: the embedding, one block, the head.
     layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0", vocab_pp=False)
     if layout.recompute_layers is not None:
-        # The search prices every block without recomputation, since not all are recomputed.
+        # Only some blocks are recomputed: the search takes each block's time without recomputation.
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
     # The groups of ranks are those of the real layout, in which pp is not 3: a rank measures with
@@ -152,6 +152,7 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
         times = [_now(factory.device)]
         y = stage(x, batch)
         times.append(_now(factory.device))
+        # Pass B computes the gradient of x, and returns a function that does pass W.
         compute_weight_gradients = deferred.backward(y, torch.ones_like(y))
         times.append(_now(factory.device))
         compute_weight_gradients()

@@ -20,16 +20,18 @@ from zero import Optimizer
 
 HASHED_AT_ONCE = 2**20  # elements per chunk on a GPU; hashing needs some 60 bytes an element
 HASHED_ON_CPU = 2**16  # elements per chunk on a CPU, so that the chunk stays in a core's cache
-# The supervisor blames the rank that fails first, so the other ranks fail this much later.
+# The supervisor blames the rank that fails first. So the ranks whose replicas a majority has
+# outvoted fail at once, and the others this many seconds later.
 SECONDS_FOR_THE_OUTVOTED = 5.0
 MOST_SHOWN = 5  # an error names this many tensors
 # A rank's verdict on its replicas; the largest verdict of all ranks counts. EQUAL is 1 because in a
 # rehearsal every number that is read from a device is 1.
 EQUAL = 1
 DIFFERS = 2
-OUTVOTED = 3
+OUTVOTED = 3  # most of the other replicas are equal to each other, and differ from this rank's
 
-# The hash (an int64 scalar) of a parameter's tensor; the kind is "weight", "master", "exp_avg", ...
+# A parameter's tensor by (its parameter, its kind), as a hash, which is an int64 scalar. The kind
+# is "weight", "master", "exp_avg", ...
 Hashes = dict[tuple[ParamSpec, str], Tensor]
 
 
@@ -102,6 +104,7 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
     names = {"replicas": name_of_replicas, "expert_replicas": "the replicas of experts"}
     for role, name in names.items():
         compared = weights if _shards_state(optimizer, role) else hashes
+        # key[0] is a parameter's ParamSpec; its gradient is reduced over the ranks with replicas.
         replicated = {key: compared[key] for key in compared if key[0].reduce_over[0] == role}
         differences += _compare(name, mesh.group(role), replicated)
     # Tensors that are not split are compared over tp, and tied matrices over their two stages.
@@ -132,6 +135,7 @@ def _state_hashes(optimizer: Optimizer) -> Hashes:
     for shard in optimizer.owned():
         for kind, name in names.items():
             values = shard.read(kind, shard.start, shard.stop)
+            # If a parameter has several shards on this rank, their hashes are added.
             hashes[shard.spec, name] += bit_hash(values.detach(), shard.start)
     return hashes
 
@@ -180,6 +184,8 @@ def bit_hash(flat: Tensor, start: int = 0) -> Tensor:
     chunk_size = HASHED_AT_ONCE if flat.is_cuda else HASHED_ON_CPU
     for chunk in flat.contiguous().view(integers).split(chunk_size):
         bits = chunk.long()
+        # The constant is 2^64 over the golden ratio, an odd number: it spreads the places over all
+        # 64 bits.
         odd_places = torch.arange(start, start + len(chunk), device=flat.device) * 2 + 1
         total += ((bits ^ (bits >> 17)) * (odd_places * -7046029254386353131)).sum()
         start += len(chunk)

@@ -58,6 +58,7 @@ class RoutingFile:
             raise UserError(
                 f"{self.path} has {self.table.shape} ({axes}), but this run has {shape}"
             )
+        # The table is mapped for reading only. --record-routing writes through this descriptor.
         self.descriptor = -1 if self.pinned else os.open(self.path, os.O_WRONLY)
         self.first_sample = 0  # the number, in the run, of the first sample of the step
         # The positions in a sample of this rank's part of the sequence; `begin_step` sets them.
@@ -101,7 +102,8 @@ class RoutingFile:
             # The index of the first element in the array (samples, blocks, length, k).
             element = ((sample * blocks + block) * length + int(adjacent[0])) * k
             data = (experts + 1).astype("<u2").tobytes()
-            os.pwrite(self.descriptor, data, self.table.offset + 2 * element)  # 2 bytes an element
+            # The array begins at `offset` in the file, and an element has 2 bytes.
+            os.pwrite(self.descriptor, data, self.table.offset + 2 * element)
 
 
 def _make(path: str, shape: tuple[int, ...]) -> None:
@@ -134,7 +136,10 @@ class BlockRouting:
     """
 
     def __init__(self, file: RoutingFile, block: int):
-        """Begin before the first step; block: the number of the block in the whole model."""
+        """Begin before the first step; block: the number of the block in the whole model.
+
+        passes: counts the forward passes in a step, so that a pass knows its micro-batch.
+        """
         self.file = file
         self.block = block
         self.passes = 0  # forward passes so far in this step
@@ -154,6 +159,7 @@ class BlockRouting:
         sample_of_token = indices % samples
         positions = file.positions[indices // samples]
         if file.pinned:
+            # (T, k): 1 + the number of an expert, or 0 where no expert was written
             elements = file.table[first_sample + sample_of_token, self.block, positions]
             experts = elements.astype(np.int64) - 1
             if (experts < 0).any():

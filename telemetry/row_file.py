@@ -46,7 +46,7 @@ class RowFile:
         """
         self.path = path
         self.print_line = print_line
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)  # rows not yet in the file
         self._size = 0  # bytes of the whole lines in the file
         self._missing = 0  # rows that are not in the file: those that wait, and those that are lost
         self._problem = ""  # the reason why rows wait; "" if no rows wait
@@ -64,6 +64,7 @@ class RowFile:
         try:
             if self._descriptor < 0:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+                # Rows of an earlier start stay: new rows come after the end of the file.
                 self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
             while self._waiting:
                 self._append(json.dumps(self._waiting[0]).encode() + b"\n")
@@ -92,7 +93,8 @@ class RowFile:
                 line = line[written:]
             self._size = offset
         except OSError:
-            # Cut off the part of the line; if that fails too, the next attempt overwrites it.
+            # Cut off the part of the line that was written. If that fails too, the part stays until
+            # the next attempt overwrites it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
             raise

@@ -62,11 +62,13 @@ class Sketches:
 def signs(key: str, index: Tensor) -> Tensor:
     """Return a sign, +1 or -1, for each of n indices along one dimension of a tensor: fp64, (n,).
 
+    A random number is drawn for each index, and its last bit is the sign.
+
     key: names the tensor and the dimension; the signs depend on key and index alone. index: (n,).
     """
     digest = hashlib.sha256(key.encode()).digest()
     drawn = splitmix64(index, int.from_bytes(digest[:8], "little", signed=True))
-    return 1.0 - 2.0 * (drawn & 1).double()  # the last bit of a random number chooses the sign
+    return 1.0 - 2.0 * (drawn & 1).double()
 
 
 @torch.no_grad()
@@ -93,21 +95,23 @@ def sketch(
     of_rows.scatter_(1, (rows % PROJECTIONS)[:, None], signs(f"{name} rows", rows)[:, None])
     at_once = max(1, AT_ONCE // (slices * len(of_columns)))  # rows that are converted at a time
     in_cache = x.new_zeros(min(at_once, length), slices, len(of_columns), dtype=torch.float64)
-    # by_block[b, p, k]: the sum with signs over block k of the rows whose number is p modulo 8.
+    # by_block[b, p, k]: of slice b, the sum of elements times signs over the columns of block k and
+    # the rows whose number is p modulo 8.
     by_block = in_cache.new_zeros(slices, PROJECTIONS, blocks)
     sums = in_cache.new_zeros(slices, SUMS)
     sums[:, 0] = length * width
     largest = torch.zeros_like(sums[:, 0])
     for part, signs_of_rows in zip(x.split(at_once), of_rows.split(at_once)):
-        part64 = in_cache[: len(part)]
+        part64 = in_cache[: len(part)]  # some rows of x in fp64; columns outside of x stay 0
         part64[..., before : before + width] = part
         largest = torch.maximum(largest, torch.maximum(part.amax((0, 2)), -part.amin((0, 2))))
-        sums[:, 1] += part64.sum((0, 2))
+        sums[:, 1] += part64.sum((0, 2))  # the sum of the elements, without signs
         part64 *= of_columns  # multiplied in place, since a copy would not stay in the cache
         sums_of_blocks = part64.unflatten(2, (blocks, in_block)).sum(3)
         by_block += torch.einsum("sp,sbk->bpk", signs_of_rows, sums_of_blocks)
-        sums[:, 2] += part64.square_().sum((0, 2))
-    # Projection (p + number of the block) % 8 gets by_block[b, p, k]; the first 3 sums precede it.
+        sums[:, 2] += part64.square_().sum((0, 2))  # squares do not depend on the signs
+    # by_block[b, p, k] is added to projection (p + the number of block k) % 8 of slice b. In `sums`
+    # the projections come after the first 3 sums.
     numbers = torch.arange(blocks, device=x.device) + first_block
     projections = torch.arange(PROJECTIONS, device=x.device)[:, None] + numbers
     sums[:, 3:].index_add_(1, projections.flatten() % PROJECTIONS, by_block.flatten(1))
@@ -126,7 +130,8 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
     width = shape[-1]
     dim = spec.dim or 0
     first_row = shard.start // width
-    padding = shard.start % width, -shard.stop % width  # zeros that fill up the end rows
+    # So many zeros complete the shard's first row, and so many its last row.
+    padding = shard.start % width, -shard.stop % width
     if any(padding):
         values = torch.nn.functional.pad(values, padding)
     x = values.view(-1, 1, width)
@@ -139,10 +144,11 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
         first_column = spec.start
     else:
         inner = math.prod(shape[dim + 1 : -1])
-        run = shape[dim] * inner  # adjacent rows of the local tensor that are adjacent in the whole
+        run = shape[dim] * inner  # so many rows of the local tensor are adjacent in the whole one
         rows = rows + rows // run * (spec.shape[dim] * inner - run) + spec.start * inner
-    # The count is the number of elements before the shard's end less the number before its start,
-    # without padding. The local tensor is a row of runs: `real` elements and then padding.
+    # The local tensor is in memory a row of runs of `run` elements, each of which begins with
+    # `real` elements and ends with padding. The shard's count, without padding, is the number of
+    # real elements before its end less the number before its start.
     inner = math.prod(shape[dim + 1 :])
     run = shape[dim] * inner
     real = (spec.stop - spec.start) * inner
@@ -162,5 +168,6 @@ def of_activation(x: Tensor, positions: Tensor, samples: Tensor) -> tuple[Tensor
     their sum.
     """
     sums, largest = sketch(x, "activation", positions, 0, x.shape[2])
-    sums[:, 3:] *= signs("samples", samples)[:, None]  # the projections follow three other sums
+    # In a projection (the sums from 3 on), a sample's elements have the sign of the sample too.
+    sums[:, 3:] *= signs("samples", samples)[:, None]
     return sums, largest

@@ -68,7 +68,7 @@ class SpikeMonitor(LossMonitor):
         state: the trainer's TrainState. samples: the run's data set. done: the progress so far.
         """
         super().__init__(state.config, samples, done, log)
-        self.begin = done
+        self.begin = done  # the progress with which this start of the run begins
         self.checkpoints = checkpoints
         self.exchange = checkpoints.exchange
         optimizer: Optimizer = state.optimizer
@@ -91,8 +91,8 @@ class SpikeMonitor(LossMonitor):
         """Judge the running step before its update; return whether it may update the weights.
 
         The optimizer calls this method. loss, norm: the loss of the step and the norm of its
-        gradient. squares: sums of squares by shard, (shards,), before they are multiplied by
-        factor^2.
+        gradient. squares: by shard, the sum of squares of the gradients that the optimizer has
+        summed, (shards,). factor: times it, they are the gradients of the mean loss.
         """
         self.spike = self.judge(loss, norm)
         self.squares = (squares * factor**2).tolist()
@@ -133,7 +133,7 @@ class SpikeMonitor(LossMonitor):
         if self.left_out > self.config.run.spike_limit:
             return {"action": "end"}
         first = samples.start
-        if action == "rollback":  # from the newest checkpoint, or the begin of this start
+        if action == "rollback":  # the next start continues from the newest checkpoint, or `begin`
             first = (self.checkpoints.newest or self.begin).consumed_samples
         return {"action": action, "passed_over": [first, samples.stop]}
 

@@ -65,7 +65,7 @@ def measure(
         peak = torch.cuda.max_memory_allocated(device)
         now = torch.cuda.memory_reserved(device)
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
         now = psutil.Process().memory_info().rss
     return StepStats(float(peak), float(now), seconds, waiting, float(requested_action))
 
@@ -100,7 +100,10 @@ class StatsExchange:
         conditions: StopConditions,
         checkpoints: Checkpoints,
     ):
-        """Keep the two that request actions: `conditions` (signals, limits), and `checkpoints`."""
+        """Prepare for the exchanges after the steps.
+
+        Two objects request actions: `conditions`, for signals and limits, and `checkpoints`.
+        """
         self.mesh = mesh
         self.device = device
         self.conditions = conditions
@@ -116,6 +119,7 @@ class StatsExchange:
         seconds_ahead = self.checkpoints.seconds_to_save + seconds_to_evaluate
         by_conditions = self.conditions.requested_action(seconds_ahead)
         action = max(by_conditions, self.checkpoints.requested_action)
+        # `take_waited` returns the seconds in which this rank has waited for others in the step.
         own_stats = measure(self.device, seconds, recorder.take_waited(), action)
         recorder.at("statistics")
         stats_of_ranks = exchange(own_stats, self.mesh.world, self.device)
@@ -125,7 +129,8 @@ class StatsExchange:
     def largest_request(self) -> float:
         """Return the largest action that any rank requests, from statistics without a step.
 
-        Called before the first step and after an evaluation, where no step's exchange brings it.
+        Called before the first step and after an evaluation: after a step, `after_step` exchanges
+        the requested actions together with the step's statistics.
         """
         own_stats = measure(self.device, 0.0, requested_action=self.conditions.requested_action())
         stats_of_ranks = exchange(own_stats, self.mesh.world, self.device)
@@ -142,9 +147,9 @@ class StragglerCheck:
     """
 
     def __init__(self, config: Config, nodes: list[str]):
-        """Begin without steps; nodes: the node of every rank, in rank order."""
-        self.every = config.run.check_speed_every
-        self.percent = config.run.slow_rank_percent
+        """Begin without steps, of which none is timed; nodes: the node of each rank, in order."""
+        self.every = config.run.check_speed_every  # steps from one check to the next
+        self.percent = config.run.slow_rank_percent  # a rank is slow if it takes this % longer
         self.layout = config.layout
         self.nodes = nodes
         # By rank, the seconds of computing in the steps whose waits were timed.
@@ -161,6 +166,7 @@ class StragglerCheck:
         if not self.every:  # --check-speed-every 0: no check
             return []
         self.steps += 1
+        # A rank's `waiting` is NaN if its waits in this step were not timed.
         if not any(math.isnan(stats.waiting) for stats in everyone):
             self.timed += 1
             for rank, stats in enumerate(everyone):

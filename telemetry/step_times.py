@@ -34,8 +34,8 @@ from telemetry.row_file import RowFile
 PASSES = {*"FBW", *VOCABULARY}  # kinds of spans that are passes of a schedule
 FIRST_STEPS = range(4, 20, 2)  # these steps are measured whatever the interval is
 LEAST_INTERVAL = 10  # steps from a measured step to the next measured step, at least
-# The interval grows by a step per this many passes of all ranks, so that gathering the rows takes
-# less than 1 % of a run.
+# The interval, in steps, is at least the number of all ranks' passes in a step over this number, so
+# that gathering the rows takes less than 1 % of a run.
 PASSES_PER_STEP = 500
 WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # kinds of waits, in the order of a row
 # The kind of wait by the role of the group that is waited for; groups with other roles send between
@@ -59,12 +59,13 @@ class StepTimes:
         self.recorder = log.context.recorder
         self.on_gpu = log.context.device.type == "cuda"
         self.measures = not self.on_gpu or log.context.backend != "gloo"
-        self.interval = max(run.log_every or 1, LEAST_INTERVAL)
+        self.interval = max(run.log_every or 1, LEAST_INTERVAL)  # steps between measured steps
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
         self.steps = 0  # the number of steps since the last row
         self.began = 0.0  # time.monotonic() when the measured step began
-        self.spent = dict(self.recorder.spent)  # seconds by phase until the last row
-        self.since = time.monotonic()  # time.monotonic() at the last row
+        # When the last row was written: the seconds that each phase had taken, time.monotonic().
+        self.spent = dict(self.recorder.spent)
+        self.since = time.monotonic()
 
     def after(self, step: int) -> None:
         """Write the row of `step` if it was measured; start measuring if the next step is due.
@@ -76,7 +77,7 @@ class StepTimes:
         if recorder.spans is not None:  # the recorder has kept the spans of this step
             self._write(step)
         due = step + 1 in FIRST_STEPS or (step + 1) % self.interval == 0
-        if self.measures and due:
+        if self.measures and due:  # the recorder keeps the spans of the next step, with their marks
             self.began = time.monotonic()
             make_mark = self._event if self.on_gpu else None
             recorder.keep_spans(make_mark)
@@ -93,12 +94,12 @@ class StepTimes:
         context = self.log.context
         spans = recorder.spans or []
         recorder.spans = None  # the recorder keeps no more spans
-        recorder.stamp = None
+        recorder.stamp = None  # the recorder makes no more CUDA events
         own = rank_row(spans, self._seconds_of(spans))
         # `began` plus `offset` is a time on a clock that is common to all ranks, up to `error`.
         offset, error = context.clock()
         own |= {"node": context.node, "began": self.began, "offset": offset, "error": error}
-        self.exchange.tell("times", own)
+        self.exchange.tell("times", own)  # rank 0 collects the parts of all ranks below
         # All ranks must measure the same steps, so the interval must be equal on all ranks. It is,
         # since each rank has the same number of passes.
         passes = len(own["passes"]) * context.size
@@ -126,7 +127,7 @@ class StepTimes:
             return lambda mark: mark - self.began
         _, _, first_start, _ = spans[0]
         _, _, _, last_end = spans[-1]
-        last_end.synchronize()  # an event has a time when the stream has passed it
+        last_end.synchronize()  # an event has its time only when the stream has passed it
         return lambda mark: first_start.elapsed_time(mark) / 1e3
 
 
@@ -164,7 +165,7 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
         before_step = before_step and kind != "begin"
         if is_apart:  # an evaluation or a save
             apart += end - start
-        elif kind == "data":  # loading for the next pass, which takes these seconds and waits
+        elif kind == "data":  # data loading counts, with its waits, as a part of the next pass
             data_start = start
             data_duration = end - start
             continue

@@ -21,9 +21,9 @@ class TorchProfile:
     """
 
     def __init__(self, log: Log, finish_sending: Callable[[], None]):
-        """Read the step to profile from the run's options; log: the run's log.
+        """Read the step to profile from the run's options.
 
-        The profile of this rank is a file in the folder of the run.
+        log: the run's log. finish_sending: waits for the messages that this rank still sends.
         """
         run = log.config.run
         self.log = log
@@ -51,9 +51,8 @@ class TorchProfile:
         self.finish_sending()
         self.profiler.stop()
         with self.log.without(self.path):
-            open(
-                self.path, "w"
-            ).close()  # raises OSError with a reason; export_chrome_trace has none
+            # If the file cannot be written, `open` says why, and export_chrome_trace does not.
+            open(self.path, "w").close()
             self.profiler.export_chrome_trace(self.path)
         self.profiler = None
         self.log.note(f"torch.profiler's trace of step {step}: {self.path}")

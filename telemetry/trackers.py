@@ -79,7 +79,10 @@ class WeightsAndBiases:
         write_file(config.run.tracked_runs, json.dumps(entry, indent=1) + "\n")
 
     def write(self, step: int, row: dict[str, Any]) -> None:
-        """Write the row's numbers as one row of the W&B history."""
+        """Write the row's numbers as one row of the W&B history.
+
+        Raise OSError if W&B fails: the log then goes on without this tracker.
+        """
         try:
             self._run.log(numbers(row), step=step)
         except self._failure as error:
@@ -99,7 +102,7 @@ def check(config: Config) -> None:
         return
     module = _package("wandb", "wandb")
     option = f"--wandb {config.run.wandb}"
-    with _sentences(option, module.errors.Error):
+    with _sentences(option, module.errors.Error):  # errors of the package become UserErrors
         is_local = module.setup().settings.mode in ("offline", "disabled")  # these need no API key
         if not is_local and not module.login(prompt=False):
             raise UserError(

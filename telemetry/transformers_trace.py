@@ -50,7 +50,7 @@ def activations(folder: str, config: Config, about: dict[str, Any]) -> np.ndarra
     bins = about["bins"]
     table = Sketches(len(names) * bins, torch.device("cpu"))
     positions = torch.arange(config.model.seq_length)
-    one_sample = Layout(dp=1, micro_batch_size=1)
+    one_sample = Layout(dp=1, micro_batch_size=1)  # so micro-batch n of the step is its sample n
 
     def add(number: int, name: str, x: Tensor) -> None:
         """Add an activation of sample `number` of the step to the table: (1, s, h), or (1, s)."""
@@ -97,7 +97,8 @@ def _observed(model: nn.Module, layers: int, add: Any) -> Iterator[None]:
     for number, block in enumerate(blocks):
         handles.append(block.register_forward_hook(partial(after, f"blocks.{number}")))
         attention = _attention(block)
-        # BLOOM's attention adds its input to its output, so it cannot be compared.
+        # BLOOM's attention, which has `hidden_dropout`, adds the block's input to its output, so it
+        # cannot be compared.
         if not hasattr(attention, "hidden_dropout"):
             after_attention = partial(after, f"blocks.{number}.attention")
             handles.append(attention.register_forward_hook(after_attention))
