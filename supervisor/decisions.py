@@ -315,7 +315,8 @@ def _entry(row: dict[str, Any]) -> Entry:
     out, back, flags = (tuple(map(str, row.get(name, ()))) for name in ("out", "back", "flags"))
     action = Action(row["action"])
     reason = str(row["reason"])
-    used = int(row.get("used", 0))
+    used = row.get("used", 0)
+    _check_type(used, int)
     decision = Decision(action, reason, out, back, used, flags)
     return Entry(float(row["at"]), str(row["job"]), evidence, decision)
 

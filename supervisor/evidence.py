@@ -180,7 +180,7 @@ def _case(out: str, before: Files) -> dict[str, Any]:
         "kind": str(case.get("kind", "")),
         "nodes": tuple(sorted(nodes)),
         "ranks": ranks,
-        "error": errors[0].splitlines()[-1] if errors else "",
+        "error": errors[0].rpartition("\n")[2] if errors else "",
     }
 
 

@@ -163,7 +163,7 @@ class BlockRouting:
             elements = file.table[first_sample + sample_of_token, self.block, positions]
             experts = elements.astype(np.int64) - 1
             if (experts < 0).any():
-                last = first_sample + samples
+                last = first_sample + samples - 1
                 raise UserError(f"--pin-routing {file.path} has no experts for sample {last}")
             if (experts >= file.experts).any():
                 numbers = f"expert {experts.max()}, but this run has experts({file.experts})"

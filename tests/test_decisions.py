@@ -252,6 +252,18 @@ def test_what_is_damaged_is_no_evidence(tmp_path):
     for value in ({"culprits": 3, "nodes": "n1"}, {"culprits": ["x", None]}, [], "x", None):
         (tmp_path / "hang" / "case.json").write_text(json.dumps(value))
         assert read_evidence(str(tmp_path), 1, NOTHING).ranks == ()
+    (tmp_path / "hang" / "case.json").write_text(json.dumps({"kind": "dead", "culprits": [0]}))
+    (tmp_path / "hang" / "rank_00000.json").write_text(json.dumps({"error": " \n"}))
+    assert read_evidence(str(tmp_path), 1, NOTHING).error == "", "an error without words"
+
+
+def test_a_number_of_nodes_that_is_no_number_is_no_decision(tmp_path):
+    """JSON has Infinity for Python, which is no whole number."""
+    journal = Journal(str(tmp_path), "")
+    journal.add(DEAD, Decision(RESTART, "n1 left out", ("n1",)))
+    file = tmp_path / "supervisor.jsonl"
+    file.write_text(file.read_text().replace('"used": 0', '"used": Infinity'))
+    assert Journal(str(tmp_path), "").earlier() == []
 
 
 DEEP = {"array": "[" * 100_000, "object": '{"evidence":' * 100_000, "number": "1" + "0" * 5000}

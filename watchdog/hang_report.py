@@ -380,7 +380,7 @@ def _place(rank: dict[str, Any]) -> str:
     state = "" if rank["state"] == "answered" else f"{rank['state']}, was in "
     line = state + describe_place(rank["snapshot"])
     if rank["error"]:
-        last_line = rank["error"].rstrip().splitlines()[-1]
+        last_line = rank["error"].rstrip().rpartition("\n")[2]
         return f"{line} | {last_line[:100]}"
     frames = [_short(frame) for frame in rank["stacks"].get("main", [])]  # the innermost first
     callers = [f for f in frames if not f.startswith(("flight_recorder.py", "collectives.py"))]
