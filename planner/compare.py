@@ -53,7 +53,7 @@ def by_cause(job: Job) -> dict[str, float]:
         seconds, idle = pipeline_time(rest, sent=0.0)
         found[cause] = left - seconds
         left = seconds
-    # What is left of the pipeline's time is computing and idle time.
+    # The rest of the pipeline's time is computing and idle time.
     found["bubble"] = left * idle
     found["compute"] = left * (1 - idle)
     found |= step_parts(job)

@@ -192,7 +192,7 @@ def test_the_supervisor_leaves_the_named_node_out(tmp_path, slurm):
     command = [word.replace("--ntasks-per-node=1", "--ntasks-per-node=2") for word in command]
     run = tmp_path / "run"
     with Job(command, run, **ONE_THREAD) as supervised:
-        assert supervised.status(180) == 0, supervised.text
+        assert supervised.status(600) == 0, supervised.text
     wait_for_idle(3)
     drained, finished = decisions(tmp_path)
     assert (drained["action"], drained["out"]) == ("restart", ["n2"])

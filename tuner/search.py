@@ -160,8 +160,8 @@ class Search:
         """
         means = self._log_means()
         known = list(means)
-        # Of each layout that was measured, the planner's error as the mean of the layout's n runs;
-        # this mean has the variance noise**2 / n.
+        # The planner's error for each layout that was measured: the mean over the layout's n runs,
+        # which has the variance noise**2 / n.
         errors = np.array(list(means.values())) - self._log_predicted[known]
         noise = [self.noise**2 / len(self.measured[index]) for index in known]
         covariance_with_known = self._covariance[known]  # (known, layouts)
