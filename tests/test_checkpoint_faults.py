@@ -50,7 +50,7 @@ def test_killed_and_resumed_under_other_layouts(tmp_path):
     assert outcome.status == 0, outcome.err[-4000:]
     result = json.loads(outcome.out.splitlines()[-1])
     assert len(result["layouts"]) == ROUNDS
-    assert result["rows"] >= result["steps"] >= ROUNDS
+    assert result["rows"] >= max(result["steps"], ROUNDS), "a row of each step and each round"
     assert_within(result["largest_difference"], 1e-5)
     print(
         f"{ROUNDS} rounds, {len({tuple(one) for one in result['layouts']})} layouts, "

@@ -176,7 +176,7 @@ def test_a_node_that_is_gone_is_left_out(tmp_path, slurm):
     with Job(command, run, **ONE_THREAD) as job, LostNodes() as lost:
         job.wait_for(lambda: len(job.rows) > 5)
         lost.end("n2")
-        assert job.status(180) == 0, job.text
+        assert job.status(600) == 0, job.text
     wait_for_idle(3)
     gone, finished = decisions(tmp_path)
     assert (gone["action"], gone["out"]) == ("restart", ["n2"])
@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_fewer_nodes_until_they_come_back(tmp_path, slurm):
             job.wait_for(lambda: len(nodes_of(run)) == 2 and len(job.rows) > 5, 600)
         job.wait_for(lambda: len(nodes_of(run)) == 3 and len(job.rows) > 5, 600)
         job.send(signal.SIGTERM)
-        assert job.status(180) == 75, job.text
+        assert job.status(600) == 75, job.text
     wait_for_idle(3)
     gone, back, ended = decisions(tmp_path)
     assert (gone["action"], gone["out"], gone["used"]) == ("restart", ["n2"], 2)
