@@ -195,8 +195,10 @@ class Pair:
     def _explained(self, norm_of_update: np.ndarray) -> np.ndarray:
         """Return the norms of differences that rounding explains, (kinds, tensors).
 
-        These are the tolerances of the file's docstring, where FACTOR stands for self.factor.
-        norm_of_update: the larger norm of the parameters' updates in this step, (tensors,).
+        These are the tolerances of the file's docstring. self.factor is FACTOR times the number of
+        units in the last place by which the weights of the two runs differ already, at least 1.
+        self.of_masters is the relative rounding of a master, and self.both are the sketches of both
+        runs. norm_of_update: the larger norm of the parameters' updates in this step, (tensors,).
         """
         # The relative difference that rounding makes in a gradient, and with it in the state.
         relative = np.minimum(1.0, self.responses + self.epsilon)
@@ -211,8 +213,8 @@ class Pair:
         explained[BEFORE] = rounding[BEFORE] + FACTOR * steps_before * drift
         explained[AFTER] = 2.0 * rounding[AFTER] + self.factor * drift
 
-        # If a gradient g changes by d, its square changes by 2 g d: relative to the largest square
-        # by up to 2 d over the largest gradient.
+        # State that holds squares of gradients: if a gradient g changes by d, its square changes by
+        # 2 g d. Divided by the largest square, that is at most 2 d / (the largest gradient).
         largest = np.maximum(*self.both)[GRADIENT, :, LARGEST]
         change = relative * self.norm[GRADIENT]
         share = 2.0 * change / (largest + TINY)

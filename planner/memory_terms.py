@@ -298,8 +298,8 @@ def routing_bytes(job: Job) -> Column:
 def copied_width(job: Job) -> Column:
     """Return the width of the copies of queries and keys that a block keeps beside its QKV output.
 
-    Rotary positions copy queries and keys; if these have norms, `normed_width` counts the copies.
-    Else the queries are copied if there are fewer key heads than query heads.
+    Rotary positions without norms copy queries and keys; with norms `normed_width` counts these.
+    In all other cases the queries are copied if there are fewer key heads than query heads.
     """
     model = job.model
     if model.qk_norm == "none" and model.positions == "rotary":
