@@ -82,8 +82,8 @@ def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colum
         # A product has whole tiles, and all processors compute one tile each in a wave.
         tiles = batch * -(-m // rows) * -(-n // columns)
         waves = -(-tiles // machine.processors)
-        # One processor computes waves * rows * columns elements of the result, at the relative speed
-        # of this size of tile; at full speed it would compute more elements in that time.
+        # One processor computes waves * rows * columns elements of the result, at the relative
+        # speed of this size of tile; at full speed it would compute more elements in that time.
         best = np.minimum(best, waves * rows * columns / speed)
     # A number takes 2 FLOPs for each step along k. The rate is that of all processors together.
     rate = machine.peak * machine.gemm_fraction
