@@ -6,6 +6,7 @@
 starts with, and asks torch for 3. All other sizes: as forkrun.py.
 """
 
+import argparse
 import resource
 import sys
 from pathlib import Path
@@ -31,7 +32,9 @@ def plant(size: str, last: bool) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    size = arguments[arguments.index("--micro-batch-size") + 1]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--micro-batch-size", default="1")  # train.py's default, which is not given
+    size = parser.parse_known_args(arguments)[0].micro_batch_size
     last = int(arguments[0]) - 1
     run_path = forkrun.runpy.run_path
 

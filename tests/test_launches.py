@@ -96,13 +96,13 @@ def check_refused(outcome, *parts: str) -> None:
 
 def test_mpirun_of_another_mpi_than_mpi4py_has_loaded(openmpi):
     """Every process is then rank 0 of 1."""
-    outcome = start([*mpi_command(2), *START], timeout=60, **OPENMPI_LIBRARY)
+    outcome = start([*mpi_command(2), *START], timeout=300, **OPENMPI_LIBRARY)
     check_refused(
         outcome,
         "mpirun started 2 tasks and numbered this one 0, but MPI (Open MPI v5",
         "reports rank 0 of 1; mpi4py has loaded Open MPI: start the ranks with Open MPI's own",
     )
-    outcome = start([*openmpi_command(2), *START], timeout=60)
+    outcome = start([*openmpi_command(2), *START], timeout=300)
     check_refused(
         outcome,
         "mpirun of Open MPI started 2 tasks; mpi4py has loaded MPICH: start the ranks with MPICH's",
@@ -111,14 +111,14 @@ def test_mpirun_of_another_mpi_than_mpi4py_has_loaded(openmpi):
 
 def test_srun_with_the_wrong_pmi(slurm, openmpi):
     """Both ways to get four runs of one rank each."""
-    outcome = start([*srun_command(4, "--mpi=none"), *START], timeout=60)
+    outcome = start([*srun_command(4, "--mpi=none"), *START], timeout=300)
     check_refused(
         outcome,
         "srun started 4 tasks and numbered this one 0, but MPI (MPICH Version:",
         "reports rank 0 of 1; mpi4py has loaded MPICH: start the ranks with "
         "`srun --mpi=pmi2` (now: none;",
     )
-    outcome = start([*srun_command(4), *START], timeout=60, **OPENMPI_LIBRARY)
+    outcome = start([*srun_command(4), *START], timeout=300, **OPENMPI_LIBRARY)
     check_refused(
         outcome,
         "srun started 4 tasks and numbered this one 0, but MPI (Open MPI v5",
@@ -130,7 +130,7 @@ def test_mpi4py_without_an_mpi_library():
     absent = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     if start([sys.executable, "-c", "from mpi4py import MPI"], **absent).status == 0:
         pytest.skip("mpi4py was built here, with the library of this machine's own MPI")
-    outcome = start([*mpi_command(2), *START], timeout=60, **absent)
+    outcome = start([*mpi_command(2), *START], timeout=300, **absent)
     check_refused(outcome, "mpirun started 2 tasks, but mpi4py cannot be used (cannot load MPI")
 
 
@@ -152,7 +152,7 @@ def test_torchruns_without_a_common_rendezvous():
 def test_plain_python_in_a_job_of_many_tasks():
     job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     words = "--layers 2 --hidden 8 --heads 2 --tp 3"
-    outcome = start([sys.executable, "train.py", *words.split()], timeout=60, **job)
+    outcome = start([sys.executable, "train.py", *words.split()], timeout=300, **job)
     assert "note: this Slurm job has 4 tasks, but this process was started without" in outcome.err
     assert "error: tp(3) * pp(1) * dp(?) does not divide 1 ranks" in outcome.err
     assert check_launch(Launch("python"), job | {"SLURM_NTASKS": "1"}) is None
@@ -166,7 +166,7 @@ def test_a_port_that_is_in_use():
         places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         places |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1"}
         places |= {"MASTER_PORT": taken.getsockname()[1]}
-        outcome = start(START, timeout=60, **{key: str(value) for key, value in places.items()})
+        outcome = start(START, timeout=300, **{key: str(value) for key, value in places.items()})
     port = places["MASTER_PORT"]
     check_refused(outcome, f"port {port} (MASTER_PORT) of ", "give torchrun another --master-port")
 
