@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 
+import hypothesis
 import pytest
 import ranks
 
@@ -12,8 +13,15 @@ import ranks
 # where other processes want these cores, a step of a small model then takes seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Under nohup this signal is ignored, also by the processes that tests start and send it to.
+# Under nohup SIGHUP is ignored, and SIGINT in the background of a script, also by the processes
+# that tests start and send these signals to.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# By default hypothesis fails an example that takes 200 ms, as one does on a busy machine.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 
 def pytest_addoption(parser):
