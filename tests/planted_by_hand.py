@@ -191,8 +191,8 @@ def router_scale(state, splits, patch, sites) -> None:
     """Block 0's router gives weights whose sum is not 1."""
 
     def other(forward, *arguments):
-        experts, weights = forward(*arguments)
-        return experts, weights * 1.01
+        experts, weights, counts = forward(*arguments)
+        return experts, weights * 1.01, counts
 
     block = first_block(state, 0)
     if block is not None:
