@@ -1,6 +1,6 @@
 """The processor time of a step with --trace-numerics over that of the step before it.
 
-    python benchmarks/trace_cost.py [--shapes small,large] [--pairs 3]
+    python benchmarks/trace_cost.py [--shapes small wide long] [--pairs 3]
 
 One rank and one thread train a model in fp32. After a step without a trace and the first traced
 step, in which the response to rounding is measured, steps with and without a trace take turns.
@@ -64,7 +64,7 @@ def seconds(shape: dict[str, int], pairs: int) -> list[float]:
 def main() -> None:
     """Measure the shapes that are asked for; write the results."""
     parser = Parser("trace_cost.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="names in SHAPES")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--pairs", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def main() -> None:
     lines += [f"{machine()}.", ""]
     lines += ["| layers | hidden | tokens of the step | a step | first traced step | later ones |"]
     lines += ["| --: | --: | --: | --: | --: | --: |"]
-    for name in given.shapes.split(","):
+    for name in given.shapes:
         shape = SHAPES[name]
         plain, first, *others = seconds(shape, given.pairs)
         ratios = [traced / before for before, traced in zip(others[::2], others[1::2])]
