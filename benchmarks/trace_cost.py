@@ -26,7 +26,7 @@ import data
 import trainer
 from config import validation
 from config.command_line import build
-from config.messages import Parser
+from config.messages import Parser, UserError, exit_with
 from telemetry.numerics_trace import NumericsTrace
 
 RESULTS = ROOT / "benchmarks" / "results" / "trace_cost.md"
@@ -86,4 +86,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        exit_with(error)
