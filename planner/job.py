@@ -120,7 +120,13 @@ class Job(NamedTuple):
             return [(1.0, self)]
         layers = self.model.layers
         kinds = block_kinds.kinds(self.model)
-        return [(blocks / layers, self._replace(model=model)) for blocks, model in kinds]
+        found = []
+        for blocks, model in kinds:
+            job = self._replace(model=model)
+            if model.experts == 1:  # every GPU computes its own tokens
+                job = job._replace(rows_over_mean=1.0)
+            found.append((blocks / layers, job))
+        return found
 
     @property
     def parameters_of_all_experts(self) -> float:

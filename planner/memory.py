@@ -145,7 +145,8 @@ def most_rows(job: Job, room: float) -> float:
     It is at most ep: then all tokens of an expert group go to the experts of one GPU. It is 0 if
     even a GPU without rows needs more.
     """
-    low, high = 0.0, float(job.ep)
+    low = 0.0
+    high = float(job.ep)
     if fullest(job._replace(rows_over_mean=high)).total <= room:
         return high
     for _ in range(HALVINGS):

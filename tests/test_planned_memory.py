@@ -198,6 +198,20 @@ def test_uneven_rows_fill_a_gpu_until_its_room_is_reached():
     assert memory.most_rows(job, totals[2]) == 4.0, "all rows of the four ranks"
 
 
+def test_dense_blocks_keep_no_more_if_experts_get_more_rows():
+    model = ModelShape(4, 256, 4, activation="swiglu", vocab_size=64, **MIXTURE)
+    mixed = dataclasses.replace(model, first_dense_layers=2)
+    added = []
+    for shape in (model, mixed):
+        job = Job(shape, Layout(dp=8, ep=4), training(8), A100)
+        kept = [
+            memory_terms.block_activations(job._replace(rows_over_mean=rows), True)
+            for rows in (1.0, 4.0)
+        ]
+        added.append(kept[1] - kept[0])
+    assert added[1] == pytest.approx(added[0] / 2), "two of four blocks have experts"
+
+
 def test_a_run_whose_ep_is_not_given_holds_all_experts():
     words = "--layers 2 --hidden 256 --heads 4 --experts 16 --experts-per-token 2 --no-bias"
     words += " --steps 1 --precision bf16 --global-batch-size 8"
