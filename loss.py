@@ -146,7 +146,7 @@ class LocalLoss(NamedTuple):
         largest = self.sums[0]  # each token's largest logit on this rank, (s, b)
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
         # The gradient of the logits is weight * softmax, minus the weight at the label (`one_hot`).
-        # As softmax = exponential * share, the first term is exponential * scale.
+        # Because softmax is exponential * share, the first term is exponential * scale.
         scale = share * weight
         one_hot = weight.masked_fill(self.absent, 0.0)
         at_label = logits.gather(-1, self.columns)[..., 0]  # in the column of the token's label

@@ -46,6 +46,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, labels, start):
+        """Return the mean loss, a scalar. weight: (rows, h) of this rank; start: its first row."""
         logits = x @ weight.t()
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX)

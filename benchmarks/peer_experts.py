@@ -50,6 +50,7 @@ class Experts(nn.Module):
         self.down = nn.ParameterList(each.clone() for each in down)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the weighted outputs of the experts that each token x (n, h) chooses: (n, h)."""
         weights, experts = F.linear(x, self.router).softmax(-1).topk(self.chosen, -1)
         weights = weights / weights.sum(-1, keepdim=True)
         order = experts.flatten().argsort(stable=True)
@@ -87,6 +88,7 @@ class Block(nn.Module):
         self.experts = Experts(shape, read, ranks, rank)
 
     def forward(self, x: Tensor, turned: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the block's output for x, (b, s, h). turned: cosine and sine, (s, d/2) each."""
         normed = F.rms_norm(x, x.shape[-1:], self.norm1, 1e-5)
         qkv = F.linear(normed, self.qkv).unflatten(-1, (-1, 3, self.d))
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(-2))

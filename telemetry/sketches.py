@@ -130,7 +130,7 @@ def of_shard(shard: ParamShard, values: Tensor) -> tuple[Tensor, Tensor]:
     width = shape[-1]
     dim = spec.dim or 0
     first_row = shard.start // width
-    # So many zeros complete the shard's first row, and so many its last row.
+    # The numbers of zeros that complete the shard's first row and its last row.
     padding = shard.start % width, -shard.stop % width
     if any(padding):
         values = torch.nn.functional.pad(values, padding)

@@ -64,7 +64,7 @@ def built(choice: Choice, task: Task) -> Schedule:
     return orders.build(choice.name, task.ranks, task.micro_batches, choice.virtual, costs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(tasks())
 def test_what_is_found_runs_within_memory_and_no_named_one_is_faster(task):
     try:
@@ -125,7 +125,7 @@ def small_pipelines(draw, sizes):
     return ranks, count, seconds, room, draw(st.sampled_from([0.0, 0.3]))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(small_pipelines([(1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)]))
 def test_small_pipelines_are_built_nearly_as_fast_as_the_fastest_order(pipeline):
     """Against every order of every rank, tried without bounds."""

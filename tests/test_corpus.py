@@ -64,7 +64,7 @@ def flat(documents) -> list[list[int]]:
 
 
 @given(corpora())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_same_bytes_as_megatron(megatron, case):
     vocab_size, documents = case
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def test_same_bytes_as_megatron(megatron, case):
 
 
 @given(corpora(), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_each_reads_the_others_files(megatron, case, multimodal):
     vocab_size, documents = case
     documents = [*documents, [[0, 1]]]  # megatron cannot map an empty .bin
@@ -215,7 +215,7 @@ def test_damage_is_one_clear_sentence(tmp_path, monkeypatch, name):
 
 
 @given(corpora(), st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_a_scrambled_index_is_refused_or_stays_within_the_file(case, data):
     vocab_size, documents = case
     with tempfile.TemporaryDirectory() as folder:

@@ -97,7 +97,7 @@ def shapes() -> st.SearchStrategy:
     )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(shapes())
 def test_parameters_built_are_parameters_planned(model):
     import golden_worker
@@ -109,7 +109,6 @@ def test_parameters_built_are_parameters_planned(model):
     assert sum(math.prod(p.spec.shape) for p in built.parameters()) == parameters(model)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 9),
     st.integers(2, 5),

@@ -91,7 +91,7 @@ def test_a_foreign_token_is_named_before_it_is_used(tmp_path, foreign):
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_global_batch_does_not_depend_on_the_layout(dp, size, count, step):
     batch = dp * size * count
     samples = Synthetic(VOCAB, 8, seed=5)

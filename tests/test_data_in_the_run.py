@@ -15,8 +15,6 @@ from config.command_line import parse
 from corpora.usage import Usage
 from distributed.launch import Launch
 
-VOCAB = 61
-
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory) -> Path:

@@ -35,7 +35,7 @@ worlds = st.builds(world_of, sizes, sizes, sizes, sizes, st.sampled_from((1, 2, 
 
 
 @given(worlds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_stage_and_every_pair_of_places_is_run(config):
     ran = rehearsal.chosen(config)
     axes = config.layout.axes

@@ -250,7 +250,7 @@ KEYS_OF_RANK = st.sampled_from(["passes", "around", "apart", "total", "began", "
 
 @given(st.one_of(st.tuples(KEYS), st.tuples(st.just("ranks"), st.just(0), KEYS_OF_RANK)), WRONG)
 @example(("ranks", 0, "passes"), [])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_row_with_other_values_is_refused_when_it_is_read(keys, wrong):
     row = row_of_one_rank()
     at = row

@@ -20,7 +20,7 @@ def training(**options) -> Training:
     return Training(steps=1, precision="fp16", max_overflows=10**6, **options)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)
 )

@@ -66,7 +66,7 @@ def counted_in(row) -> np.ndarray:
 @given(texts, st.integers(0, 9), st.booleans(), st.booleans())
 @example([EOD] * 9, 0, True, True)
 @example([EOD, 1], 0, True, True)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_prefixes_by_their_definition(text, k, attention, eod):
     """Masks without prefixes are compared with Megatron's."""
     row = row_of(text, k, objective="prefix", reset_attention=attention, mask_eod_loss=eod)
@@ -104,7 +104,7 @@ def megatron_masks():
 
 @given(texts, st.booleans(), st.booleans(), st.booleans())
 @example([EOD] * 5, True, True, True)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_masks_are_megatrons(megatron_masks, text, positions, attention, eod):
     row = row_of(text, reset_attention=attention, reset_positions=positions, mask_eod_loss=eod)
     tokens = torch.tensor(text[:-1])
@@ -194,7 +194,7 @@ def bounds_of(texts: list, objective: str) -> list[torch.Tensor]:
 
 
 @given(st.data(), st.integers(1, 70), st.integers(1, 3), st.sampled_from(["causal", "prefix"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_blocks_are_those_of_the_dense_mask(draws, size, batch, objective):
     """A whole block has no hidden pair, and no pair that is seen is in a block that is left out;
     with cp for the queries of one rank, where their number divides.

@@ -63,7 +63,7 @@ def drawn(name, shape, dim, start, stop, std, seed, device="cpu"):
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_slice_is_drawn_by_itself(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))

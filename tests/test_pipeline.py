@@ -145,7 +145,7 @@ def run_together(order, wires, batches) -> tuple[list[Pipeline], list[Execution]
 NAMES = [*orders.ORDERS, "blockwise", "there and back"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(NAMES), st.booleans(), st.integers(1, 5), st.integers(1, 20))
 def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, micro_batches):
     order = make(name, ranks, micro_batches)

@@ -5,7 +5,7 @@ import dataclasses
 import engines
 import pytest
 import row_engines
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from config.command_line import parse
@@ -98,7 +98,6 @@ def test_seed_004_reads_22_and_18_gb():
     assert (14_533_837_200 + context + 2 * 31 * kept) / 1e9 == pytest.approx(18, abs=1)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe"]))
 def test_activations_are_those_that_the_schedule_holds(pp, count, name):
     model = ModelShape(2 * pp, 256, 4)
@@ -131,7 +130,6 @@ def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
     assert "micro-batch-size(2) * dp(8) = 16 does not divide global-batch-size(4)" in reasons[2]
 
 
-@settings(deadline=None)
 @given(
     st.integers(2, 40),
     st.integers(1, 12),

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import ranks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import plan
@@ -171,7 +171,6 @@ def test_no_more_blocks_are_recomputed_than_memory_asks():
     assert len(numbers) > 1
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3))
 def test_no_schedule_is_much_faster_than_its_closed_form(seed, batches):
     chance = random.Random(seed)

@@ -78,7 +78,7 @@ def durations(draw, stages: int) -> dict[tuple[str, int], float]:
     return {(kind, stage): draw(seconds) for kind in "FBW" for stage in range(stages)}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.data(),
     st.sampled_from(list(orders.ORDERS)),
@@ -102,7 +102,7 @@ def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, tra
     assert found == pytest.approx(expected, rel=1e-9 if is_exact else 0.01)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.data(),
     st.sampled_from(["interleaved", "there and back", "1f1b"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import ROOT
 from test_prepare_data import prepare, read
@@ -273,7 +273,6 @@ def byte_levels() -> list[encoders.Encoder]:
     return made
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(st.sampled_from(ALPHABET), max_size=40), min_size=1, max_size=4))
 @example(
     ["a b", " a", "a  b", "\n a", "'s 's", "a\u00a0 b", " ", "a ", "é \u0301e", "<|endoftext|> a"]

@@ -72,7 +72,7 @@ def test_a_number_is_read_as_it_is_written(number, form):
 
 
 @given(st.one_of(TEXT, st.from_regex(r"-?[0-9_., ]{1,8}[a-z]?", fullmatch=True)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_other_text_is_no_number(text):
     for read in (Cells.number, Cells.whole):
         cells = cells_of(text)
@@ -102,7 +102,7 @@ FIELDS |= {"hidden": "model.hidden", "layers": "model.layers", "vocab": "model.v
 
 
 @given(st.sampled_from(COLUMNS), st.one_of(TEXT, st.sampled_from(["", "0", "1e400", "64.5", "7"])))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_any_cell_is_read_as_it_is_or_named(path, column, text):
     rows = [dict(row) for row in SOUND]
     rows[1][column] = text

@@ -65,7 +65,7 @@ def orders(draw):
 
 
 @given(orders(), st.sampled_from([1, 2, 7, 1 << 22]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(([0, 0, 5, 0], 0, 7, 2, 1), 2)  # starts, goes on and ends with empty documents
 @example(([3, 3, 3], 0, 4, 2, 0), 1)  # samples end where documents do
 def test_order_is_megatrons(megatron, case, block):
@@ -89,7 +89,7 @@ def test_more_tokens_than_32_bits():
     st.integers(0, 5000),
     st.sampled_from([1, 10, 7.3]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example([95, 5, 0], 10, 1)  # 9.5 rounds to even
 @example([969, 30, 1], 50, 1)
 def test_split_is_megatrons(megatron, shares, sequences, divisor):
@@ -109,7 +109,7 @@ def test_bad_split(split):
 
 
 @given(orders(), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_stable_order_of_a_longer_run_begins_with_that_of_a_shorter_one(case, epochs):
     lengths, _, _, seq_length, seed = case
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ import itertools
 
 import handmade_schedules as handmade
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import orders, schedule
@@ -32,7 +32,6 @@ def schedules(draw):
     return found, count
 
 
-@settings(deadline=None)
 @given(schedules(), st.floats(0, 1))
 def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
     order, count = made
@@ -57,14 +56,12 @@ def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
                 assert slot.start >= ends[Action("B", stage, m)]
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_no_message_is_started_before_what_its_other_end_waits_for(made):
     """And none later: the time of a message is hidden as before."""
     handmade.check_starts(made[0])
 
 
-@settings(deadline=None)
 @given(RANKS, MICRO_BATCHES)
 def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
     """1F1B holds min(p - s, m) activations; both have a bubble of (p - 1) / (m + p - 1)."""
@@ -77,7 +74,6 @@ def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
         assert bubble(simulate(order)) == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(RANKS, st.integers(1, 4), st.integers(1, 4))
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, virtual, groups):
     """(p - 1)(f + b) / v, arXiv 2104.04473 section 2.2, in groups of as many as ranks."""
@@ -86,7 +82,6 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, virtual,
     assert bubble(simulate(order)) == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(RANKS, MICRO_BATCHES)
 def test_zero_bubble_h1_leaves_a_third_in_the_memory_of_1f1b(ranks, more):
     """(p - 1)(f + b - w), arXiv 2401.10241 section 2.3; nobody holds more than 1F1B's first."""
@@ -96,7 +91,6 @@ def test_zero_bubble_h1_leaves_a_third_in_the_memory_of_1f1b(ranks, more):
     assert max(order.peak) <= max(orders.build("1f1b", ranks, count).peak)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 9), MICRO_BATCHES)
 def test_the_v_leaves_less_than_a_third_in_the_memory_of_1f1b(ranks, more):
     """Stages of half the size: a rank holds twice as many activations."""

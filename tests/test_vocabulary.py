@@ -46,7 +46,6 @@ def made(draw):
     return orders.forward_only(tuple(range(ranks)), count, vocabulary=True), count, seconds
 
 
-@settings(deadline=None)
 @given(made(), st.floats(0, 1))
 def test_every_pass_runs_once_and_after_what_it_needs(found, transfer):
     order, count, seconds = found
@@ -65,13 +64,12 @@ def test_every_pass_runs_once_and_after_what_it_needs(found, transfer):
             assert slot.start >= ends[one] + transfer * (one.stage != stage)
 
 
-@settings(deadline=None)
 @given(made())
 def test_no_message_is_started_before_what_its_other_end_waits_for(found):
     check_starts(found[0])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(2, 8), st.integers(1, 60), st.sampled_from([2, 3]))
 def test_1f1b_holds_one_or_two_more_micro_batches_and_one_of_logits(ranks, count, backward):
     order = orders.build("1f1b", ranks, count, vocabulary=backward)
