@@ -4,9 +4,9 @@
 
 A round is as many micro-batches as there are ranks. Once a pipeline is full, every further round
 takes as long as the one before. So two short schedules are simulated, and their difference is added
-for each further round. On stages whose seconds were drawn at random, and so are unequal, the end
-was within 0.5 % of `simulation.simulate`, with slow messages within 0.3 %. Read simulation.py
-first.
+for each further round. On stages whose seconds differ by up to 10 %, drawn at random, the end is
+within 0.2 % of `simulation.simulate` in the mean of 60 cases of each schedule; the worst case is
+1.4 % away. A test holds both. Read simulation.py first.
 """
 
 from collections.abc import Sequence
