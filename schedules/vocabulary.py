@@ -18,10 +18,11 @@ B, the 1F1B order is taken from a pipeline with one rank more, or two more from 
 S and a T may each have to wait until some rank has ended a pass. Read simulation.py first.
 """
 
-from itertools import product
 from typing import Any
 
-from schedules.actions import SUMMED, VOCABULARY, Numbered
+import numpy as np
+
+from schedules.actions import Numbered
 from schedules.simulation import ends
 
 # With at least this many ranks, a rank of 1F1B runs two micro-batches further ahead than without
@@ -56,47 +57,34 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
     dropped, so that the last rank that stays has time between F and B. backward: how many times as
     long as a forward pass a backward pass takes: 2, or 3 if all blocks are recomputed.
     """
-    seconds = {("F", stage): 1.0 for stage in range(longer.stages)}
-    seconds |= {("B", stage): float(backward) for stage in range(longer.stages)}
     count = longer.micro_batches
-    kinds = longer.kinds + (VOCABULARY if "B" in longer.kinds else SUMMED)
-    # Actions of the result are numbered by kind, then by micro-batch, then by stage (actions.py).
-    first = {kind: place * count for place, kind in enumerate(kinds)}
-    # For each rank, its passes as (time, place of the kind in PLACES, number), to be sorted.
-    timed: list[list[tuple[float, int, int]]] = [[] for _ in range(ranks)]
-
-    def put(rank: int, time: float, kind: str, m: int) -> None:
-        """Add the pass of a kind for micro-batch m to a rank, at a time, with its number.
-
-        Passes of the same time are sorted by the place of their kinds in PLACES. A rank has one
-        stage, so the rank's number is also the stage's.
-        """
-        timed[rank].append((time, PLACES.index(kind), (first[kind] + m) * ranks + rank))
-
-    ended = ends(longer, seconds)
-    loss = 0.0  # the time of the latest pass T, which computes the loss of a micro-batch
-    for rank, row in enumerate(longer.ranks[:ranks]):
-        for number in row:
-            # Each F and B stays on its rank, at the time at which it starts in the simulation.
-            # `ended` has the time at which each action of `longer` ends there.
-            kind, _, m = longer.action(number)
-            end = ended[number]
-            start = end - seconds[kind, rank]
-            put(rank, start, kind, m)
-            # The first and the last stage's F and B determine the times of the new passes. S and T
-            # come before the last stage's B, because in `longer` a micro-batch goes through the
-            # dropped ranks between the last stage's F and B.
-            times = {}
-            if kind == "F" and rank == 0:
-                times["E"] = start - BEFORE_FORWARD
-            if kind == "F" and rank == ranks - 1:
-                times["S"] = max(loss, end + AFTER_FORWARD)
-                times["T"] = loss = end + backward
-            if kind == "B" and rank == 0:
-                times["G"] = end + AFTER_BACKWARD
-            # `times` has a time for each new pass (E, S, T, G) that this action determines. Every
-            # rank does the new pass, and on every rank it has this time.
-            for (new, time), other in product(times.items(), range(ranks)):
-                put(other, time, new, m)
-    rows = [[number for *_, number in sorted(row)] for row in timed]
+    lengths = {"F": 1.0, "B": float(backward)}
+    seconds = {(kind, stage): lengths[kind] for kind in lengths for stage in range(longer.stages)}
+    shape = len(longer.kinds), count, longer.stages
+    # The end of each F and B in the simulation, by kind, micro-batch and rank.
+    ended = np.reshape(ends(longer, seconds), shape)[..., :ranks]
+    # The times of all passes, by kind, as arrays of (micro-batches, ranks). An F or a B stays on its
+    # rank, and its time is its start in the simulation.
+    times = {kind: ended[place] - lengths[kind] for place, kind in enumerate(longer.kinds)}
+    # The first and the last stage's F and B determine the times of the new passes, which every rank
+    # does at the same time. S and T come before the last stage's B, because in `longer` a
+    # micro-batch goes through the dropped ranks between the last stage's F and B.
+    logits = ended[longer.kinds.index("F"), :, -1:]  # the end of the last stage's F
+    losses = logits + backward
+    losses_before = np.concatenate([[[0.0]], losses[:-1]])  # the T of the micro-batch before
+    times["E"] = times["F"][:, :1] - BEFORE_FORWARD
+    times["S"] = np.maximum(losses_before, logits + AFTER_FORWARD)
+    times["T"] = losses
+    if "B" in longer.kinds:
+        times["G"] = ended[longer.kinds.index("B"), :, :1] + AFTER_BACKWARD
+    kinds = "".join(times)
+    # By kind, micro-batch and rank: the time of each pass, and its kind's place in PLACES.
+    all_times = np.stack([np.broadcast_to(times[kind], (count, ranks)) for kind in kinds])
+    places = np.array([PLACES.index(kind) for kind in kinds]).repeat(count)
+    # Actions are numbered by kind, then by micro-batch, then by stage, of which a rank has one.
+    numbers = np.arange(len(kinds) * count) * ranks
+    rows = []
+    for rank in range(ranks):
+        order = np.lexsort((numbers, places, all_times[..., rank].ravel()))
+        rows.append((numbers[order] + rank).tolist())
     return Numbered(longer.name, kinds, longer.rank_of[:ranks], count, rows)
