@@ -63,8 +63,8 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
     shape = len(longer.kinds), count, longer.stages
     # The end of each F and B in the simulation, by kind, micro-batch and rank.
     ended = np.reshape(ends(longer, seconds), shape)[..., :ranks]
-    # The times of all passes, by kind, as arrays of (micro-batches, ranks). An F or a B stays on its
-    # rank, and its time is its start in the simulation.
+    # The times of all passes, by kind, as arrays of (micro-batches, ranks). An F or a B stays on
+    # its rank, and its time is its start in the simulation.
     times = {kind: ended[place] - lengths[kind] for place, kind in enumerate(longer.kinds)}
     # The first and the last stage's F and B determine the times of the new passes, which every rank
     # does at the same time. S and T come before the last stage's B, because in `longer` a

@@ -96,7 +96,7 @@ def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, tra
     sizes = [1.0 + stage for stage in range(order.stages)]
     assert priced.most_held(sizes) == pytest.approx(order.most_held(sizes))
     assert priced.most_held([1] * order.stages) == order.peak
-    if priced.rounds > long_schedules.PLAIN_ROUNDS[-1]:
+    if not priced.has_every_round:
         return
     near = st.floats(0.95, 1.05)
     seconds = {(kind, stage): data.draw(near) for kind in "FBW" for stage in range(order.stages)}
@@ -105,8 +105,8 @@ def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, tra
 
 
 @pytest.mark.parametrize("name", orders.ORDERS)
-def test_a_long_schedule_ends_nearly_when_it_is_continued_from_two_short_ones(name):
-    """On stages that differ by up to 10 %: 0.25 % in the mean, never more than 1.6 %.
+def test_a_long_schedule_ends_nearly_when_its_full_rounds_are_counted(name):
+    """On stages that differ by up to 10 %: 0.25 % in the mean, never more than 1.8 %.
 
     The cases are the same in every run, because the worst of all cases is not known.
     """
@@ -124,7 +124,7 @@ def test_a_long_schedule_ends_nearly_when_it_is_continued_from_two_short_ones(na
         found = LongSchedule(name, ranks, count, virtual).makespan(seconds, transfer)
         differences.append(abs(found / expected - 1))
     assert statistics.mean(differences) < 0.0025
-    assert max(differences) < 0.016
+    assert max(differences) < 0.018
 
 
 @settings(max_examples=60)
