@@ -163,7 +163,8 @@ def test_signals_reach_the_ranks_and_a_killed_supervisor_leaves_none(tmp_path):
 
 def nodes_of(run: Path) -> list[list[str]]:
     """The nodes of the ranks of every start, the oldest first."""
-    files = sorted(run.glob("run.json*"), key=lambda path: path.stat().st_mtime)
+    files = [path for path in run.glob("run.json*") if path.suffix != ".new"]  # still written
+    files.sort(key=lambda path: path.stat().st_mtime)
     starts = [json.loads(file.read_text())["cluster"]["places"] for file in files]
     return [[place["node"] for place in places] for places in starts]
 
