@@ -88,7 +88,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 # Of a killed salloc or srun the job ends after this many seconds, and does not keep its nodes.
-InactiveLimit=60
+InactiveLimit=30
 # The default: seconds between SIGTERM at the time limit and SIGKILL.
 KillWait=30
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
