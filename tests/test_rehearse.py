@@ -6,7 +6,6 @@ import pickle
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -287,10 +286,9 @@ def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
     """One micro-batch, and fewer than stages: receives come late, and kernels are loaded."""
     shape = f"{SHAPE} --layers 6 --pp 3 --micro-batch-size 1"
     names = [*ORDERS, "auto", "1f1b --vocab-pp", "gpipe --vocab-pp"]
-    lines = {
-        f"{name}, {count}": (3, f"{shape} --global-batch-size {count} --schedule {name}")
-        for name, count in product(names, (1, 2))
-    }
+    lines = {name: (3, f"{shape} --global-batch-size 1 --schedule {name}") for name in names}
+    for name in ("1f1b", "zb-v"):
+        lines[f"{name}, 2"] = (3, f"{shape} --global-batch-size 2 --schedule {name}")
     for case, rehearsal in rehearsed(lines, tmp_path).items():
         assert mismatches(rehearsal.world) == [], case
         assert deadlock(rehearsal.world) is None, case
