@@ -2,14 +2,15 @@
 
     python benchmarks/golden_traces.py --keep RESULTS.jsonl [--minutes 7]
 
-The layouts are the lines of tests/data/golden/layouts.txt, each in fp64, fp32 and
-bf16. Every run is compared with the run of the same model on one rank. Both have 4 steps, of which
+The layouts are the lines of the files FILES in tests/data/golden, each in fp64, fp32 and bf16.
+Every run is compared with the run of the same model on one rank. Both have 4 steps, of which
 steps 1, 2 and 4 are traced. A pair is accused if diff says that they differ.
 
 Results are kept in RESULTS.jsonl, and the runs on one rank in a folder next to it, so that the
 list can be run in parts. Each part writes results/golden_traces.md.
 """
 
+import hashlib
 import json
 import sys
 import tempfile
@@ -29,6 +30,17 @@ from numerics import diff
 from numerics.traces import Pair, read
 
 RESULTS = ROOT / "benchmarks" / "results" / "golden_traces.md"
+FILES = (
+    "layouts",
+    "schedules",
+    "vocabulary",
+    "context",
+    "families",
+    "masks",
+    "optimizers",
+    "experts",
+)
+LIMITS = ("tolerance", "weight_tolerance")  # entries of a line that are no options of a run
 PRECISIONS = ("fp32", "bf16", "fp64")
 TRACED = {"steps": 4, "trace_numerics": [1, 2, 4]}
 AT_ONCE = 12  # runs of one start of ranks
@@ -38,12 +50,14 @@ Case = dict[str, Any]  # options, as tests/golden_worker.py takes them
 def cases(ranks: int) -> list[Case]:
     """Return the layouts of a world in each precision; every pair of values occurs early."""
     layouts: dict[str, Case] = {}
-    for case in test_golden.lines_of("layouts")[ranks]:
-        if "rampup_batch_size" in case:
-            continue
-        without_precision = case | TRACED
-        without_precision.pop("precision", None)
-        layouts[json.dumps(without_precision, sort_keys=True)] = without_precision
+    for file in FILES:
+        for case in test_golden.lines_of(file).get(ranks, []):
+            if "rampup_batch_size" in case:
+                continue
+            left_out = ("precision", *LIMITS)
+            options = {name: value for name, value in case.items() if name not in left_out}
+            options |= TRACED
+            layouts[json.dumps(options, sort_keys=True)] = options
     found = []
     for number, case in enumerate(layouts.values()):
         for shift in range(len(PRECISIONS)):
@@ -64,7 +78,7 @@ def reference(folder: Path, case: Case) -> Path:
     """Return the folder of the run on one rank with which a case is compared."""
     options = test_golden.without_layout(case)
     words = [f"{name}-{options[name]}" for name in sorted(options) if name not in TRACED]
-    return folder / "_".join(words)
+    return folder / hashlib.sha256("_".join(words).encode()).hexdigest()[:24]
 
 
 def compared(folder: Path, ranks: int, chunk: tuple[Case, ...]) -> list[dict[str, Any]]:
