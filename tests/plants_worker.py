@@ -23,6 +23,7 @@ import trainer
 from config import validation
 from distributed.context import Context
 from distributed.store import StoreExchange
+from telemetry import pass_times
 from telemetry.log import VERSION
 from telemetry.numerics_trace import NumericsTrace
 
@@ -30,6 +31,7 @@ from telemetry.numerics_trace import NumericsTrace
 def train(config, context: Context, prepare) -> dict:
     """Train and trace; return the losses and the final weights in sums."""
     splits = data.build(config)
+    config, _ = pass_times.decide_schedule(config, context)
     state = trainer.build(config, context)
     prepare(state, splits)
     step = partial(trainer.step, state)
