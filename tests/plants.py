@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distributed.collectives import Group
 from model import Block
-from optim.buckets import Bucket, ParamGroup
+from optim.buckets import Bucket
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
@@ -167,7 +167,7 @@ class Sites:
         owner = local.get("self")
         if isinstance(owner, Block):
             return f"blocks.{self.blocks[id(owner)]}"
-        if isinstance(owner, ParamGroup):
+        if isinstance(owner, Bucket):
             return ",".join(p.spec.name for p, _ in owner.places)
         action = local.get("action")
         return f"{action.kind}{action.stage}" if hasattr(action, "stage") else ""
