@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from checkpointing.index import canonical_shapes
@@ -66,49 +67,44 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     if "#" in their_modules[0]:  # in their names, "#" stands for the number of the expert
         return _rule_of_experts(name, theirs, model.experts)
     part = general.removeprefix("blocks.*.")
-    if part == "attention.qkv":
-        to_ours, to_theirs = _qkv(model, family, len(theirs))
-    elif part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
-        # The scales of the norm: ours are (heads, head size), theirs are flat.
-        to_ours = lambda t: t.unflatten(0, (-1, model.head_size))  # noqa: E731
-        to_theirs = _as_tuple(torch.flatten)
-    elif len(theirs) == 2:  # the two matrices of SwiGLU: ours has both, (2, width, hidden)
-        to_ours = lambda gate, up: torch.stack([gate, up])  # noqa: E731
-        to_theirs = torch.unbind
-    elif part == "embedding.positions" and family.skipped_rows:
-        # Their matrix has this number of rows before the row of position 0, which ours leaves out.
-        rows = family.skipped_rows
-        to_ours = lambda t: t[rows:]  # noqa: E731
-        to_theirs = _as_tuple(lambda t: torch.cat([t.new_zeros(rows, t.shape[1]), t]))
-    else:
-        to_ours = lambda t: t  # noqa: E731
-        to_theirs = _as_tuple(lambda t: t)
-    # Some families keep the matrices of their blocks as (in, out), where ours are (out, in).
+    to_ours, to_theirs = _conversions(part, model, family, len(theirs))
+    # Some families, such as GPT-2, keep the matrices of their blocks as (in, out), where ours are
+    # (out, in).
     is_matrix_of_block = general != module and kind == "weight" and "norm" not in part
     if family.transposed and is_matrix_of_block:
-        return Rule(name, theirs, _transpose_before(to_ours), _transpose_after(to_theirs))
+        return Rule(
+            name,
+            theirs,
+            lambda *tensors: to_ours(*(t.t() for t in tensors)),
+            lambda ours: tuple(t.t() for t in to_theirs(ours)),
+        )
     return Rule(name, theirs, to_ours, to_theirs)
+
+
+def _conversions(part: str, model: ModelShape, family: Family, count: int) -> tuple[Any, Any]:
+    """Return the conversions (to ours, to theirs) of a part of the model, without experts.
+
+    part: the part's name in a block, such as "attention.qkv", or outside of the blocks, such as
+    "embedding.positions". count: the number of their tensors.
+    """
+    if part == "attention.qkv":
+        return _qkv(model, family, count)
+    if part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
+        # The scales of the norm: ours are (heads, head size), theirs are flat.
+        return lambda t: t.unflatten(0, (-1, model.head_size)), _as_tuple(torch.flatten)
+    if count == 2:  # the two matrices of SwiGLU: ours has both, (2, width, hidden)
+        return lambda gate, up: torch.stack([gate, up]), torch.unbind
+    if part == "embedding.positions" and family.skipped_rows:
+        # Their matrix has this number of rows before the row of position 0, which ours leaves out.
+        rows = family.skipped_rows
+        pad = (0, 0, rows, 0)
+        return lambda t: t[rows:], _as_tuple(lambda t: F.pad(t, pad))
+    return lambda t: t, _as_tuple(lambda t: t)
 
 
 def _as_tuple(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Return a conversion to theirs for a single tensor: the result of `convert`, in a tuple."""
     return lambda t: (convert(t),)
-
-
-def _transpose_before(to_ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a conversion to ours that transposes their matrices and then calls `to_ours`.
-
-    Called for families whose matrices are (in, out), such as GPT-2: ours are (out, in).
-    """
-    return lambda *theirs: to_ours(*(t.t() for t in theirs))
-
-
-def _transpose_after(to_theirs: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return a conversion to theirs that calls `to_theirs` and then transposes its matrices.
-
-    Called for families whose matrices are (in, out), such as GPT-2: ours are (out, in).
-    """
-    return lambda ours: tuple(t.t() for t in to_theirs(ours))
 
 
 def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Callable]:

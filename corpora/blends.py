@@ -42,7 +42,8 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     # For each chunk and part, the samples that the part has given before the chunk: a guess so far.
     starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
     part_of = np.empty((chunks, steps), np.int16)
-    number_of = np.empty((chunks, steps), _number_type(size))
+    fits_32_bits = size <= np.iinfo(np.int32).max  # then the numbers take half of the memory
+    number_of = np.empty((chunks, steps), np.int32 if fits_32_bits else np.int64)
     stale = np.arange(chunks)  # the chunks whose start has changed since they ran: at first all
     while len(stale):
         taken = starts[stale]  # a copy: the samples taken so far, in each chunk that runs
@@ -64,11 +65,6 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
         starts[following] = end
         stale = following[changed]
     return part_of.reshape(-1)[:size], number_of.reshape(-1)[:size]
-
-
-def _number_type(size: int) -> type[np.signedinteger]:
-    """Return the type of numbers up to `size`: int32, which halves the memory, or else int64."""
-    return np.int32 if size <= np.iinfo(np.int32).max else np.int64
 
 
 def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ of each group. With pp = 2, dp = 1, tp = 2 the rows of tp are (0, 1), (2, 3), th
 in their heads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from config.schema import AXES, Config, coordinates, rows_along
 from distributed.collectives import Group
@@ -73,49 +73,68 @@ class Mesh:
         shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
         self.recorder.coordinates = {name: self.place[name] for name in shown}
 
-        # These make all groups of a role, from their ranks or from axes, and return this rank's.
-        def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
-            return context.group(rows, role) if context else Group((self.rank,))
+        # The groups of every role are made in this order on all ranks.
+        self._context = context
+        self._make_groups_of_replicas(over_heads, ep)
+        self._make_groups_of_pipelines(channels)
+        self._make_groups_of_vocabulary(vocabulary)
+        self.world = self._own_group(rows, "world")
 
-        def along(role: str, *names: str) -> Group:
-            return own_group(rows_along(self.axes, names), role)
+    def _own_group(self, rows: list[tuple[int, ...]], role: str) -> Group:
+        """Make all groups of a role; return the one with this rank. rows: the ranks of each."""
+        if self._context is None:
+            return Group((self.rank,))
+        return self._context.group(rows, role)
 
-        self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
-        self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
-        self.heads, self.kv = Group((self.rank,)), self.cp  # with over_heads = 1
+    def _along(self, role: str, *names: str) -> Group:
+        """Make all groups of a role along the named axes; return the one with this rank."""
+        return self._own_group(rows_along(self.axes, names), role)
+
+    def _make_groups_of_replicas(self, over_heads: int, ep: int) -> None:
+        """Make the groups of ranks that have the same stage; the arguments are those of Mesh."""
+        self.tp = self._along("tp", "tp")
+        self.cp = self._along("cp", "cp")
+        self.dp = self._along("dp", "dp")
+        self.replicas = self.dp
+        if self.cp.size > 1:
+            self.replicas = self._along("replicas", "dp", "cp")
+        alone = Group((self.rank,))
+        self.heads = alone
+        self.kv = self.cp
         if over_heads > 1:
-            cp_groups = rows_along(self.axes, ("cp",))
-            n = over_heads
-            starts = range(0, self.cp.size, n)
-            self.heads = own_group([row[i : i + n] for row in cp_groups for i in starts], "heads")
-            self.kv = own_group([row[i::n] for row in cp_groups for i in range(n)], "kv")
-        self.experts, self.expert_replicas = Group((self.rank,)), self.replicas  # replaced below
-        if ep and (ep > 1 or self.tp.size > 1):  # tp shards no expert: its ranks are replicas
-            self.experts, self.expert_replicas = self._expert_groups(ep, own_group)
-        self.pp = self.forward = along("forward", "pp")  # messages of activations
-        self.backward = along("backward", "pp")  # messages of their gradients
+            rows_of_cp = rows_along(self.axes, ("cp",))
+            self.heads = self._own_group(_neighbours(rows_of_cp, over_heads), "heads")
+            self.kv = self._own_group(_same_places(rows_of_cp, over_heads), "kv")
+        self.experts = alone
+        self.expert_replicas = self.replicas
+        # tp shards no expert, so its ranks are replicas too: the groups differ even with ep = 1.
+        if ep and (ep > 1 or self.tp.size > 1):
+            rows_of_stages = rows_along(self.axes, ("dp", "cp", "tp"))  # a row for each value of pp
+            self.experts = self._own_group(_neighbours(rows_of_stages, ep), "experts")
+            replicas = _same_places(rows_of_stages, ep)
+            self.expert_replicas = self._own_group(replicas, "expert replicas")
+
+    def _make_groups_of_pipelines(self, channels: bool) -> None:
+        """Make the groups of ranks that send each other messages; channels: as for Mesh."""
+        self.forward = self._along("forward", "pp")  # messages of activations
+        self.backward = self._along("backward", "pp")  # messages of their gradients
+        self.pp = self.forward
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
-                self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # With `vocabulary` each kind of pass (E, S, T, G) has a group, so no kind delays another.
-        self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
-        self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
-        pipelines = rows_along(self.axes, ("pp",))
+                self._channels[kind] = [self._along(f"{role} {name}", "pp") for name in CHANNELS]
+
+    def _make_groups_of_vocabulary(self, vocabulary: bool) -> None:
+        """Make the groups of ranks that share the vocabulary; vocabulary: as for Mesh."""
+        self.passes: dict[str, Group] = {}
+        self.vocabulary = self.tp
+        if vocabulary:
+            # Each kind of vocabulary pass has a group of its own, so that no kind delays another.
+            self.passes = {kind: self._along(f"vocabulary {kind}", "pp") for kind in "ESTG"}
+            self.vocabulary = self._along("vocabulary", "pp", "tp")
         # The ranks with the embedding and the head, which have the same weights if they are tied.
-        ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
-        self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")
-
-    def _expert_groups(self, ep: int, own_group: Callable[..., Group]) -> tuple[Group, Group]:
-        """Return this rank's groups `experts`, of `ep` neighbouring ranks, and `expert_replicas`.
-
-        Example: four ranks of a stage, ep = 2: experts (0, 1), (2, 3); replicas (0, 2), (1, 3).
-        """
-        stages = rows_along(self.axes, ("dp", "cp", "tp"))  # a row of ranks for each value of pp
-        starts = range(0, len(stages[0]), ep)
-        experts = own_group([row[i : i + ep] for row in stages for i in starts], "experts")
-        replicas = [row[i::ep] for row in stages for i in range(ep)]
-        return experts, own_group(replicas, "expert replicas")
+        ends = [tuple(sorted({row[0], row[-1]})) for row in rows_along(self.axes, ("pp",))]
+        self.tied = self._own_group(ends, "tied")
 
     def channel(self, kind: str, source: int, to: int) -> Group:
         """Return the group that carries messages from a pipeline rank to a neighbour.
@@ -140,6 +159,19 @@ class Mesh:
         reduced; code that has a name calls this.
         """
         return getattr(self, role)
+
+
+def _neighbours(rows: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Cut each row into groups of `size` neighbours: (0, 1, 2, 3) into (0, 1) and (2, 3)."""
+    groups = []
+    for row in rows:
+        groups += [row[start : start + size] for start in range(0, len(row), size)]
+    return groups
+
+
+def _same_places(rows: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Group the ranks with the same place in `_neighbours`: (0, 1, 2, 3) as (0, 2) and (1, 3)."""
+    return [row[place::size] for row in rows for place in range(size)]
 
 
 def mesh_of_run(config: Config, context: Context | None) -> Mesh:

@@ -12,6 +12,8 @@ the worst case is 1.7 % away. A test holds both. Read simulation.py first.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from config.schema import Layout, ModelShape
 from schedules.actions import Numbered
 from schedules.orders import SEARCHED, backward_length, numbered, stage_costs
@@ -60,14 +62,13 @@ class LongSchedule:
         if not missing:  # the short schedule is the whole schedule
             return max(ended)
         # The full rounds are timed by the last stage's B: from the last B before them to their own
-        # last B. An action's number is kind * of_kind + micro_batch * stages + stage.
-        first_number = short.kinds.index("B") * short.of_kind
-        backwards = ended[first_number : first_number + short.of_kind]
-        on_last_stage = backwards[short.stages - 1 :: short.stages]
-        last_full = short.micro_batches - 1 - self.ranks
-        before_full = last_full - FULL_ROUNDS * self.ranks
-        full_rounds_seconds = on_last_stage[last_full] - on_last_stage[before_full]
-        return max(ended) + missing / (last_full - before_full) * full_rounds_seconds
+        # last B, which are as many micro-batches later.
+        by_kind = np.reshape(ended, (len(short.kinds), short.micro_batches, short.stages))
+        backwards = by_kind[short.kinds.index("B"), :, -1].tolist()
+        in_full_rounds = FULL_ROUNDS * self.ranks
+        last = short.micro_batches - 1 - self.ranks
+        seconds_of_full_rounds = backwards[last] - backwards[last - in_full_rounds]
+        return max(ended) + missing / in_full_rounds * seconds_of_full_rounds
 
     @property
     def has_every_round(self) -> bool:
@@ -91,8 +92,9 @@ class LongSchedule:
         micro_batches = self.micro_batches
         if not self.has_every_round:
             micro_batches = ROUNDS * self.ranks + self.micro_batches % self.ranks
-        shape = self.name, self.ranks, micro_batches, self.virtual
-        return numbered(*shape, self.costs, self.vocabulary)
+        return numbered(
+            self.name, self.ranks, micro_batches, self.virtual, self.costs, self.vocabulary
+        )
 
 
 def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:

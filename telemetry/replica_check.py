@@ -103,7 +103,9 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
     name_of_replicas = "dp" if mesh.cp.size == 1 else "dp x cp"
     names = {"replicas": name_of_replicas, "expert_replicas": "the replicas of experts"}
     for role, name in names.items():
-        compared = weights if _shards_state(optimizer, role) else hashes
+        groups = [group for group in optimizer.groups if group.key.reduce_over[0] == role]
+        shards_state = any(group.sharded for group in groups)
+        compared = weights if shards_state else hashes
         # key[0] is a parameter's ParamSpec; its gradient is reduced over the ranks with replicas.
         replicated = {key: compared[key] for key in compared if key[0].reduce_over[0] == role}
         differences += _compare(name, mesh.group(role), replicated)
@@ -113,11 +115,6 @@ def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> l
     tied = {key: hashes[key] for key in hashes if key[0].tied}
     differences += _compare("tied", mesh.tied, tied)
     return differences
-
-
-def _shards_state(optimizer: Optimizer, role: str) -> bool:
-    """Return whether optimizer state is sharded over the group of the mesh with the name `role`."""
-    return any(group.sharded for group in optimizer.groups if group.key.reduce_over[0] == role)
 
 
 def _state_hashes(optimizer: Optimizer) -> Hashes:
