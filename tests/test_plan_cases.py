@@ -29,6 +29,10 @@ ONCE_WRONG = {
         "--layers 12 --hidden 8192 --heads 32 --vocab-size 50257 --seq-length 1024 --kv-heads 4 "
         "--ffn-hidden 8192 --gpu v100-16 --gpus 8 --global-batch-size 1 --zero 2"
     ),
+    "ranks that share cores do not wait": (
+        "--layers 12 --hidden 1536 --heads 6 --vocab-size 257 --seq-length 128 --positions alibi "
+        "--gpu cpu --gpus 3 --global-batch-size 12 --micro-batch-size 1 --pad-vocab-multiple 64"
+    ),
     "a sharding over one rank": (
         "--layers 3 --hidden 512 --heads 16 --vocab-size 50257 --seq-length 32768 --positions "
         "rotary --no-bias --gpu v100-16 --gpus 1 --global-batch-size 32"
