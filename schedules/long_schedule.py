@@ -20,10 +20,11 @@ from schedules.orders import SEARCHED, backward_length, numbered, stage_costs
 from schedules.partition import StageCosts
 from schedules.simulation import Seconds, ends
 
-# The rounds that are simulated. The first two fill the pipeline and the last one empties it. The
-# two rounds between them give the time of a full round. They are two because zb-v repeats itself
-# only after two rounds.
+# The rounds that are simulated, and with few ranks the micro-batches. The first rounds fill the
+# pipeline and the last one empties it. The two rounds before the last one give the time of a full
+# round. They are two because zb-v repeats itself only after two rounds.
 ROUNDS = 5
+LEAST = 24
 FULL_ROUNDS = 2
 
 
@@ -49,14 +50,14 @@ class LongSchedule:
         sizes: for each stage, the size of one micro-batch's activations, in any unit.
         """
         # Once a pipeline is full, further rounds hold no more, so few rounds are enough.
-        return self._shortened().most_held(sizes)
+        return self.shortened().most_held(sizes)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """Return the time at which the last action ends; the first action starts at 0.
 
         seconds: the duration of an action by (kind, stage). transfer: the time of one message.
         """
-        short = self._shortened()
+        short = self.shortened()
         ended = ends(short, seconds, transfer)
         missing = self.micro_batches - short.micro_batches
         if not missing:  # the short schedule is the whole schedule
@@ -70,28 +71,21 @@ class LongSchedule:
         seconds_of_full_rounds = backwards[last] - backwards[last - in_full_rounds]
         return max(ended) + missing / in_full_rounds * seconds_of_full_rounds
 
-    @property
-    def has_every_round(self) -> bool:
-        """Whether the whole schedule is simulated, because few rounds cannot stand for all of it.
+    def shortened(self) -> Numbered:
+        """Return the schedule with some of its whole rounds, or all of it, to be simulated.
 
-        They can if there are more than ROUNDS rounds that are alike. Rounds differ in gpipe, which
-        does all F before all B, in a searched order, which is made for its number of micro-batches,
-        and in an interleaved schedule with micro-batches that fill no whole round, since its groups
-        of micro-batches are unequal.
+        The micro-batches that fill no whole round stay. All rounds stay if some are unlike others.
+        Rounds differ in gpipe, which does all F before all B, in a searched order, which is made
+        for its number of micro-batches, and in an interleaved schedule with micro-batches that fill
+        no whole round, since its groups of micro-batches are unequal.
         """
         rounds, rest = divmod(self.micro_batches, self.ranks)
+        kept = max(ROUNDS, LEAST // self.ranks)
         unequal_groups = self.name == "interleaved" and rest > 0
         differs = self.name in ("gpipe", *SEARCHED) or unequal_groups
-        return differs or rounds <= ROUNDS
-
-    def _shortened(self) -> Numbered:
-        """Return the schedule with ROUNDS of its whole rounds, or all of it: `has_every_round`.
-
-        The micro-batches that fill no whole round stay.
-        """
         micro_batches = self.micro_batches
-        if not self.has_every_round:
-            micro_batches = ROUNDS * self.ranks + self.micro_batches % self.ranks
+        if not differs and rounds > kept:
+            micro_batches = kept * self.ranks + rest
         return numbered(
             self.name, self.ranks, micro_batches, self.virtual, self.costs, self.vocabulary
         )

@@ -96,7 +96,7 @@ def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, tra
     sizes = [1.0 + stage for stage in range(order.stages)]
     assert priced.most_held(sizes) == pytest.approx(order.most_held(sizes))
     assert priced.most_held([1] * order.stages) == order.peak
-    if not priced.has_every_round:
+    if priced.shortened().micro_batches < count:
         return
     near = st.floats(0.95, 1.05)
     seconds = {(kind, stage): data.draw(near) for kind in "FBW" for stage in range(order.stages)}
