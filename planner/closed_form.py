@@ -26,13 +26,13 @@ from planner.op_costs import Pass
 from planner.step_time import Most, Passes
 from schedules.partition import StageSpec, stage_specs
 
-# Ranks also wait for one another because of the order of their passes. These are the seconds of
-# this waiting as a share of the pipeline's time: (likely, least). FOLDED is for zb-v, whose order
-# assumes that all passes take the same time. UNEVEN is for interleaved, if the largest stage of a
-# rank has twice the mean number of blocks. In simulations of presets on A100 and H100, zb-v waited
-# 0.06 to 0.4, and interleaved 0.1 to 0.6. Ranks that share cores with others may not wait at all.
-FOLDED = (0.2, 0.0)
-UNEVEN = (0.3, 0.0)
+# Ranks also wait for one another because of the order of their passes. These are the likely seconds
+# of this waiting as a share of the pipeline's time. FOLDED is for zb-v, whose order assumes that all
+# passes take the same time. UNEVEN is for interleaved, if the largest stage of a rank has twice the
+# mean number of blocks. In simulations of presets on A100 and H100, zb-v waited 0.06 to 0.4, and
+# interleaved 0.1 to 0.6. Ranks that share cores with others may not wait at all.
+FOLDED = 0.2
+UNEVEN = 0.3
 ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded
 
 
@@ -211,17 +211,16 @@ class ClosedForm:
     def seconds(self, recomputed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of a step of each row: likely, and at least; both (rows,).
 
-        They are the pipeline's seconds with the waiting of its schedule, then what follows the last
-        backward pass. recomputed: the number of recomputed blocks of each stage: (rows, 1).
+        They are the pipeline's seconds, with the likely waiting of its schedule or without it, then
+        what follows the last backward pass. recomputed: the number of recomputed blocks of each
+        stage: (rows, 1).
         """
         pipeline = self._pipeline(recomputed)
         after = sum(step_time.after_pipeline(self.job, self._most(recomputed)).values())
-        columns = []
-        for folded, uneven in zip(FOLDED, UNEVEN, strict=True):
-            total = pipeline * (1 + self._waiting(folded, uneven)) + after
-            columns.append(self.job.machine.slowdown * total[:, 0])
-        likely, least = columns
-        return likely, least
+        likely = pipeline * (1 + self._waiting()) + after
+        least = pipeline + after
+        slowdown = self.job.machine.slowdown
+        return slowdown * likely[:, 0], slowdown * least[:, 0]
 
     def _pipeline(self, recomputed: np.ndarray) -> np.ndarray:
         """Return the pipeline's seconds, without waits that the order of passes causes: (rows, 1).
@@ -291,21 +290,21 @@ class ClosedForm:
         is_1f1b = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
         return np.where(is_1f1b, trips * round_trip, 0.0)
 
-    def _waiting(self, folded: float, uneven: float) -> np.ndarray:
-        """Return the waiting due to the order of passes, as a share of the pipeline's time.
+    def _waiting(self) -> np.ndarray:
+        """Return the likely waiting due to the order of passes, as a share of the pipeline's time.
 
-        The shape is (rows, 1). folded: the share of the schedule zb-v. In the interleaved schedule
-        a rank waits while another rank runs a stage with more parts: its share is `uneven` times
-        the excess of the rank's largest stage over the mean of its stages: with stages of 3 and 1
-        parts the excess is 3 / 2 - 1 = 0.5. Other schedules have the share 0.
+        The shape is (rows, 1). The schedule zb-v has the share FOLDED. In the interleaved schedule
+        a rank waits while another rank runs a stage with more parts: its share is UNEVEN times the
+        excess of the rank's largest stage over the mean of its stages: with stages of 3 and 1 parts
+        the excess is 3 / 2 - 1 = 0.5. Other schedules have the share 0.
         """
         name = self.job.layout.schedule
         ranks = self.ranks
         parts = np.maximum(1, ranks.blocks + ranks.embedding + ranks.head)
         excess = np.maximum(0.0, self.job.layout.stages_per_rank * ranks.most / parts - 1)
-        largest = uneven * excess.max(axis=1, keepdims=True)
+        largest = UNEVEN * excess.max(axis=1, keepdims=True)
         interleaved = np.where(np.equal(name, "interleaved"), largest, 0.0)
-        return np.where(np.equal(name, "zb-v"), folded, interleaved)
+        return np.where(np.equal(name, "zb-v"), FOLDED, interleaved)
 
     def _most(self, recomputed: np.ndarray) -> Most:
         """Return the largest parameters and stage seconds of each row's ranks, as columns.
