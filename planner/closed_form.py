@@ -27,10 +27,10 @@ from planner.step_time import Most, Passes
 from schedules.partition import StageSpec, stage_specs
 
 # Ranks also wait for one another because of the order of their passes. These are the likely seconds
-# of this waiting as a share of the pipeline's time. FOLDED is for zb-v, whose order assumes that all
-# passes take the same time. UNEVEN is for interleaved, if the largest stage of a rank has twice the
-# mean number of blocks. In simulations of presets on A100 and H100, zb-v waited 0.06 to 0.4, and
-# interleaved 0.1 to 0.6. Ranks that share cores with others may not wait at all.
+# of this waiting as a share of the pipeline's time. FOLDED is for zb-v, whose order assumes that
+# all passes take the same time. UNEVEN is for interleaved, if the largest stage of a rank has twice
+# the mean number of blocks. In simulations of presets on A100 and H100, zb-v waited 0.06 to 0.4,
+# and interleaved 0.1 to 0.6. Ranks that share cores with others may not wait at all.
 FOLDED = 0.2
 UNEVEN = 0.3
 ROUNDING = 1.0  # a row may exceed the memory by this number of bytes, since sums are rounded

@@ -190,6 +190,14 @@ class Numbered(Pipeline):
         micro_batch, stage = divmod(number_in_kind, self.stages)
         return Action(self.kinds[kind], stage, micro_batch)
 
+    def by_kind(self, values: Sequence[float]) -> dict[str, np.ndarray]:
+        """Return a value for each action, in the order of their numbers, as arrays by kind.
+
+        The shape of an array is (micro-batches, stages). Called with the times of a simulation.
+        """
+        shape = len(self.kinds), self.micro_batches, self.stages
+        return dict(zip(self.kinds, np.reshape(values, shape)))
+
     @cached_property
     def awaited(self) -> list[int]:
         """For each action, by its number: the number of the other rank's action that it waits for.

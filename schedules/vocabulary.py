@@ -60,24 +60,22 @@ def with_vocabulary(longer: Numbered, ranks: int, backward: int) -> Numbered:
     count = longer.micro_batches
     lengths = {"F": 1.0, "B": float(backward)}
     seconds = {(kind, stage): lengths[kind] for kind in lengths for stage in range(longer.stages)}
-    shape = len(longer.kinds), count, longer.stages
-    # The end of each F and B in the simulation, by kind, micro-batch and rank.
-    ended = np.reshape(ends(longer, seconds), shape)[..., :ranks]
+    ended = longer.by_kind(ends(longer, seconds))  # the end of each F and B in the simulation
     # The times of all passes, by kind, as arrays of (micro-batches, ranks). An F or a B stays on
     # its rank, and its time is its start in the simulation.
-    times = {kind: ended[place] - lengths[kind] for place, kind in enumerate(longer.kinds)}
+    times = {kind: ended[kind][:, :ranks] - lengths[kind] for kind in ended}
     # The first and the last stage's F and B determine the times of the new passes, which every rank
     # does at the same time. S and T come before the last stage's B, because in `longer` a
     # micro-batch goes through the dropped ranks between the last stage's F and B.
-    logits = ended[longer.kinds.index("F"), :, -1:]  # the end of the last stage's F
+    logits = ended["F"][:, ranks - 1 : ranks]  # the end of the last stage's F
     losses = logits + backward
     losses_before = np.concatenate([[[0.0]], losses[:-1]])  # the T of the micro-batch before
     times["E"] = times["F"][:, :1] - BEFORE_FORWARD
     times["S"] = np.maximum(losses_before, logits + AFTER_FORWARD)
     times["T"] = losses
-    if "B" in longer.kinds:
-        times["G"] = ended[longer.kinds.index("B"), :, :1] + AFTER_BACKWARD
-    kinds = "".join(times)
+    if "B" in ended:
+        times["G"] = ended["B"][:, :1] + AFTER_BACKWARD
+    kinds = "".join(times)  # F and B as in `longer`, then the new kinds as in VOCABULARY
     # By kind, micro-batch and rank: the time of each pass, and its kind's place in PLACES.
     all_times = np.stack([np.broadcast_to(times[kind], (count, ranks)) for kind in kinds])
     places = np.array([PLACES.index(kind) for kind in kinds]).repeat(count)
