@@ -111,15 +111,14 @@ def test_save_switch_saves_and_goes_on_and_a_signal_stops_and_the_next_run_resum
     assert outcome.err.count(f"error: --kill-switch {kill} exists: remove it to train") == 1
 
 
-def wait_for_work(processes: list[psutil.Process], seconds: float) -> None:
-    """Until processes have together used so many more seconds of a processor."""
+def wait_for_work(job: Job, processes: list[psutil.Process], seconds: float) -> None:
+    """Until processes of a job have together used so many more seconds of a processor."""
 
     def used() -> float:
         return sum(process.cpu_times().user for process in processes)
 
     until = used() + seconds
-    while used() < until:
-        time.sleep(0.1)
+    job.wait_for(lambda: used() > until)
 
 
 def send_until_ended(job) -> None:
@@ -147,7 +146,7 @@ def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_p
     with run(mpi_command(2), tmp_path, *words) as job:
         job.wait_for(lambda: "resumed from" in job.text)
         ranks = psutil.Process(job.process.pid).children(recursive=True)
-        wait_for_work(ranks, 6.0)  # of both: more than all before the step
+        wait_for_work(job, ranks, 6.0)  # of both: more than all before the step
         job.send(signal.SIGTERM)
         time.sleep(4.0)  # more than SECONDS_OF_ONE_SIGNAL
         send_until_ended(job)
@@ -235,7 +234,7 @@ def test_ctrl_c_before_the_first_step_and_twice(tmp_path):
         assert "Traceback" not in job.text
     with run(["setsid"], tmp_path / "twice", "--global-batch-size", "65536") as job:
         job.wait_for(lambda: "global batch: 65536" in job.text)
-        wait_for_work([psutil.Process(job.process.pid)], 4.0)  # more than all before the step
+        wait_for_work(job, [psutil.Process(job.process.pid)], 4.0)  # more than all before the step
         ctrl_c(job)
         time.sleep(4.0)  # more than SECONDS_OF_ONE_SIGNAL, also on a busy machine
         assert job.process.poll() is None
