@@ -42,7 +42,6 @@ FILES = (
     "optimizers",
     "experts",
 )
-LIMITS = ("tolerance", "weight_tolerance")  # entries of a line that are no options of a run
 PRECISIONS = ("fp32", "bf16", "fp64")
 TRACED = {"steps": 4, "trace_numerics": [1, 2, 4]}
 AT_ONCE = 12  # runs of one start of ranks
@@ -56,7 +55,7 @@ def cases(ranks: int) -> list[Case]:
         for case in test_golden.lines_of(file).get(ranks, []):
             if "rampup_batch_size" in case or "data" in case:  # the latter needs files
                 continue
-            left_out = ("precision", *LIMITS)
+            left_out = ("precision", *test_golden.TOLERANCES)
             options = {name: value for name, value in case.items() if name not in left_out}
             options |= TRACED
             layouts[json.dumps(options, sort_keys=True)] = options
@@ -112,7 +111,8 @@ def compared(folder: Path, ranks: int, chunk: tuple[Case, ...]) -> list[dict[str
             row = {"ranks": ranks, "case": case, "accused": found["differs"]}
             row["largest"] = largest_share(of_reference, out)
             if found["differs"]:
-                row["text"] = diff.text(found)
+                # Without the names of the two folders, which are temporary.
+                row["text"] = diff.text(found | {"runs": ["one rank", f"{ranks} ranks"]})
             rows.append(row)
             print(ranks, row["accused"], f"{row['largest']:.3f}", case, flush=True)
     return rows
