@@ -11,7 +11,6 @@ writes the files.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +80,9 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     return Rule(name, theirs, to_ours, to_theirs)
 
 
-def _conversions(part: str, model: ModelShape, family: Family, count: int) -> tuple[Any, Any]:
+def _conversions(
+    part: str, model: ModelShape, family: Family, count: int
+) -> tuple[Callable, Callable]:
     """Return the conversions (to ours, to theirs) of a part of the model, without experts.
 
     part: the part's name in a block, such as "attention.qkv", or outside of the blocks, such as

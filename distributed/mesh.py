@@ -75,7 +75,7 @@ class Mesh:
 
         # The groups of every role are made in this order on all ranks.
         self._context = context
-        self._make_groups_of_replicas(over_heads, ep)
+        self._make_groups_in_stages(over_heads, ep)
         self._make_groups_of_pipelines(channels)
         self._make_groups_of_vocabulary(vocabulary)
         self.world = self._own_group(rows, "world")
@@ -90,8 +90,8 @@ class Mesh:
         """Make all groups of a role along the named axes; return the one with this rank."""
         return self._own_group(rows_along(self.axes, names), role)
 
-    def _make_groups_of_replicas(self, over_heads: int, ep: int) -> None:
-        """Make the groups of ranks that have the same stage; the arguments are those of Mesh."""
+    def _make_groups_in_stages(self, over_heads: int, ep: int) -> None:
+        """Make the groups of ranks with the same stages; the arguments are those of Mesh."""
         self.tp = self._along("tp", "tp")
         self.cp = self._along("cp", "cp")
         self.dp = self._along("dp", "dp")

@@ -23,7 +23,8 @@ from schedules.simulation import Seconds, ends
 ROUNDS = 5
 LEAST = 24
 # The last simulated round empties the pipeline, and the first rounds fill it. The FULL_ROUNDS
-# before the last one give the time of a full round: two, because zb-v repeats itself only after two.
+# before the last one give the time of a full round. They are two because zb-v repeats itself only
+# after two rounds.
 FULL_ROUNDS = 2
 
 

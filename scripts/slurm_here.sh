@@ -87,7 +87,7 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
-# Of a killed salloc or srun the job ends after this many seconds, and does not keep its nodes.
+# The job of a killed salloc or srun ends within about twice as many seconds: it keeps no nodes.
 InactiveLimit=30
 # The default: seconds between SIGTERM at the time limit and SIGKILL.
 KillWait=30
