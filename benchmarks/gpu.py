@@ -33,7 +33,7 @@ from planner import hardware
 
 # (options of train.py, micro-batch): the models of all parts, the most important first.
 MODELS = {
-    "cuda": [("--model 1b3", 4), ("--model gpt2-124m", 16)],
+    "cuda": [("--model 1b3", 4), ("--model gpt2-124m", 64)],
     "cpu": [("--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512", 2)],
 }
 EXPANDABLE = "expandable_segments:True"  # distributed/context.py sets the same

@@ -36,11 +36,23 @@ from config.messages import Parser, UserError, exit_with
 
 REHEARSAL_LIMITS = 4.0  # a CPU takes several times as long
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
-# The first of gpu.MODELS, as gpu_models.py runs it.
+# What train.py is given. `gpt`: the first of gpu.MODELS, as gpu_models.py runs it. `experts`: four
+# of the 16 blocks of OLMoE.
 TRAIN = {
-    "cuda": "--model 1b3 --precision bf16 --micro-batch-size 4 --global-batch-size 32",
-    "cpu": "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --precision bf16 "
-    "--micro-batch-size 2 --global-batch-size 16",
+    "cuda": {
+        "gpt": "--model 1b3 --micro-batch-size 4 --global-batch-size 32",
+        "llama": "--model llama-3.2-1b --micro-batch-size 2 --global-batch-size 16",
+        "experts": "--model olmoe-1b-7b --layers 4 --micro-batch-size 2 --global-batch-size 16",
+    },
+    "cpu": {
+        "gpt": "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 "
+        "--micro-batch-size 2 --global-batch-size 16",
+        "llama": "--layers 2 --hidden 64 --heads 4 --kv-heads 2 --seq-length 64 --vocab-size 512 "
+        "--positions rotary --norm rmsnorm --activation swiglu --no-bias --micro-batch-size 2 "
+        "--global-batch-size 16",
+        "experts": "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --experts 8 "
+        "--experts-per-token 2 --no-bias --micro-batch-size 2 --global-batch-size 16",
+    },
 }
 MOST_PRINTED = 3000  # characters on a part that failed
 
@@ -87,11 +99,17 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
     asked = ("benchmarks/gpu_asked.py", *device, "--out", str(out))
     rates = ("--calibration", str(out / "calibration.toml"))
     runs = f"{tempfile.gettempdir()}/gpu-day-{os.getpid()}"  # a checkpoint of 16 GB is no result
-    train = (*f"train.py {TRAIN[device[1]]} --steps 20".split(), *device, "--out")
+    def train(model: str, *more: str) -> tuple:
+        words = f"train.py {TRAIN[device[1]][model]} --precision bf16 --steps 20"
+        return (*words.split(), *device, *more, "--out", f"{runs}-{model}{''.join(more)}")
+
     figures = [
         Part("facts", "The machine", 40, (gpu, "facts", *device), True),
-        Part("train", "train.py as it is", 90, (*train, f"{runs}-train")),
-        Part("train-compile", "--compile", 110, (*train, f"{runs}-compile", "--compile")),
+        Part("train", "train.py as it is", 90, train("gpt")),
+        Part("train-compile", "--compile", 110, train("gpt", "--compile")),
+        Part("llama", "Llama 3.2 1B", 90, train("llama")),
+        Part("llama-compile", "Llama 3.2 1B, --compile", 110, train("llama", "--compile")),
+        Part("experts", "Experts", 90, train("experts")),
         Part("models", "Models", 230, models, True),
         Part("profile", "Profile of a step", 70, (*models, "--profile"), True),
     ]

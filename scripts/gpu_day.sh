@@ -4,7 +4,7 @@
 # parts.
 #
 #     bash scripts/gpu_day.sh --out DIR              all parts; the four lines below are the same in pieces
-#     bash scripts/gpu_day.sh --out DIR --parts facts,train,train-compile,models,profile     is it fast?
+#     bash scripts/gpu_day.sh --out DIR --parts facts,train,train-compile,llama,models,profile   is it fast?
 #     bash scripts/gpu_day.sh --out DIR --parts cuda,nccl          is it right? CUDA tests, NCCL tests
 #     bash scripts/gpu_day.sh --out DIR --parts nccl,models --tests 'cp or zb-v'     again, what was red
 #     bash scripts/gpu_day.sh --out DIR --parts ceilings,calibration,runs,asked,nccl4     for the planner

@@ -22,6 +22,7 @@ from distributed.collectives import Group
 from distributed.context import start as start_cluster
 from distributed.context_parallel import causal_attention
 from distributed.launch import Launch
+from numerics import diff
 from parallel import draw_normal
 from watchdog import flight_recorder
 from watchdog.flight_recorder import FlightRecorder
@@ -118,6 +119,18 @@ def test_replicas_on_the_gpu_are_equal_in_audits(cuda_device, tmp_path, precisio
     audits = [row for row in rows if "finding" in row]
     assert [row["finding"] for row in audits] == [""] * 5
     assert min(row["results"] for row in audits) > 30
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_diff_accuses_no_gpu(cuda_device, tmp_path, precision):
+    """Rounding explains how the traces of the GPU and of the CPU differ."""
+    for name, device in (("here", cuda_device), ("cpu", "cpu")):
+        words = f"{SMALL} --device {device} --precision {precision} --trace-numerics 1 3"
+        outcome = start_ranks(1, "train.py", *words.split(), "--out", str(tmp_path / name))
+        assert outcome.status == 0, outcome.err
+    found = diff.compare(tmp_path / "here", tmp_path / "cpu")
+    assert found["traces"] == ["step-000001.npz", "step-000003.npz"]
+    assert not found["differs"], diff.text(found)
 
 
 def test_the_table_of_stages_has_allocated_bytes(cuda_device, tmp_path):

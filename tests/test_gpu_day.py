@@ -75,7 +75,8 @@ def test_a_part_that_is_asked_for_alone_may_take_all_the_time(tmp_path):
 def test_the_day_measures_a_model_before_it_tests(tmp_path):
     parts = [part.name for part in gpu_day.all_parts(tmp_path, rehearse=False)]
     assert parts == [
-        *("facts", "train", "train-compile", "models", "profile"),
+        *("facts", "train", "train-compile", "llama", "llama-compile", "experts"),
+        *("models", "profile"),
         *("cuda", "nccl"),
         *("ceilings", "calibration", "runs", "asked", "nccl4"),
     ]
