@@ -360,9 +360,9 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-# torch's grouped product is one kernel for all experts. One H100 computed 128 small experts 2.5
-# times as fast by it, and 8 large experts no faster (benchmarks/results/gpu-h100.md). So it is used
-# if there are many experts and each has a small matrix:
+# torch's grouped product is one kernel for all experts. With it 128 small experts are 2.5 times as
+# fast and 8 large ones no faster (benchmarks/results/gpu-h100.md), and a step of a model with 64 or
+# 128 experts is 2.0 or 1.5 times as fast (gpu-h200.md). So it is used for many small experts:
 LEAST_GROUPED = 32  # the smallest number of experts for which it is used
 MOST_OF_GROUPED = 2**22  # the most elements of one expert's matrix for which it is used
 

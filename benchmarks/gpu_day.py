@@ -99,6 +99,7 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
     asked = ("benchmarks/gpu_asked.py", *device, "--out", str(out))
     rates = ("--calibration", str(out / "calibration.toml"))
     runs = f"{tempfile.gettempdir()}/gpu-day-{os.getpid()}"  # a checkpoint of 16 GB is no result
+
     def train(model: str, *more: str) -> tuple:
         words = f"train.py {TRAIN[device[1]][model]} --precision bf16 --steps 20"
         return (*words.split(), *device, *more, "--out", f"{runs}-{model}{''.join(more)}")

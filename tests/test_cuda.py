@@ -113,7 +113,7 @@ def test_weights_do_not_depend_on_the_device(cuda_device):
 def test_replicas_on_the_gpu_are_equal_in_audits(cuda_device, tmp_path, precision):
     words = f"{SMALL} --device {cuda_device} --precision {precision} --audit-every 1"
     words += f" --out {tmp_path}"
-    outcome = start_ranks(2, "train.py", *words.split(), timeout=120)
+    outcome = start_ranks(2, "train.py", *words.split(), timeout=120, TRINE_TEST_SHARE_GPU="1")
     assert outcome.status == 0, outcome.err
     rows = map(json.loads, (tmp_path / "audits.jsonl").read_text().splitlines())
     audits = [row for row in rows if "finding" in row]
