@@ -36,8 +36,8 @@ from config.messages import Parser, UserError, exit_with
 
 REHEARSAL_LIMITS = 4.0  # a CPU takes several times as long
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
-# Options of train.py by model. `gpt` is the first of gpu.MODELS, as gpu_models.py runs it. `experts`
-# are four of the 16 blocks of OLMoE.
+# Options of train.py by model. `gpt` is the first of gpu.MODELS, as gpu_models.py runs it, and
+# `experts` are four of the 16 blocks of OLMoE.
 TRAIN = {
     "cuda": {
         "gpt": "--model 1b3 --micro-batch-size 4 --global-batch-size 32",

@@ -43,13 +43,13 @@ def option(
 # Values of the argument `needs` of `option` that several options have: what must be given for the
 # option to have an effect. After a colon stands the reason that the error message gives.
 LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
-HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
+HAS_ADAM = ("--optimizer adamw, adamw8bit or muon",)
 FP16 = ("--precision fp16",)
 DYNAMIC_SCALE = (*FP16, "--loss-scale 0: a dynamic scale")
 SAVES = ("--save-every or --save-every-minutes: nothing is saved",)
 EXPERTS = ("--experts above 1",)
 
-OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "muon", "sgd")
 
 
 @dataclass(frozen=True)

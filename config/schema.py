@@ -21,7 +21,7 @@ from config.messages import UserError
 from config.run_options import EXPERTS, Data, Run, Training, option
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
-ELEMENTWISE = ("adamw", "apex", "sgd")
+ELEMENTWISE = ("adamw", "sgd")
 # The most gradients that are reduced in one operation: enough to use the links, few enough that
 # the reduction overlaps with the backward pass.
 BUCKET_ELEMENTS = 16 * 2**20

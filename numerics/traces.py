@@ -14,7 +14,8 @@ after. Masters are the weights that the optimizer updates. The tolerances are:
                         precision. The smaller response of both runs counts, since a fault may
                         enlarge the response; if the precisions differ, the larger response counts
     optimizer state     FACTOR x the response of the gradient, times the state's norm; for squares
-                        twice the response, relative to the largest gradient
+                        twice the response, relative to the largest gradient. 8-bit state has a
+                        limited number of values, and rounding may move an element to the next one
     updates             Adam divides by the gradient's size, so rounding turns the signs of small
                         gradients: the square root of the response, times the update's norm
 """
@@ -38,6 +39,10 @@ EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7
 # weights, whereas weights that have drifted apart differ most in a few tensors: of 278 pairs of
 # right runs, 11 differ by up to 12 times the response (benchmarks/results/planted_faults.md).
 FACTOR = 20.0
+# The relative distance of neighbouring values in 8-bit optimizer state: the norm of the distances
+# of all elements, relative to the state's norm. The values of bitsandbytes are 1.4 % of the largest
+# element apart, but up to 14 % of smaller elements.
+EIGHT_BITS = 2.0**-4
 # The rounding error of a sketch itself, relative to the tensor's norm: layouts add the sketches of
 # the ranks in different orders.
 OF_SKETCHES = 1e-14
@@ -129,6 +134,8 @@ class Pair:
         self.response: np.ufunc = np.minimum
         if len(precisions) > 1:
             self.response = np.maximum
+        optimizers = {a.about.get("optimizer"), b.about.get("optimizer")}
+        self.of_state = EIGHT_BITS if "adamw8bit" in optimizers else 0.0
         self._select_parameters()
         # The response was measured for weights that differ by one unit in the last place, so the
         # tolerance grows with the number of units by which the weights differ before the step.
@@ -221,6 +228,11 @@ class Pair:
         for number, kind in enumerate(self.kinds):
             if kind in SQUARED:
                 explained[number] = self.factor * share * self.norm[number]
+
+        # An element of 8-bit state that is moved by d becomes the next value, at the distance s,
+        # with a probability of d / s. That is d s in the mean of squares.
+        state = slice(BEFORE + 1, AFTER)
+        explained[state] += np.sqrt(self.of_state * explained[state] * self.norm[state])
         return explained + OF_SKETCHES * self.norm
 
     def _activations(self) -> list[Row]:

@@ -255,6 +255,7 @@ class NumericsTrace:
         about |= {"precision": config.training.precision, "layout": asdict(config.layout)}
         about |= {"activations": self.activations, "parameters": self.parameters}
         about |= {"kinds": self.kinds, "response_step": self.response_step}
+        about["optimizer"] = config.training.optimizer
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
         folder = os.path.join(config.run.out, "numerics")
         path = os.path.join(folder, f"step-{self.iteration:06d}.npz")

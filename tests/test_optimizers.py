@@ -8,7 +8,6 @@ in bf16; 16-bit activations, which every layout rounds at other places.
 
 import importlib.util
 import itertools
-import sys
 
 import golden_worker
 import pytest
@@ -39,7 +38,7 @@ def test_every_optimizer_is_tried_with_every_stage_of_zero_that_it_can_have():
     for case in itertools.chain(*lines_of("optimizers").values()):
         name = case.get("optimizer", "adamw")
         tried.setdefault(name, set()).add(case.get("zero", 1))
-    assert set(tried) == set(run_options.OPTIMIZERS) - {"apex"}
+    assert set(tried) == set(run_options.OPTIMIZERS)
     assert tried["adamw"] == tried["sgd"] == {0, 1, 2, 3}
 
 
@@ -143,21 +142,15 @@ def test_a_layout_that_cuts_blocks_is_refused():
         trainer.build(config, FakeContext(2))
 
 
-@pytest.mark.parametrize("module", ["bitsandbytes", "apex"])
-def test_a_package_that_is_missing_is_named(module, monkeypatch):
-    name = {"bitsandbytes": "adamw8bit"}.get(module, module)
-    found = importlib_find_spec_without(module)
-    monkeypatch.setattr(importlib.util, "find_spec", found)
-    monkeypatch.setitem(sys.modules, "apex", None)
-    apex = r"apex.*\. Here: No module named .apex"
-    sentence = {"apex": apex, "bitsandbytes": "bitsandbytes"}[module]
-    with pytest.raises(configuration.UserError, match=f"--optimizer {name} needs .*{sentence}"):
-        rule_of(name, [torch.zeros(256)], "blocks")
-
-
-def importlib_find_spec_without(module: str):
+def test_a_package_that_is_missing_is_named(monkeypatch):
     real = importlib.util.find_spec
-    return lambda name: None if name.split(".")[0] == module else real(name)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name.split(".")[0] == "bitsandbytes" else real(name),
+    )
+    with pytest.raises(configuration.UserError, match=r"adamw8bit needs .*bitsandbytes"):
+        rule_of("adamw8bit", [torch.zeros(256)], "blocks")
 
 
 def test_whole_matrices_are_distributed_evenly():
