@@ -134,8 +134,8 @@ class Pair:
         self.response: np.ufunc = np.minimum
         if len(precisions) > 1:
             self.response = np.maximum
-        optimizers = {a.about.get("optimizer"), b.about.get("optimizer")}
-        self.of_state = EIGHT_BITS if "adamw8bit" in optimizers else 0.0
+        has_8_bits = a.about.get("optimizer") == "adamw8bit"
+        self.of_state = EIGHT_BITS if has_8_bits else 0.0
         self._select_parameters()
         # The response was measured for weights that differ by one unit in the last place, so the
         # tolerance grows with the number of units by which the weights differ before the step.

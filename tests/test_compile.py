@@ -5,6 +5,7 @@ the loss that it fuses.
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import golden_worker
 import pytest
@@ -51,6 +52,19 @@ def test_every_layout_equals_the_single_rank_that_compiles_nothing(compiled, num
     assert_equal_runs(case, result, reference(case))
     built, warm, after = result["graphs"]
     assert built == 0 < warm == after, result["graphs"]
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "told"),
+    [("cuda", [], True), ("cuda", ["--compile"], False), ("cpu", [], False)],
+)
+def test_a_run_on_a_gpu_is_told_of_compile(monkeypatch, capsys, device, words, told):
+    monkeypatch.setattr(start_checks.placement, "placement_warnings", lambda *of_ranks: [])
+    context = SimpleNamespace(
+        size=1, rank=0, device=torch.device(device), places=[], nodes=["a"], job_nodes=None
+    )
+    start_checks.introduce(parse(["--model", "gpt2-124m", *words]), context, "")
+    assert ("--compile made steps" in capsys.readouterr().out) == told
 
 
 def train(*words: str, **environment: str) -> subprocess.CompletedProcess:
