@@ -10,8 +10,10 @@ infinite difference.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 
 def relative_difference(values: Any, others: Any, scale: float | None = None) -> float:
@@ -20,12 +22,17 @@ def relative_difference(values: Any, others: Any, scale: float | None = None) ->
     Numbers, tensors, arrays, and lists and dictionaries of these, nested as they like. Infinite if
     a number on either side is not finite, if shapes or keys differ, or if there are no numbers.
     """
-    ours, theirs = list(_flat(values)), list(_flat(others))
-    if not ours or [place for place, _ in ours] != [place for place, _ in theirs]:
+    ours, theirs = dict(_rows(values)), dict(_rows(others))
+    shapes = [{place: row.shape for place, row in rows.items()} for rows in (ours, theirs)]
+    if not ours or shapes[0] != shapes[1]:
         return math.inf
-    if not all(math.isfinite(number) for _, number in ours + theirs):
+    a = np.concatenate([row.ravel() for row in ours.values()])
+    b = np.concatenate([theirs[place].ravel() for place in ours])
+    if not a.size or not np.isfinite([a, b]).all():
         return math.inf
-    return max(_difference(a, b, scale) for (_, a), (_, b) in zip(ours, theirs))
+    size = np.abs(b) if scale is None else scale
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.where(a == b, 0.0, np.abs(a - b) / size).max())
 
 
 def assert_close(
@@ -45,23 +52,24 @@ def assert_within(difference: float, tolerance: float, about: Any = "", numbers:
     return difference
 
 
-def _difference(value: float, other: float, scale: float | None) -> float:
-    if value == other:
-        return 0.0
-    size = abs(other) if scale is None else scale
-    return abs(value - other) / size if size else math.inf
-
-
-def _flat(values: Any, place: tuple = ()) -> Iterable[tuple[tuple, float]]:
-    """Every number with its place: indices and keys."""
+def _rows(values: Any, place: tuple = ()) -> Iterator[tuple[tuple, np.ndarray]]:
+    """Each list of numbers with its place, indices and keys: of a tensor, its last dimension."""
     if hasattr(values, "tolist"):  # a tensor or an array
-        values = values.tolist()
-    if isinstance(values, dict):
-        items = [(key, values[key]) for key in sorted(values)]
+        numbers = np.array(values.tolist(), dtype=np.float64)
+        for index in np.ndindex(numbers.shape[:-1]):
+            yield (*place, *index), numbers[index]
+    elif isinstance(values, dict):
+        for key in sorted(values):
+            yield from _rows(values[key], (*place, key))
+    elif isinstance(values, list | tuple) and any(map(_has_parts, values)):
+        for index, value in enumerate(values):
+            yield from _rows(value, (*place, index))
     elif isinstance(values, list | tuple):
-        items = list(enumerate(values))
+        yield place, np.array([float(value) for value in values])
     else:
-        yield place, float(values)
-        return
-    for key, value in items:
-        yield from _flat(value, (*place, key))
+        yield place, np.array(float(values))
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether this is no single number."""
+    return isinstance(value, dict | list | tuple) or getattr(value, "ndim", 0) > 0
