@@ -39,10 +39,13 @@ def rehearsed(cases: dict[str, tuple[int, str]], folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def rehearsals(tmp_path_factory) -> dict:
     """The ten configurations of the suite."""
-    # Half of the layers, which others would repeat, but where buffers would outweigh them.
-    many = ("384 ranks", "ZeRO 2, pp 2")
-    lines = {name: CASES[name][1] + " --layers 4" * (name not in many) for name in IN_SUITE}
-    cases = {name: (CASES[name][0], lines[name]) for name in IN_SUITE}
+    # Two layers for each stage, which others would repeat, but where buffers would outweigh them.
+    layers = {"384 ranks": 24, "ZeRO 2, pp 2": 8}
+    cases = {}
+    for name in IN_SUITE:
+        world, line = CASES[name]
+        few = 4 if "--pp" in line else 2
+        cases[name] = (world, f"{line} --layers {layers.get(name, few)}")
     return rehearsed(cases, tmp_path_factory.mktemp("rehearsals"))
 
 
