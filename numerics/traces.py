@@ -17,7 +17,9 @@ after. Masters are the weights that the optimizer updates. The tolerances are:
                         twice the response, relative to the largest gradient. 8-bit state has a
                         limited number of values, and rounding may move an element to the next one
     updates             Adam divides by the gradient's size, so rounding turns the signs of small
-                        gradients: the square root of the response, times the update's norm
+                        gradients: the square root of the response, times the update's norm. Muon
+                        computes the updates of matrices in bf16. The update of a bias of keys may
+                        be any, since its gradient is 0 but for rounding
 """
 
 import json
@@ -211,7 +213,8 @@ class Pair:
         relative = np.minimum(1.0, self.responses + self.epsilon)
         rounding = self.of_masters * self.norm  # one rounding of each master weight
         steps_before = self.a.about["step"] - 1  # steps in which the weights have drifted apart
-        drift = norm_of_update * np.sqrt(relative)  # how far rounding moves the update of a step
+        # How far rounding moves the update of a step.
+        drift = norm_of_update * self._share_of_updates(relative)
         of_gradients = self.factor * self.responses + self.epsilon
 
         # All kinds get the tolerance of the optimizer's state; then the other kinds get theirs.
@@ -234,6 +237,19 @@ class Pair:
         state = slice(BEFORE + 1, AFTER)
         explained[state] += np.sqrt(self.of_state * explained[state] * self.norm[state])
         return explained + OF_SKETCHES * self.norm
+
+    def _share_of_updates(self, relative: np.ndarray) -> np.ndarray:
+        """Return how far rounding moves updates, relative to their norms, (tensors,).
+
+        relative: the relative difference that rounding makes in the gradients, (tensors,).
+        """
+        share = np.sqrt(relative)
+        if self.a.about.get("optimizer") == "muon":
+            in_blocks = [name.startswith("blocks.") for name in self.tensors]
+            share[in_blocks] = np.maximum(share[in_blocks], EPSILON["bf16"])
+        # A bias of keys adds the same number to all scores of a query, which softmax ignores.
+        share[[name.endswith("qkv.bias") for name in self.tensors]] = 1.0
+        return share
 
     def _activations(self) -> list[Row]:
         """Return a row per activation; no rows if the steps have different samples or bins."""

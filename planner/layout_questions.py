@@ -38,35 +38,50 @@ def stages(question: Question) -> Answer:
         parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]
         line = f"{row_of:5} {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
         lines.append(line + "  <- fullest" * (stage.stage == fullest))
-    lines += expert_lines(question, job)
+    loads = expert_loads(question, job)
+    lines += _lines_of_loads(loads, question)
     lines += ["", "share of time"]
     widest = max(row.share for row in rows)
     for row in rows:
         bar = "#" * round(50 * row.share / widest)
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
     data = {"stages": [asdict(row) for row in rows], "memory": [asdict(row) for row in table]}
-    return Answer("\n".join(lines), data | {"fullest": fullest})
+    return Answer("\n".join(lines), data | {"fullest": fullest, "expert_loads": loads})
 
 
-def expert_lines(question: Question, job: Job) -> list[str]:
-    """Return lines on the memory if one GPU's experts get more rows of tokens than the others.
+def expert_loads(question: Question, job: Job) -> dict[str, float] | None:
+    """Return the memory if one GPU's experts get more rows of tokens than those of other GPUs.
 
-    The list is empty without expert parallelism.
+    rows_over_mean: the rows of the GPU that gets all rows of its expert group, over the mean of the
+    group's GPUs. total: the bytes that the fullest GPU then needs. safe_rows_over_mean: the most
+    rows over the mean with which the risk of too little memory is at most --risk; 0 if there are
+    none. Return None without expert parallelism.
     """
     if job.ep == 1:
-        return []
+        return None
     all_rows = float(job.ep)
-    needed = memory.fullest(job._replace(rows_over_mean=all_rows)).total
+    safe_bytes = risk.safe_bytes(job.machine, question.options.risk)
+    return {
+        "rows_over_mean": all_rows,
+        "total": memory.fullest(job._replace(rows_over_mean=all_rows)).total,
+        "safe_rows_over_mean": memory.most_rows(job, safe_bytes),
+    }
+
+
+def _lines_of_loads(loads: dict[str, float] | None, question: Question) -> list[str]:
+    """Return lines on the loads of experts; loads: the result of `expert_loads`."""
+    if loads is None:
+        return []
+    all_rows = loads["rows_over_mean"]
     lines = [
         "experts: the table is for equal loads. If all rows of an expert group go to one GPU",
-        f"({all_rows:g} times the mean), the fullest GPU needs {needed / BILLION:.1f} GB.",
+        f"({all_rows:g} times the mean), the fullest GPU needs {loads['total'] / BILLION:.1f} GB.",
     ]
-    accepted = question.options.risk
-    largest = memory.most_rows(job, risk.safe_bytes(job.machine, accepted))
-    if largest >= 1:
+    safe_rows = loads["safe_rows_over_mean"]
+    if safe_rows >= 1:
         lines.append(
-            f"Up to {largest:.1f} times the mean, the risk of too little memory is at most "
-            f"{accepted:.0%}."
+            f"Up to {safe_rows:.1f} times the mean, the risk of too little memory is at most "
+            f"{question.options.risk:.0%}."
         )
     return lines
 

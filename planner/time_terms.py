@@ -25,6 +25,7 @@ OPERATIONS = 20  # kernels that a dense block's forward launches; norms and bias
 ROTARY = 2.0  # bytes moved for each byte of queries and keys that is rotated: a read and a write
 COLLECTED = 10.0  # bytes moved to add one gradient to the FP32 sum, at --zero 2 and 3
 UPDATED = 40.0  # bytes that the optimizer moves for each parameter that a rank updates
+LOOKED_UP = 5.0  # accesses of the embedding to a row: lookup 2, sum with the position's row 3
 CAST = 8.0  # bytes moved for each parameter on a rank to norm and zero gradients and cast weights
 UNEVEN = 1.1  # assumed: the busiest rank's experts get this many times the mean number of rows
 # The number of kernels that experts.py launches in a forward pass in addition to the two products
@@ -318,12 +319,11 @@ def block_weights(job: Job) -> Column:
 def embedding(job: Job) -> Pass:
     """Return the seconds of one micro-batch through the embedding.
 
-    The forward pass looks up rows and sums them over tp. The backward pass makes the gradient of
-    the whole matrix and adds it to the sum.
+    Forward looks up rows and sums them over tp. Backward adds the gradient of the whole matrix.
     """
     machine = job.machine
     matrix = job.vocab_columns * job.model.hidden
-    lookup = op_costs.moved(machine, 5.0 * job.activation_bytes)  # reads and writes of rows
+    lookup = op_costs.moved(machine, LOOKED_UP * job.activation_bytes)
     matrix_gradient = op_costs.moved(machine, 2.0 * job.number_bytes * matrix)
     forward = lookup + tensor_all_reduce(job)
     backward = lookup + matrix_gradient + accumulated(job, matrix)

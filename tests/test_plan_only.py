@@ -87,6 +87,20 @@ def test_the_table_has_a_column_of_ep_for_experts_alone():
     assert "ep" not in ask(line + "gpt2-1.5b").text.splitlines()[1].split()
 
 
+def test_stages_tells_which_loads_of_experts_fit():
+    question = "stages --model olmoe-1b-7b --gpu h100 --dp 8 --ep 8 --global-batch-size 64"
+    answer = ask(question)
+    loads = answer.data["expert_loads"]
+    equal = answer.data["memory"][answer.data["fullest"]]["total"]
+    assert loads["rows_over_mean"] == 8
+    assert loads["total"] > equal
+    assert f"the fullest GPU needs {loads['total'] / 1e9:.1f} GB" in answer.text
+    assert ask(question.replace("--ep 8", "--ep 1")).data["expert_loads"] is None
+    # With a larger accepted risk, a larger load is safe.
+    riskier = ask(f"{question} --risk 0.5").data["expert_loads"]
+    assert riskier["safe_rows_over_mean"] > loads["safe_rows_over_mean"] > 1
+
+
 def test_the_planned_ep_is_what_a_rehearsal_and_a_trial_run():
     """All take the flags of a line, or its layout; without ep the run would have ep 1."""
     line = "layouts --gpu h100 --nodes 2 --global-batch-size 64 --tp 2 --pp 2 --cp 1 --model "
