@@ -64,7 +64,6 @@ GPUS = ("nodes", "gpus")
 COSTS = ("price_per_gpu_hour", "watts_per_gpu")
 TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "fp8")
 RAMP_UP = (*GPUS, "risk", "deadline", "restart", "stages", "submit")
-SHAPES = ("tp", "cp", "micro_batch_size", "recompute")
 QUESTIONS = {
     "layouts": Kind(
         layout_table.ranked_layouts,
@@ -93,14 +92,6 @@ QUESTIONS = {
     ),
     "smallest": Kind(
         model_questions.smallest, "the fewest nodes that hold a model", (), layout=(), tries=True
-    ),
-    "shapes": Kind(
-        model_questions.shapes,
-        "layers x hidden x heads of a size that suit tiles, tp and pp",
-        ("top", "size"),
-        layout=SHAPES,
-        tries=True,
-        example="gpt3-175b",
     ),
     "rampup": Kind(
         growth.rampup, "a batch-size ramp-up, in stages", RAMP_UP, tries=True, example="bloom-176b"
@@ -141,8 +132,6 @@ def ask(arguments: list[str]) -> Answer:
     Most questions are in QUESTIONS and take the options of train.py too. `compare` has two layouts,
     so its words are parsed in `_compared`; `constants`, `gap` and `calibrate` have few flags.
     """
-    if arguments[:1] == ["check"]:
-        raise UserError("rows are checked by `python benchmarks/check_rows.py FILE [--json]`")
     if arguments[:1] == ["compare"] and not {"-h", "--help"} & set(arguments):
         return _compared(arguments[1:])
     # The words in `rest` are not the planner's: they belong to train.py, or are unknown.

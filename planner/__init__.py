@@ -9,7 +9,7 @@ risk            intervals, and the probability that a layout does not fit
 enumeration     every layout that train.py takes, as a table of columns
 closed_form     seconds and bytes of every row, without its schedule
 layouts         the fastest rows, each simulated; all others rejected with a reason
-model_sizes     the largest model, the fewest nodes, and shapes that suit the hardware
+model_sizes     the largest model, and the fewest nodes
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
 gap             where a run's time went, which flags win it back; measured_steps simulates it
 flags           the planner's own flags: meaning and limits; plan.py says which question reads them

@@ -46,7 +46,6 @@ FLAGS = {
     "top": Flag(f"lines to print (default {DEFAULT_TOP})", int, None, math.inf),
     "rejected": Flag("print every rejected layout", bool),
     "tokens": Flag("tokens to train on", float, None, 1e18),
-    "size": Flag("parameters wanted", float, None, 1e16),
     "risk": Flag(f"of running out of memory, accepted ({risk.DEFAULT})", float),
     "deadline": Flag("days: fewest GPU-hours within them", float, "DAYS", 1e5),
     "restart": Flag("minutes that a change of nodes takes (10)", float, "MINUTES"),

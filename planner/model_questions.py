@@ -1,4 +1,4 @@
-"""Answers the questions of plan.py about models: `model`, `largest`, `smallest` and `shapes`.
+"""Answers the questions of plan.py about models: `model`, `largest` and `smallest`.
 
 print(largest(question).text)      # a Question as in planner/questions.py
 
@@ -9,7 +9,6 @@ finds the models; here the results are put into words and data.
 from dataclasses import asdict
 
 from config import block_kinds, model_stats, schema, validation
-from config.messages import UserError
 from planner import model_sizes
 from planner.questions import BILLION, Answer, Question
 
@@ -74,29 +73,3 @@ def _leanest(layout: schema.Layout) -> str:
     cp = f"cp {layout.cp}, " * (layout.cp > 1)
     axes = f"tp {layout.tp}, pp {layout.pp}, {cp}dp {layout.dp}"
     return f"{axes}, micro-batch 1, full recomputation"
-
-
-def shapes(question: Question) -> Answer:
-    """Return the answer of `plan.py shapes`: shapes of models of about --size parameters.
-
-    The shapes (layers, hidden size, heads) suit the GPU's tiles and the layout's tp; the highest
-    share of the GPU's peak comes first. Raise UserError without --size.
-    """
-    run, machine, size = question.config, question.machine, question.options.size
-    if not size:
-        raise UserError("how many parameters? give --size, such as --size 200e9")
-    lines = [
-        f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
-        "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",
-    ]
-    data = []
-    for m, share in model_sizes.shapes(size, run.model, run.layout, run.training, machine):
-        count = model_stats.parameters(m)
-        # With these pp all stages are equal, if embedding and head count as a block each.
-        pp = [stages for stages in range(2, 65) if (m.layers + 2) % stages == 0]
-        data.append(asdict(m) | {"parameters": count, "efficiency": share, "pp": pp})
-        lines.append(
-            f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{m.hidden / m.layers:7.0f}"
-            f"{count / BILLION:10.1f}{share:9.1%}   {' '.join(map(str, pp))}"
-        )
-    return Answer("\n".join(lines[: 2 + question.options.top]), data)

@@ -1,4 +1,4 @@
-"""Finds the largest model for some GPUs, the fewest nodes for a model, and efficient shapes.
+"""Finds the largest model for some GPUs, and the fewest nodes for a model.
 
     parameters, shape, layout = largest(machine, gpus=64, training=training, like=preset("7b"))
     nodes, layout = smallest(model, training, machine)
@@ -18,18 +18,15 @@ from typing import Any
 
 from config.command_line import reshape
 from config.messages import UserError
-from config.model_stats import block_flops, block_parameters, parameters
+from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_shape, check_split
 from planner import memory
 from planner.enumeration import LONG, divisors
 from planner.hardware import Machine
 from planner.job import Job
-from planner.step_time import block_pass
 
 MOST_NODES = 10_000  # `smallest` tries no more nodes than this
-
-# ---- How large, how few --------------------------------------------------------------------------
 
 
 def largest(
@@ -150,49 +147,3 @@ def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[i
     if found is None:
         raise UserError(f"the model fits on no number of {machine.name} nodes up to {MOST_NODES}")
     return fewest, found
-
-
-# ---- Shapes that suit the hardware ---------------------------------------------------------------
-
-
-def shapes(
-    size: float, like: ModelShape, layout: Layout, training: Training, machine: Machine
-) -> list[tuple[ModelShape, float]]:
-    """Return shapes within 3 % of `size` parameters and their share of the peak, the highest first.
-
-    The share is of one block's forward and backward, which includes attention, memory traffic and
-    collectives. The hidden size is a multiple of 128 and of 8 tp, and 80 to 250 times the layers.
-    The head size is a multiple of 8 from 64 to 256. A tensor rank's heads times the micro-batch are
-    a multiple of 4, which a fused softmax needs. Raise UserError if no shape has all of this.
-    """
-    found, step = [], math.lcm(128, 8 * layout.tp)
-    for hidden, head in product(range(step, 32768, step), range(64, 257, 8)):
-        # The head size must divide the hidden size, and tp the heads.
-        heads, rest = divmod(hidden, head)
-        if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
-            continue
-        # From a model of one block, compute how many blocks give `size` parameters.
-        one = _resized(like, 1, hidden, heads)
-        layers = 1 + round((size - parameters(one)) / block_parameters(one))
-        # tp must divide the key heads and the MLP's width; the shape must not be too flat or deep.
-        odd = one.kv_heads % layout.tp or one.ffn_hidden % layout.tp
-        if odd or layers < 1 or not 80 <= hidden / layers <= 250:
-            continue
-        model = replace(one, layers=layers)
-        if abs(parameters(model) / size - 1) < 0.03:
-            found.append((model, _efficiency(Job(model, layout, training, machine))))
-    if not found:
-        wanted = f"hidden a multiple of {step} and 80 to 250 times its layers"
-        raise UserError(f"no shape of {size:g} parameters with {wanted}")
-    return sorted(found, key=lambda entry: -entry[1])
-
-
-def _efficiency(job: Job) -> float:
-    """Return the FLOPs of a block's forward and backward over its seconds, as a share of the peak.
-
-    With full recomputation the second forward counts as work too.
-    """
-    # In units of a forward's FLOPs: a forward 1, a backward 2, and a recomputed forward 1.
-    passes = 4 if job.layout.recompute == "full" else 3
-    flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
-    return flops / sum(block_pass(job)) / job.machine.peak

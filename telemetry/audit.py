@@ -43,13 +43,11 @@ from distributed.collectives import MAX, Group
 from model import Stage
 from parallel import DeferredGradients, ParamFactory
 from telemetry.log import Log
-from telemetry.replica_check import bit_hash
+from telemetry.replica_check import DIFFERS, EQUAL, bit_hash
 from telemetry.row_file import RowFile, read_rows
 from zero import Optimizer
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
-EQUAL = 1  # a rank's verdict on its results; 1, because rehearse.py's fake devices give only ones
-DIFFERS = 2
 
 
 class Results:

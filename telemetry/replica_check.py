@@ -24,8 +24,8 @@ HASHED_ON_CPU = 2**16  # elements per chunk on a CPU, so that the chunk stays in
 # outvoted fail at once, and the others this many seconds later.
 SECONDS_FOR_THE_OUTVOTED = 5.0
 MOST_SHOWN = 5  # an error names this many tensors
-# A rank's verdict on its replicas; the largest verdict of all ranks counts. EQUAL is 1 because in a
-# rehearsal every number that is read from a device is 1.
+# A rank's verdict on its replicas, or in an audit on its results; the largest verdict of all ranks
+# counts. EQUAL is 1 because in a rehearsal every number that is read from a device is 1.
 EQUAL = 1
 DIFFERS = 2
 OUTVOTED = 3  # most of the other replicas are equal to each other, and differ from this rank's
@@ -74,14 +74,6 @@ def check(stages: nn.Module, optimizer: Optimizer, mesh: Mesh, iteration: int) -
     if differences and not any(difference.outvoted for difference in differences):
         text += "; there is no majority, so nobody can say which copy is wrong"
     raise RuntimeError(f"after iteration {iteration} replicas are no longer equal: {text}")
-
-
-def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """Return a sentence per tensor whose replicas differ in any bit. Collective over the mesh.
-
-    It raises no error; tests call it.
-    """
-    return [difference.sentence for difference in differing_replicas(stages, optimizer, mesh)]
 
 
 def differing_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Difference]:

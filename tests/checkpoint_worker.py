@@ -22,7 +22,7 @@ from config import validation
 from config.command_line import build
 from distributed.context import Context
 from telemetry import pass_times
-from telemetry.replica_check import unequal_replicas
+from telemetry.replica_check import differing_replicas
 
 BATCH = 4
 state.SPREAD_ELEMENTS = 64  # so that replicas write shares of these small tensors too
@@ -103,7 +103,7 @@ def run(config: configuration.Config, before: int, after: int, context=None) -> 
         checkpoints.save(progress)
     numbers, _ = steps(state, samples, progress, after)
     checkpoints.close()
-    unequal = unequal_replicas(state.stages, state.optimizer, mesh)
+    unequal = differing_replicas(state.stages, state.optimizer, mesh)
     if unequal:
         raise RuntimeError(f"{config.layout}: {unequal}")
     return {"numbers": numbers, "lines": lines, "progress": dataclasses.asdict(progress)}

@@ -22,7 +22,7 @@ from config.command_line import build
 from distributed.context import Context, start
 from distributed.launch import discover
 from telemetry import pass_times
-from telemetry.replica_check import unequal_replicas
+from telemetry.replica_check import differing_replicas
 
 STEPS = 10
 # Adam divides by the size of the gradient, and so makes the rounding of a small gradient as large
@@ -55,7 +55,7 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
         result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    unequal = unequal_replicas(state.stages, state.optimizer, state.factory.mesh)
+    unequal = differing_replicas(state.stages, state.optimizer, state.factory.mesh)
     sets = splits.eval_sets.items()
     evaluated = {name: trainer.evaluate(state, *samples) for name, samples in sets}
     state.reader.close()

@@ -168,11 +168,10 @@ days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 
 smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, largest, rampup,
 largest --gpus 8 --tp 2 | --tp: largest tries every tp and pp at micro-batch 1, full recomputation
 largest --gpus 8 --risk 0.2 | --risk goes with layouts, stages, days and rampup, not largest
-shapes --size 200BB | --size: invalid float value: '200BB'
+days --model 176b --tokens 200BB | --tokens: invalid float value: '200BB'
 model --model 176b --tokens 1e9 | --tokens goes with days, not model
 model --model 176b --trace t.json | --trace goes with timeline, not model
-shapes --size inf | --size must be below 1e+16, not inf
-shapes --size 1e15 | no shape of 1e+15 parameters with hidden a multiple of 128
+days --model 176b --tokens inf | --tokens must be below 1e+18, not inf
 rampup | which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as 192 16 9765625
 rampup --rampup-batch-size 16 16 1600 --submit x | --submit needs --stages FILE
 rampup --rampup-batch-size 16 16 1600 --stages x | --stages and --restart need --deadline DAYS
@@ -190,7 +189,6 @@ timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-sa
 smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)
 model --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
-check rows.csv | rows are checked by `python benchmarks/check_rows.py FILE [--json]`
 constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 """,
     "plan.py, calibration": """

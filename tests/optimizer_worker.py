@@ -16,7 +16,7 @@ from config import validation
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.store import StoreExchange
-from telemetry.replica_check import unequal_replicas
+from telemetry.replica_check import differing_replicas
 
 CHECKS: list[str] = []
 
@@ -81,7 +81,7 @@ def check_overflow(
         check(all(torch.equal(a, b) for a, b in zip(after, before)), f"{what} changes no weight")
         result = trainer.step(run, samples, 8 * turn, 1e-3)
         check(not result.skipped and math.isfinite(result.grad_norm), f"{what}, the next step")
-        unequal = unequal_replicas(run.stages, run.optimizer, run.factory.mesh)
+        unequal = differing_replicas(run.stages, run.optimizer, run.factory.mesh)
         check(unequal == [], f"{what}, replicas: {unequal}")
 
 
@@ -134,7 +134,7 @@ def check_drift(context: Context, exchange: StoreExchange, **options) -> set[tup
             holds = flip_bit(run, name, kind) and flip_bit(run, name, kind)
             rank = max(i for i, held in enumerate(exchange.gather("holds", holds)) if held)
             found |= check_one_drift(context, exchange, run, name, kind, rank)
-    check(unequal_replicas(run.stages, run.optimizer, run.factory.mesh) == [], "all is restored")
+    check(differing_replicas(run.stages, run.optimizer, run.factory.mesh) == [], "all is restored")
     return found
 
 
@@ -150,10 +150,11 @@ def check_one_drift(
     axes = axes_of_copies(run, name, kind) if own else set()
     if own:
         flip_bit(run, name, kind)
-    lines = unequal_replicas(run.stages, run.optimizer, run.factory.mesh)
+    differences = differing_replicas(run.stages, run.optimizer, run.factory.mesh)
     if own:
         flip_bit(run, name, kind)
-    lines = sorted({line for lines in exchange.gather("lines", lines) for line in lines})
+    own_lines = [difference.sentence for difference in differences]
+    lines = sorted({line for lines in exchange.gather("lines", own_lines) for line in lines})
     expected = exchange.gather("axes", sorted(axes))[rank]
     what = f"{run.config.layout}, {name} {kind} on rank {rank}: {lines}"
     seen = []
