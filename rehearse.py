@@ -80,7 +80,9 @@ def _rehearse(arguments: list[str]) -> int:
     case = rehearsal.Case(
         config, options.gpus, nodes, machine.device, options.all_ranks, options.routing
     )
-    run = rehearsal.rehearse(case, Progress(len(rehearsal.ranks_of(case))))
+    ranks = len(rehearsal.ranks_of(case))
+    with rehearsal.processes(ranks, machine.device) as pool:
+        run = rehearsal.rehearse(case, pool, Progress(ranks))
     answer = answers.of(run, machine)
     print(answer.text)
     write_file(options.json, json.dumps(answer.data, indent=1))

@@ -8,6 +8,7 @@ Trine does. A method has the name of a term of the planner's formulas and takes 
 """
 
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,11 @@ LOGIT_BYTES = 2 + 4 + 4 + 4
 PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 
-def constants() -> list[Constant]:
+@cache  # `on` asks for them once for each row
+def constants() -> tuple[Constant, ...]:
     """The fitted constants of the planner, and those of programs."""
     own = read_toml(FITTED, FITTED.name)
-    return hardware.constants() + [Constant(name, **entry) for name, entry in own.items()]
+    return (*hardware.constants(), *(Constant(name, **entry) for name, entry in own.items()))
 
 
 def on(

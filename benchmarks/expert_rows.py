@@ -11,6 +11,7 @@ import csv
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import engines
 import row_engines
 from expert_engines import ExpertEngine
-from robust_fit import refit
+from robust_fit import refit_without_each
 from source_accuracy import errors
 from stated_rows import StatedRow
 
@@ -160,25 +161,24 @@ def recipes(rows: list[ExpertRow]) -> list[ExpertRow]:
     return [group[len(group) // 2] for group in ordered]
 
 
-def fit(rows: list[ExpertRow]) -> dict[str, float]:
-    """All constants, those of PRIORS fitted on one row of each recipe."""
-    own, names = recipes(rows), tuple(PRIORS)
-    values = {constant.name: constant.value for constant in engines.constants()} | PRIORS
-
-    def with_priors(at: dict[str, float]) -> list[float]:
-        return errors(own, "seconds", at) + [
-            PULL * math.log(at[name] / PRIORS[name]) for name in names
-        ]
-
-    return refit(with_priors, names, values, ROUNDS, MOST_STEP)
-
-
 def held_out(rows: list[ExpertRow]) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
-    """The constants and the errors by row of each model, from a fit on the other models' rows."""
+    """The constants and the errors by row of each model, from a fit on the other models' rows.
+
+    Constants of PRIORS are fitted, on one row of each recipe.
+    """
+    names = tuple(PRIORS)
+    start = {constant.name: constant.value for constant in engines.constants()} | PRIORS
+
+    def with_priors(some: Sequence[ExpertRow], at: dict[str, float]) -> list[float]:
+        pulls = [PULL * math.log(at[name] / PRIORS[name]) for name in names]
+        return errors(some, "seconds", at) + pulls
+
+    constants = refit_without_each(
+        recipes(rows), lambda row: row.source, with_priors, names, start, ROUNDS, MOST_STEP
+    )
     found = {}
-    for model in dict.fromkeys(row.source for row in rows):
+    for model, values in constants.items():
         mine = [row for row in rows if row.source == model]
-        values = fit([row for row in rows if row.source != model])
         off = [math.exp(error) - 1 for error in errors(mine, "seconds", values)]
         found[model] = values, {row.id: each for row, each in zip(mine, off, strict=True)}
     return found
@@ -187,9 +187,15 @@ def held_out(rows: list[ExpertRow]) -> dict[str, tuple[dict[str, float], dict[st
 # ---- The report ----------------------------------------------------------------------------------
 
 
-def report(rows: list[ExpertRow], aside: dict[str, list[str]]) -> list[str]:
-    """The figures of each model, of each recipe, and what is set aside, as lines of Markdown."""
-    found = held_out(rows)
+def report(
+    rows: list[ExpertRow],
+    aside: dict[str, list[str]],
+    found: dict[str, tuple[dict[str, float], dict[str, float]]],
+) -> list[str]:
+    """The figures of each model, of each recipe, and what is set aside, as lines of Markdown.
+
+    found: the result of `held_out`.
+    """
     names = " | ".join(PRIORS)
     lines = [f"| model, held out | rows | mean | median | largest | bias | {names} |"]
     lines.append("|---" * (6 + len(PRIORS)) + "|")
@@ -226,7 +232,8 @@ def _recipe(row: ExpertRow) -> str:
 def main(arguments: list[str]) -> None:
     """Print the report."""
     Parser(description=__doc__.splitlines()[0]).parse_args(arguments)
-    print("\n".join(report(*read())))
+    rows, aside = read()
+    print("\n".join(report(rows, aside, held_out(rows))))
 
 
 if __name__ == "__main__":

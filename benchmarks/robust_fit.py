@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 TIGHT = 0.03  # residuals (of a logarithm) above this weigh less, so that outliers do not decide
 
@@ -46,10 +48,38 @@ def refit(
     """
     for _ in range(rounds):
         step = solve(*slopes(errors, names, values))
-        values = moved(values, names, [max(-most, min(most, part)) for part in step])
+        values = moved(values, names, step, most)
     return values
 
 
-def moved(values: dict, names: Sequence[str], step: list[float]) -> dict[str, float]:
-    """`values` with the named ones multiplied by the exponentials of a step."""
-    return values | {n: values[n] * math.exp(s) for n, s in zip(names, step, strict=True)}
+def refit_without_each(
+    rows: Sequence[Any],
+    group_of: Callable[[Any], str],
+    errors: Callable[[Sequence[Any], dict[str, float]], list[float]],
+    names: Sequence[str],
+    values: dict[str, float],
+    rounds: int,
+    most: float = math.inf,
+) -> dict[str, dict[str, float]]:
+    """By group of rows, the result of `refit` on the rows of all other groups.
+
+    errors: of some rows with some constants, a number for each row; further numbers may follow. All
+    fits begin at the same constants, so the errors of the first step are computed once.
+    """
+    here, by_constant = slopes(partial(errors, rows), names, values)
+    found = {}
+    for group in dict.fromkeys(map(group_of, rows)):
+        others = [row for row in rows if group_of(row) != group]
+        kept = [n for n in range(len(here)) if n >= len(rows) or group_of(rows[n]) != group]
+        step = solve([here[n] for n in kept], [[one[n] for n in kept] for one in by_constant])
+        first = moved(values, names, step, most)
+        found[group] = refit(partial(errors, others), names, first, rounds - 1, most)
+    return found
+
+
+def moved(
+    values: dict, names: Sequence[str], step: list[float], most: float = math.inf
+) -> dict[str, float]:
+    """`values`, the named ones multiplied by the exponentials of a step, each at most `most`."""
+    parts = [max(-most, min(most, part)) for part in step]
+    return values | {n: values[n] * math.exp(s) for n, s in zip(names, parts, strict=True)}

@@ -9,11 +9,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from ratios import kendall_tau
-from robust_fit import refit
+from robust_fit import refit_without_each
 from stated_rows import StatedRow
 
 from config.messages import UserError
@@ -118,28 +117,34 @@ LEFT_OUT = ("nemo_launcher", "dgxc", "internevo", "nemo_guide", "dgxc_2025", "ol
 LEFT_OUT += ("tinyllama",)
 
 
-def fit(rows: Sequence[StatedRow], start: dict[str, float], rounds: int = 2) -> dict[str, float]:
-    """The constants refitted on the rows within NEAR_BEST of their table's best, but for those with
-    fp8 or cp, whose costs no constant is about.
+ROUNDS = 2  # steps of a fit
+
+
+def fitted_on(rows: Sequence[StatedRow]) -> list[StatedRow]:
+    """The rows on which constants are fitted: those within NEAR_BEST of their table's best, but for
+    those with fp8 or cp, whose costs no constant is about.
     """
     timed = [row for row in rows if row.status == "ok" and row.seconds and not row.aside]
     timed = [row for row in timed if row.layout.cp == 1 and not row.facts.get("fp8")]
-    own = [row for row in _near_best(timed) if row.source not in LEFT_OUT]
-
-    return refit(partial(errors, own, "seconds"), FITTED, start, rounds)
+    return [row for row in _near_best(timed) if row.source not in LEFT_OUT]
 
 
 def held_out(
     rows: Sequence[StatedRow], known: Sequence[StatedRow], start: dict[str, float]
 ) -> dict[str, Guess]:
     """Predictions, those of each source with constants fitted on the others' `known` rows."""
+    constants = refit_without_each(
+        fitted_on(known),
+        lambda row: row.source,
+        lambda some, values: errors(some, "seconds", values),
+        FITTED,
+        start,
+        ROUNDS,
+    )
     found: dict[str, Guess] = {}
     for source in sorted({row.source for row in rows}):
         mine = [row for row in rows if row.source == source]
-        others = [row for row in known if row.source != source]
-        fitted = source not in LEFT_OUT and any(row.source == source for row in known)
-        values = fit(others, start) if fitted else start
-        found |= predict(mine, values)
+        found |= predict(mine, constants.get(source, start))
     return found
 
 

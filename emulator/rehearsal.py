@@ -1,6 +1,7 @@
 """Runs the trainer of some ranks of a large run on fake GPUs: build, two steps, save, the checks.
 
-    run = rehearse(Case(config, world=384, nodes=48, gpu="A100"))
+    with processes(most=8, gpu="A100") as pool:
+        run = rehearse(Case(config, world=384, nodes=48, gpu="A100"), pool)
     run.world                       # the operations of all ranks, for matching.py
     run.records                     # memory and stops of the ranks that were run
 
@@ -219,32 +220,39 @@ class Case(NamedTuple):
     routing: str = "even"
 
 
-def rehearse(case: Case, show: Callable[[int], None] = lambda done: None) -> Rehearsal:
-    """Run the ranks that `ranks_of(case)` returns, in parallel on this machine's cores.
+def processes(most: int, gpu: str) -> ProcessPoolExecutor:
+    """Return forked processes that run ranks: one for each core, but at most `most`.
 
-    show: called with the number of ranks that have ended, whenever a rank ends. Raise every
-    exception of the trainer, such as UserError.
+    gpu: the name of the GPU. Even a single rank runs in such a process: a pass in this process
+    would start autograd's threads, and a process that it forks later would lack them.
+    """
+    torch.set_num_threads(1)
+    with fake_devices(recording_context(1, 0, 1), gpu):
+        # The first operation on fake tensors imports modules of torch: once here for all processes.
+        torch.zeros(1, device="cuda").add_(1)
+    forked = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(min(most, len(allowed_cores())), forked)
+
+
+def rehearse(
+    case: Case, pool: ProcessPoolExecutor, show: Callable[[int], None] = lambda done: None
+) -> Rehearsal:
+    """Run the ranks that `ranks_of(case)` returns, in the processes of a pool of `processes`.
+
+    A process is the faster the more ranks it has run, since torch keeps what it knows of operations
+    on fake tensors. show: called with the number of ranks that have ended, whenever a rank ends.
+    Raise every exception of the trainer, such as UserError.
     """
     config = case.config
     short = shortened(config)
-    ranks = ranks_of(case)
-    # Even a single rank runs in a forked process: a pass in this process would start autograd's
-    # threads, and a process that a later rehearsal forks would lack them.
-    forked = multiprocessing.get_context("fork")
-    workers = min(len(ranks), len(allowed_cores()))
-    torch.set_num_threads(1)
-    with fake_devices(recording_context(1, 0, 1), case.gpu):
-        # The first operation on fake tensors imports modules of torch: once here for all processes.
-        torch.zeros(1, device="cuda").add_(1)
-    with ProcessPoolExecutor(workers, forked) as pool:
-        futures = []
-        for rank in ranks:
-            job = (short, rank, case.world, case.nodes, case.gpu, case.routing)
-            futures.append(pool.submit(run_rank, *job))
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # raises the exception of the rank
-            show(done)
-        records = [future.result() for future in futures]
+    futures = []
+    for rank in ranks_of(case):
+        job = (short, rank, case.world, case.nodes, case.gpu, case.routing)
+        futures.append(pool.submit(run_rank, *job))
+    for done, future in enumerate(as_completed(futures), start=1):
+        future.result()  # raises the exception of the rank
+        show(done)
+    records = [future.result() for future in futures]
     events = {record.rank: record.events for record in records}
     # A rank that was not run gets the trace of the rank that represents it.
     traces = [events[rank] for rank in taken_as(config, list(events))]

@@ -22,13 +22,16 @@ from schedules.choice import decide
 device_guard.load()
 from emulator import rehearsal
 
+MOST = 8  # processes that run ranks
+
 if __name__ == "__main__":
     words = json.loads(Path(sys.argv[1]).read_text())
     machine, found = hardware.load("a100-80"), {}
-    for name, (world, line) in words.items():
-        config = check_any_length(parse(line.split()), world)
-        layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
-        config, _ = decide(replace(config, layout=layout), "cuda")
-        case = rehearsal.Case(config, world, -(-world // machine.node), machine.device)
-        found[name] = rehearsal.rehearse(case)
+    with rehearsal.processes(MOST, machine.device) as pool:
+        for name, (world, line) in words.items():
+            config = check_any_length(parse(line.split()), world)
+            layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
+            config, _ = decide(replace(config, layout=layout), "cuda")
+            case = rehearsal.Case(config, world, -(-world // machine.node), machine.device)
+            found[name] = rehearsal.rehearse(case, pool)
     Path(sys.argv[2]).write_bytes(pickle.dumps(found))

@@ -47,10 +47,9 @@ def sides_that_answer(tmp_path, *answers: list[str]) -> Iterator[list[Side]]:
 
 
 @pytest.mark.slow
-def test_every_kind_of_side_computes_the_same():
-    """DTensor, by hand, pipelining with DTensor inside, DDP with sharded state; on a tiny shape."""
-    rows = ("tp2", "tp2-pp2", "dp2-zero1")
-    words = ["--rows", *rows, "--rounds", "1", "--shape", "tiny"]
+def test_sides_of_two_ranks_compute_the_same():
+    """DTensor, by hand, DDP with sharded state; on a tiny shape."""
+    words = ["--rows", "tp2", "dp2-zero1", "--rounds", "1", "--shape", "tiny"]
     done = start([*BENCHMARK, *words], timeout=900, OMP_NUM_THREADS="1")
     assert done.status == 0, done.err
     table = [line.split("|")[1:-1] for line in done.out.splitlines() if line.startswith("| ")][2:]
@@ -58,8 +57,6 @@ def test_every_kind_of_side_computes_the_same():
         ("tp2", "DTensor"),
         ("tp2", "by hand: f, g, vocabulary-parallel loss"),
         ("dp2-zero1", "DistributedDataParallel, ZeroRedundancyOptimizer"),
-        ("tp2-pp2", "DTensor in pipelining, 1F1B, blocks 2 + 2"),
-        ("tp2-pp2", "DTensor in pipelining, 1F1B, blocks 3 + 1"),
     ]
     for row in table:
         ours, theirs = (float(cell.replace(",", "")) for cell in row[3:5])
@@ -68,17 +65,8 @@ def test_every_kind_of_side_computes_the_same():
         assert 0 < low <= ratio <= high
         for cell in row[6:8]:  # MiB of every rank
             peaks = [int(number) for number in cell.split("+")]
-            assert len(peaks) == (4 if "pp2" in row[0] else 2)
+            assert len(peaks) == 2
             assert min(peaks) > 20
-
-
-@pytest.mark.slow
-def test_transformers_with_experts_compute_the_same():
-    pytest.importorskip("transformers")
-    words = ["--rows", "experts", "--rounds", "1", "--shape", "tiny experts"]
-    done = start([*BENCHMARK, *words], timeout=600, OMP_NUM_THREADS="1")
-    assert done.status == 0, done.err
-    assert done.out.count("transformers' Qwen3-MoE") == 2
 
 
 @pytest.mark.slow
