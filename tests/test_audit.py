@@ -29,7 +29,7 @@ LAYOUTS = [
     {"dp": 3, "cp": 2, "precision": "bf16", "overlap_param_gather": True, **ROTARY},
     {"dp": 3, "tp": 2, "ep": 2, "balance": "bias", **EXPERTS},
 ]
-STEPS = 8
+STEPS = 4
 # The layers whose products an audit of two dense blocks computes, in order.
 FORWARD = [("attention", 3), ("mlp", 2)]
 BACKWARD = [("mlp", 4), ("attention", 5)]
