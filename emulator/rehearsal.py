@@ -221,17 +221,17 @@ class Case(NamedTuple):
 
 
 def processes(most: int, gpu: str) -> ProcessPoolExecutor:
-    """Return forked processes that run ranks: one for each core, but at most `most`.
+    """Return forked processes that run ranks: one for each core, at most `most`. gpu: its name.
 
-    gpu: the name of the GPU. Even a single rank runs in such a process: a pass in this process
-    would start autograd's threads, and a process that it forks later would lack them.
+    Even a single rank runs in such a process: a pass in this one would start autograd's threads,
+    which later forks would lack. A process that has run other cases is faster, by torch's caches.
     """
     torch.set_num_threads(1)
     with fake_devices(recording_context(1, 0, 1), gpu):
         # The first operation on fake tensors imports modules of torch: once here for all processes.
         torch.zeros(1, device="cuda").add_(1)
-    forked = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(min(most, len(allowed_cores())), forked)
+    workers = min(most, len(allowed_cores()))
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
 
 
 def rehearse(
@@ -239,16 +239,13 @@ def rehearse(
 ) -> Rehearsal:
     """Run the ranks that `ranks_of(case)` returns, in the processes of a pool of `processes`.
 
-    A process is the faster the more ranks it has run, since torch keeps what it knows of operations
-    on fake tensors. show: called with the number of ranks that have ended, whenever a rank ends.
-    Raise every exception of the trainer, such as UserError.
+    show: called whenever a rank ends, with the number of ranks that have. Raise every exception of
+    the trainer, such as UserError.
     """
     config = case.config
     short = shortened(config)
-    futures = []
-    for rank in ranks_of(case):
-        job = (short, rank, case.world, case.nodes, case.gpu, case.routing)
-        futures.append(pool.submit(run_rank, *job))
+    where = (case.world, case.nodes, case.gpu, case.routing)
+    futures = [pool.submit(run_rank, short, rank, *where) for rank in ranks_of(case)]
     for done, future in enumerate(as_completed(futures), start=1):
         future.result()  # raises the exception of the rank
         show(done)
