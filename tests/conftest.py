@@ -46,11 +46,10 @@ def pytest_collection_modifyitems(config, items):
     """In a process of several: the tests of TOGETHER first, then the files with most slow tests."""
     if not hasattr(config, "workerinput"):
         return
-    together = set()
     for item, fixture in itertools.product(items, TOGETHER):
         if fixture in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group(fixture))
-            together.add(item)
+    together = {item for item in items if item.get_closest_marker("xdist_group")}
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item not in together, -slow[item.path]))
 
@@ -82,7 +81,10 @@ def cuda_device(request) -> str:
 
 @pytest.fixture(scope="session")
 def slurm(request):
-    """The three-node Slurm of scripts/slurm_here.sh is there."""
+    """The three-node Slurm of scripts/slurm_here.sh is there.
+
+    A test that asks for it only when it runs needs the mark xdist_group("slurm").
+    """
     reason = ranks.why_no_slurm()
     if reason and request.config.getoption("--need-slurm"):
         pytest.fail(reason)
