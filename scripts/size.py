@@ -26,8 +26,8 @@ ENGINE = (
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
 
 # These limits may only fall, except for what an issue adds to the program.
-MOST_NODES = 256_000
-MOST_ENGINE_NODES = 24_350
+MOST_NODES = 255_500
+MOST_ENGINE_NODES = 24_330
 MOST_NODES_PER_LINE = 6.5
 MOST_NODES_PER_STATEMENT = 11.0
 
