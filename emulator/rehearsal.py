@@ -221,7 +221,7 @@ class Case(NamedTuple):
 
 
 def processes(most: int, gpu: str) -> ProcessPoolExecutor:
-    """Return forked processes that run ranks: one for each core, at most `most`. gpu: its name.
+    """Return forked processes that run ranks of a case with the GPU `gpu`; at most one per core.
 
     Even a single rank runs in such a process: a pass in this one would start autograd's threads,
     which later forks would lack. A process that has run other cases is faster, by torch's caches.

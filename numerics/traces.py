@@ -18,8 +18,8 @@ after. Masters are the weights that the optimizer updates. The tolerances are:
                         limited number of values, and rounding may move an element to the next one
     updates             Adam divides by the gradient's size, so rounding turns the signs of small
                         gradients: the square root of the response, times the update's norm. Muon
-                        computes the updates of matrices in bf16. The update of a bias of keys may
-                        be any, since its gradient is 0 but for rounding
+                        computes the updates of matrices in bf16. The bias of queries, keys and
+                        values may have any update, as that of keys follows rounding alone
 """
 
 import json
@@ -247,7 +247,8 @@ class Pair:
         if self.a.about.get("optimizer") == "muon":
             in_blocks = [name.startswith("blocks.") for name in self.tensors]
             share[in_blocks] = np.maximum(share[in_blocks], EPSILON["bf16"])
-        # A bias of keys adds the same number to all scores of a query, which softmax ignores.
+        # Without rotary positions the bias of keys has no gradient but rounding: it adds the same
+        # number to all scores of a query, which softmax ignores.
         share[[name.endswith("qkv.bias") for name in self.tensors]] = 1.0
         return share
 
