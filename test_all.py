@@ -1,8 +1,7 @@
 """Runs all tests: `python test_all.py`, with any of pytest's arguments.
 
 Tests of several ranks start them by mpirun themselves, and by srun beside scripts/slurm_here.sh.
-They run in several processes: all tests of a file in one, but for those that use the Slurm, which
-another one runs. Tests that are named run in this process alone.
+They run in several processes, all of a file in one; tests that are named, in this process alone.
 """
 
 import os
@@ -25,7 +24,7 @@ def in_processes(arguments: list[str]) -> list[str]:
         return []
     # Tests mostly wait, for ranks and for limits: three processes keep two cores busy.
     number = min(cores + 1, MOST_PROCESSES)
-    return ["-n", str(number), "--dist", "loadgroup", "--no-loadscope-reorder"]
+    return ["-n", str(number), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 if __name__ == "__main__":

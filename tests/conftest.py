@@ -37,32 +37,42 @@ def pytest_addoption(parser):
     )
 
 
-# The fixtures of what the machine has once. One process runs all tests that use such a fixture.
-TOGETHER = ("slurm", "cuda_device")
+# By fixture of what the machine has once: the files whose tests use it. One process runs them all.
+TOGETHER = {
+    "slurm": ("supervise", "slurm", "switches", "growth", "cluster", "launches", "audit"),
+    "cuda_device": ("cuda", "nccl"),
+}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config, items):
-    """In a process of several: the tests of TOGETHER first, then the files with most slow tests."""
+    """In a process of several: the files of TOGETHER first, then those with most slow tests."""
     if not hasattr(config, "workerinput"):
         return
-    for item, fixture in itertools.product(items, TOGETHER):
-        if fixture in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group(fixture))
-    together = {item for item in items if item.get_closest_marker("xdist_group")}
+    for item, (name, files) in itertools.product(items, TOGETHER.items()):
+        if name in item.fixturenames and item.path.stem.removeprefix("test_") not in files:
+            raise pytest.UsageError(f"{item.path} uses {name}: name it in TOGETHER of conftest.py")
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: (item not in together, -slow[item.path]))
+    items.sort(key=lambda item: (part(item.nodeid) not in TOGETHER, -slow[item.path]))
+
+
+def part(nodeid: str) -> str:
+    """Return the name of the part that a test is in: its file, or an entry of TOGETHER.
+
+    One process runs all tests of a part.
+    """
+    file = nodeid.partition("::")[0]
+    stem = file.rpartition("/")[2].removeprefix("test_").removesuffix(".py")
+    return next((name for name, files in TOGETHER.items() if stem in files), file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each process takes one part after the other: a file, or all tests of an entry of TOGETHER."""
-    from xdist.scheduler import LoadGroupScheduling
+    """Each process takes one part after the other."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class Parts(LoadGroupScheduling):
+    class Parts(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group = super()._split_scope(nodeid)  # a test that is in no group is one by itself
-            return nodeid.partition("::")[0] if group == nodeid else group
+            return part(nodeid)
 
     return Parts(config, log)
 
@@ -81,10 +91,7 @@ def cuda_device(request) -> str:
 
 @pytest.fixture(scope="session")
 def slurm(request):
-    """The three-node Slurm of scripts/slurm_here.sh is there.
-
-    A test that asks for it only when it runs needs the mark xdist_group("slurm").
-    """
+    """The three-node Slurm of scripts/slurm_here.sh is there."""
     reason = ranks.why_no_slurm()
     if reason and request.config.getoption("--need-slurm"):
         pytest.fail(reason)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,12 +76,6 @@ LAUNCHERS = {
 }
 
 
-def by_launcher(names: Iterable[str]) -> list:
-    """Values of a test's argument, each of which ends in -LAUNCHER; srun's are of the Slurm."""
-    of_slurm = pytest.mark.xdist_group("slurm")
-    return [pytest.param(n, marks=of_slurm) if n.endswith("-srun") else n for n in names]
-
-
 def early(name: str, where: str, culprit: int, out: Path, request) -> list[str]:
     """The command of a job of two ranks, one of which fails at a moment in a way.
 
@@ -107,7 +100,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", by_launcher(FAILURES))
+@pytest.mark.parametrize("name", FAILURES)
 def test_a_rank_that_fails_before_all_have_met_ends_the_job(name, tmp_path, request):
     where, culprit, said = FAILURES[name]
     command = early(name, where, culprit, tmp_path, request)
@@ -146,7 +139,7 @@ LOSSES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", by_launcher(LOSSES))
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_rank_that_is_lost_during_the_start_ends_the_job(name, tmp_path, request):
     """It would last for half an hour, and after the meeting for two minutes."""
     where = name.partition("-")[0]
@@ -219,7 +212,6 @@ def test_without_a_network_several_ranks_end_and_one_trains(before, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("moment", ["imports", "meeting", "after"])
 def test_a_signal_to_one_rank_of_srun_ends_the_job(moment, tmp_path, request):
     """Without --kill-on-bad-exit=1; ranks that have met stop at their first boundary."""
@@ -233,9 +225,7 @@ def test_a_signal_to_one_rank_of_srun_ends_the_job(moment, tmp_path, request):
     assert none_left(str(tmp_path)) == watches_left(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "name", by_launcher(["SIGTERM-mpirun", "SIGTERM-torchrun", "SIGTERM-srun"])
-)
+@pytest.mark.parametrize("name", ["SIGTERM-mpirun", "SIGTERM-torchrun", "SIGTERM-srun"])
 def test_a_signal_while_ranks_meet_ends_them(name, tmp_path, request):
     """Rank 0 does not come to meet the other."""
     number = signal.Signals[name.partition("-")[0]]
