@@ -67,14 +67,14 @@ def refit_without_each(
     fits begin at the same constants, so the errors of the first step are computed once.
     """
     here, by_constant = slopes(partial(errors, rows), names, values)
-    found = {}
+    fitted_without: dict[str, dict[str, float]] = {}
     for group in dict.fromkeys(map(group_of, rows)):
         others = [row for row in rows if group_of(row) != group]
         kept = [n for n in range(len(here)) if n >= len(rows) or group_of(rows[n]) != group]
         step = solve([here[n] for n in kept], [[one[n] for n in kept] for one in by_constant])
         first = moved(values, names, step, most)
-        found[group] = refit(partial(errors, others), names, first, rounds - 1, most)
-    return found
+        fitted_without[group] = refit(partial(errors, others), names, first, rounds - 1, most)
+    return fitted_without
 
 
 def moved(

@@ -115,8 +115,6 @@ FITTED = ("a100_torch_gemm", "h100_torch_gemm", "nvlink_latency")
 # November 2026, which came after the constants.
 LEFT_OUT = ("nemo_launcher", "dgxc", "internevo", "nemo_guide", "dgxc_2025", "olmo_core")
 LEFT_OUT += ("tinyllama",)
-
-
 ROUNDS = 2  # steps of a fit
 
 
