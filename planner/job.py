@@ -249,9 +249,12 @@ class Job(NamedTuple):
         values = self.fitted_values
         warnings = []
         for name, (low, high) in self.machine.fitted_range.items():
-            if not low <= values[name] <= high:
-                fitted = f"{low} to {high}" if high else "nothing"
-                where = f"outside what was fitted on {self.machine.name}: {fitted}"
+            if not high:
+                warnings.append(
+                    f"no run on {self.machine.name} was measured: predicted by its datasheet"
+                )
+            elif not low <= values[name] <= high:
+                where = f"outside what was fitted on {self.machine.name}: {low} to {high}"
                 warnings.append(f"{name} {values[name]} is {where}")
         return warnings
 
