@@ -3,7 +3,7 @@
     git clone . /tmp/clone
     python benchmarks/commands.py --clone /tmp/clone         writes benchmarks/results/commands.md
     python benchmarks/commands.py --clone /tmp/clone --only sample
-    python benchmarks/commands.py --missing                  commands that the list does not have
+    python benchmarks/commands.py --missing                  compares the list with the pages
 
 The list, benchmarks/data/commands.toml, has in the order in which they run, for each command:
 `written`, as on the page; `run`, what is run in its place, and `how`, why; or `skip`, why it is not
@@ -50,14 +50,18 @@ def commands(text: str) -> list[str]:
     Between backticks a name without options is a program, and no command.
     """
     found = []
-    blocks = re.sub(r"\\\n\s*", "", text)  # a command goes on after a backslash
-    for line in blocks.splitlines():
+    for line in _joined(text).splitlines():
         code = line.strip()
         if line.startswith("    ") and START.match(code + " "):
             found.append(_plain(re.sub(r"\s+#.*$", "", code)))
     lines = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
     quoted = map(_plain, re.findall(r"`([^`]+)`", lines))
     return found + [q for q in quoted if START.match(q) and re.search(r"[ /.]-|/| \.", q)]
+
+
+def _joined(text: str) -> str:
+    """The text with each command on one line: a command goes on after a backslash."""
+    return re.sub(r"\\\n\s*", "", text)
 
 
 def _plain(command: str) -> str:
@@ -73,6 +77,12 @@ def missing() -> list[str]:
         for command in dict.fromkeys(commands(page.read_text()))
         if command not in listed
     ]
+
+
+def gone() -> list[str]:
+    """Commands of the list that are on no page any more."""
+    text = " ".join(_plain(_joined(page.read_text())) for page in pages())
+    return [entry["written"] for entry in entries() if entry["written"] not in text]
 
 
 def entries() -> list[dict]:
@@ -161,16 +171,16 @@ def report(outcomes: dict[str, dict]) -> list[str]:
 
 
 def main() -> int:
-    """Run what is asked for; 1 if a command failed or is missing in the list."""
+    """Run what is asked for; 1 if a command failed, or if the list is not that of the pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clone", type=Path, help="a clone with .venv, or in which setup.sh runs")
     parser.add_argument("--only", default="", help="commands that contain this text")
-    parser.add_argument("--missing", action="store_true", help="list what the list lacks, run none")
+    parser.add_argument("--missing", action="store_true", help="compare list and pages, run none")
     o = parser.parse_args()
-    absent = missing()
+    differences = missing() + [f"on no page: {command}" for command in gone()]
     if o.missing or o.clone is None:
-        print("\n".join(absent))
-        return 1 if absent else 0
+        print("\n".join(differences))
+        return 1 if differences else 0
     kept = o.clone / "commands.json"
     outcomes = json.loads(kept.read_text()) if kept.exists() else {}
     bad = 0
@@ -185,7 +195,7 @@ def main() -> int:
         print(word, f"{outcome['seconds']:.0f} s", entry["written"], flush=True)
         kept.write_text(json.dumps(outcomes, indent=1))
         RESULTS.write_text("\n".join(report(outcomes)) + "\n")
-    return 1 if bad or absent else 0
+    return 1 if bad or differences else 0
 
 
 if __name__ == "__main__":
