@@ -45,7 +45,7 @@ def fake_devices(context: RecordingContext, gpu: str, routing: str = "even") -> 
     """Make torch use fake GPUs, and yield the meter of this rank's GPU.
 
     gpu: the name that the driver would give the GPU. routing: the distribution of tokens over
-    experts, one of ROUTINGS.
+    experts, EVEN or ONE_RANK.
     """
     meter = Meter(context.trace)
     with contextlib.ExitStack() as stack:
@@ -87,7 +87,7 @@ def _replacements(
 ) -> Iterator[tuple[Any, str, Any]]:
     """Yield everything that is replaced: (module or class, name of the attribute, new value).
 
-    gpu: the name of the GPU. routing: one of ROUTINGS.
+    gpu: the name of the GPU. routing: EVEN or ONE_RANK.
     """
     cuda = torch.cuda
     device = context.device
@@ -141,7 +141,9 @@ def _replacements(
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
 
 
-EVEN, ONE_RANK = ROUTINGS = ("even", "one-rank")
+# How tokens are routed to experts: as many to each, or all that a group of --ep has to one rank.
+EVEN = "even"
+ONE_RANK = "one-rank"
 
 
 def counts_of_routing(meter: Meter, routing: str) -> Callable[[Group, Tensor, int], list]:

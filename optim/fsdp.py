@@ -133,6 +133,7 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
             # size, a weight of shape (2, f, h) becomes a matrix of 2 f rows.
             p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
         device_mesh = device_meshes[replicas]
+        part.register_forward_hook(_without_views)
         fully_shard(part, mesh=device_mesh, mp_policy=policy, ignored_params=ignored)
         for name, p in part.named_parameters():
             if name in drawn:
@@ -149,6 +150,18 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
         shard_over(mesh.replicas, part)
 
     return shard
+
+
+def _without_views(part: nn.Module, inputs: Any, result: Any) -> Any:
+    """Return a part's result, a tensor or a tuple of them, as tensors that are not views.
+
+    A part's forward pass ends with this hook. A linear layer with a bias returns a view. torch puts
+    a hook on each tensor, which gathers the weights for the backward pass, and warns of a view,
+    since an operation in place on a view would drop the hook.
+    """
+    if isinstance(result, tuple):
+        return tuple(_without_views(part, inputs, tensor) for tensor in result)
+    return torch.ops.aten._unsafe_view(result, result.shape)
 
 
 def _device_mesh(group: Group, factory: ParamFactory) -> DeviceMesh:

@@ -246,15 +246,14 @@ class Job(NamedTuple):
 
         Its value is outside the range on which the machine's constants were fitted.
         """
+        machine = self.machine
         values = self.fitted_values
         warnings = []
-        for name, (low, high) in self.machine.fitted_range.items():
+        for name, (low, high) in machine.fitted_range.items():
             if not high:
-                warnings.append(
-                    f"no run on {self.machine.name} was measured: predicted by its datasheet"
-                )
+                warnings.append(f"no run on {machine.name} was measured: predicted by its datasheet")
             elif not low <= values[name] <= high:
-                where = f"outside what was fitted on {self.machine.name}: {low} to {high}"
+                where = f"outside what was fitted on {machine.name}: {low} to {high}"
                 warnings.append(f"{name} {values[name]} is {where}")
         return warnings
 

@@ -9,6 +9,7 @@ the mesh is an object that is passed.
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -115,9 +116,18 @@ def run_jobs(run_job: Callable[[dict, Context], Any]) -> None:
 
 
 def run_case(case: dict, context: Context) -> dict:
-    """Return the result of `run`, or with --compile of `run_compiled`."""
+    """Return the result of `run`, or with --compile of `run_compiled`.
+
+    A warning of torch is an error, since a user would see it in every such run; not with --compile,
+    whose compiler warns of what it leaves out.
+    """
     config = validation.check(options(case), context.size)
-    result = run_compiled(config, context) if case.get("compile") else run(config, context)
+    if case.get("compile"):
+        result = run_compiled(config, context)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            result = run(config, context)
     # Only rank 0 writes, so the finding of another rank would be lost.
     if result["unequal"]:
         raise RuntimeError(f"{case}: {result['unequal']}")
