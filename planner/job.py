@@ -251,7 +251,9 @@ class Job(NamedTuple):
         warnings = []
         for name, (low, high) in machine.fitted_range.items():
             if not high:
-                warnings.append(f"no run on {machine.name} was measured: predicted by its datasheet")
+                warnings.append(
+                    f"no run on {machine.name} was measured: predicted by its datasheet"
+                )
             elif not low <= values[name] <= high:
                 where = f"outside what was fitted on {machine.name}: {low} to {high}"
                 warnings.append(f"{name} {values[name]} is {where}")
