@@ -2,7 +2,7 @@
 
 device_guard     compiles and loads a library that lets torch run on fake tensors of cuda
 fake_devices     replaces the GPU
-meter            counts the fake GPU's bytes, kernels loaded, and stops of the host
+meter            counts the fake GPU's bytes and kernels, and stops of the host
 recording        replaces the other ranks, and records the operations with them
 rehearsal        chooses the ranks of a run that are run, and runs them
 matching         compares the ranks' operations, and finds deadlocks

@@ -1,4 +1,4 @@
-"""Counts for one rank the bytes allocated on its fake GPU, kernels loaded, and stops of the host.
+"""Counts for one rank the bytes allocated on its fake GPU, kernels launched, and stops of the host.
 
 The bytes are the sizes of all living storages, rounded up like sizes in torch's caching allocator.
 So they equal torch.cuda.max_memory_allocated, without the workspaces that kernels allocate.
@@ -56,8 +56,9 @@ class _Function(NamedTuple):
 class Meter(TorchDispatchMode):
     """Counts while it is entered as a context manager, inside a FakeTensorMode.
 
-    peaks: the peak of each phase since `start`. now: bytes that are allocated now. pinned: the
-    pinned storages. Stops of the host, and first launches of kernels, go to the trace.
+    peaks: the peak of each phase; kernels: the number of kernels launched; both since `start`.
+    now: bytes that are allocated now. pinned: the pinned storages. Stops of the host go to the
+    trace.
     """
 
     def __init__(self, trace: Trace):
@@ -67,6 +68,7 @@ class Meter(TorchDispatchMode):
         self.recorder = trace.recorder
         self.now = 0  # the bytes that are allocated now
         self.peaks = defaultdict[str, Peak](Peak)  # by phase, since the last `start`
+        self.kernels = 0  # kernels launched since the last `start`
         self.pinned = weakref.WeakSet[Any]()  # the storages in pinned memory of the host
         # The living storages by their address: (weak reference to the storage, bytes, kind).
         self._live: dict[int, tuple[Any, int, str]] = {}
@@ -79,8 +81,9 @@ class Meter(TorchDispatchMode):
         self._loaded: set[tuple] = set()
 
     def start(self) -> None:
-        """Forget the peaks so far; called before each step."""
+        """Forget the peaks and the kernels counted so far; called before each step."""
         self.peaks.clear()
+        self.kernels = 0
 
     def phase(self) -> str:
         """Return the meter's phase in which the rank is now; a new allocation counts there."""
@@ -88,7 +91,7 @@ class Meter(TorchDispatchMode):
         return PHASES.get(phase) or ACTIONS.get(action, "optimizer")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run an operation on fake tensors; record its allocations, its kernel and its stops.
+        """Run an operation on fake tensors, and count its allocations, its kernel and its stops.
 
         torch calls this method for every operation while the meter is entered.
         """
@@ -141,7 +144,7 @@ class Meter(TorchDispatchMode):
     # -- bytes and kernels ------------------------------------------------------------------
 
     def _count(self, function: Any, facts: _Function, result: Any) -> None:
-        """Count the results of an operation: new storages on the GPU, and a kernel's first launch.
+        """Count the results of an operation: new storages on the GPU, and a kernel launch.
 
         result: a tensor, or a tuple or list with tensors.
         """
@@ -159,6 +162,7 @@ class Meter(TorchDispatchMode):
                     self._allocate(storage, function)
         node = torch._C._current_autograd_node()
         if on_device and facts.launches:
+            self.kernels += 1
             self._load(tuple(kernel))
             # A backward operation is reported with the line of its forward operation. In a forward
             # pass, autograd has just given the operation its sequence number, which both have.
