@@ -87,9 +87,7 @@ class Training:
     )
     optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
-    min_lr: float = option(
-        None, "final learning rate, default: a tenth of --lr", minimum=0.0, needs=LR_FALLS
-    )
+    min_lr: float = option(3e-5, "final learning rate", minimum=0.0, needs=LR_FALLS)
     lr_schedule: str = option(
         "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
     )

@@ -43,10 +43,10 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     The rate rises linearly for lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine
     or linear fall to min_lr at lr_decay_samples (default: total), or wsd (arXiv 2404.06395):
     constant, and then a linear fall to min_lr over the last lr_wsd_decay_samples before
-    lr_decay_samples (default: a tenth of these). The default of min_lr is a tenth of lr.
+    lr_decay_samples (default: a tenth of these).
     """
     peak = training.lr
-    low = peak / 10 if training.min_lr is None else training.min_lr
+    low = training.min_lr
     end = training.lr_decay_samples or total
     # In the warmup the rate is that of the step's last sample, so that no step has the rate 0.
     if samples < training.lr_warmup_samples:

@@ -109,7 +109,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
 
 def test_the_learning_rate_warms_up_and_falls():
     def rates(**options):
-        given = {"steps": 10, "global_batch_size": 10, "lr": 1.0} | options
+        given = {"steps": 10, "global_batch_size": 10, "lr": 1.0, "min_lr": 0.1} | options
         t = configuration.Training(**given)
         return [trainer.learning_rate(t, samples, 1000, 10) for samples in range(0, 1001, 10)]
 
@@ -120,7 +120,6 @@ def test_the_learning_rate_warms_up_and_falls():
     quarter = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
     for schedule, options, places, expected in (
         ("cosine", {}, (0, 25, 50, 100), (1.0, quarter, 0.55, 0.1)),
-        ("cosine", {"min_lr": 0.0}, (0, 50, 100), (1.0, 0.5, 0.0)),
         ("linear", {}, (0, 25, 50, 100), (1.0, 0.775, 0.55, 0.1)),
         ("linear", {"lr_decay_samples": 500}, (25, 50, 100), (0.55, 0.1, 0.1)),
         ("constant", {}, (0, 100), (1.0, 1.0)),
