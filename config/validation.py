@@ -403,7 +403,7 @@ def _check_length(config: Config) -> None:
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
     if training.lr_schedule != "constant" and training.min_lr > training.lr:
-        raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
+        raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")
 
 
 def _check_run(run: Run, steps: int) -> None:

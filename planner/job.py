@@ -255,8 +255,10 @@ class Job(NamedTuple):
                     f"no run on {machine.name} was measured: predicted by its datasheet"
                 )
             elif not low <= values[name] <= high:
-                where = f"outside what was fitted on {machine.name}: {low} to {high}"
-                warnings.append(f"{name} {values[name]} is {where}")
+                warnings.append(
+                    f"{name} {values[name]} is outside what was fitted on {machine.name}: "
+                    f"{low} to {high}"
+                )
         return warnings
 
 
