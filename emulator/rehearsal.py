@@ -209,7 +209,7 @@ class Case(NamedTuple):
 
     config: a checked configuration, without automatic options. world, nodes: the numbers of ranks
     and of nodes. gpu: the name that the driver gives the GPU. all_ranks: whether every rank is run.
-    routing: how tokens are routed to experts, see fake_devices.EVEN.
+    routing: how tokens are routed to experts, EVEN or ONE_RANK of fake_devices.py.
     """
 
     config: Config

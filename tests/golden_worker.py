@@ -118,8 +118,8 @@ def run_jobs(run_job: Callable[[dict, Context], Any]) -> None:
 def run_case(case: dict, context: Context) -> dict:
     """Return the result of `run`, or with --compile of `run_compiled`.
 
-    A warning of torch is an error, since a user would see it in every such run; not with --compile,
-    whose compiler warns of what it leaves out.
+    A UserWarning, such as torch's, is an error, since a user would see it in every such run; not
+    with --compile, whose compiler warns of what it leaves out.
     """
     config = validation.check(options(case), context.size)
     if case.get("compile"):

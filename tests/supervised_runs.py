@@ -13,8 +13,9 @@ import psutil
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 16 --vocab-size 32 --global-batch-size 4"
 HANG_LIMIT = 10  # seconds; beside other work a step may stall for three
-WORDS = f"{SHAPE} --device cpu --lr-schedule constant --save-every 1".split()
-WORDS += ["--hang-timeout", str(HANG_LIMIT)]
+WORDS = (
+    f"{SHAPE} --device cpu --lr-schedule constant --save-every 1 --hang-timeout {HANG_LIMIT}"
+).split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 STEPS = 12
 NOWHERE = subprocess.DEVNULL
