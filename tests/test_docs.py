@@ -2,17 +2,12 @@
 
 import re
 
-import commands
 import pictures
 import pytest
 from ranks import ROOT
 
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
-README_LINES = range(120, 151)
-GUIDES = [ROOT / "docs" / "install.md", *sorted((ROOT / "docs").glob("guide_*.md"))]
-MOST_WORDS_OF_A_GUIDE = 2000
-MOST_WORDS_OF_A_SENTENCE = 16  # on average over a guide
 
 
 def headings(text: str) -> set[str]:
@@ -50,17 +45,6 @@ def test_programs_exist(page):
     assert [file for file in files if not (ROOT / file).exists() and file not in gone] == []
 
 
-def test_every_command_has_been_run():
-    """In the way that the results say; `benchmarks/commands.py --missing` lists the others."""
-    assert len(commands.entries()) > 100
-    assert commands.missing() == []
-    assert commands.gone() == []
-    table = commands.RESULTS.read_text()
-    rows = {commands.row(entry, None).split("` | ")[0] for entry in commands.entries()}
-    assert [row for row in rows if f"\n{row}` | " not in table] == []
-    assert "FAILED" not in table
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_tests_that_are_named_exist(page):
     """`tests/test_a.py::test_b`; docs/security.md rests on them."""
@@ -88,10 +72,6 @@ def test_the_picture_of_schedules_is_what_the_program_draws():
     assert named == [("1f1b", "27"), ("zb-v", "6")], "as the README says"
 
 
-def test_the_readme_is_one_page():
-    assert len((ROOT / "README.md").read_text().splitlines()) in README_LINES
-
-
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name)
 def test_names_are_in_their_files(page):
     """`[a/b.py](a/b.py): `name`` in the README, `a/b.py` (`name`) in CONTRIBUTING.md."""
@@ -106,21 +86,3 @@ def test_names_are_in_their_files(page):
         if not re.search(rf"\b(def|class) {last}\b|^{last}\b", (ROOT / path).read_text(), re.M):
             missing.append((path, wanted))
     assert missing == []
-
-
-def sentences(text: str) -> list[str]:
-    """Return the sentences of a page: without code blocks, tables and headings."""
-    lines = re.sub(r"^(?:    |\||#).*$", "", text, flags=re.MULTILINE)
-    plain = re.sub(r"`[^`]*`", "name", lines)
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-    pieces = re.split(r"[.?!:](?:\*\*)?\s|\n\n|\n\* ", plain)
-    return [piece for piece in pieces if re.search(r"\w", piece)]
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=name)
-def test_guides_are_short(page):
-    text = page.read_text()
-    found = sentences(text)
-    assert len(text.split()) <= MOST_WORDS_OF_A_GUIDE
-    words = sum(len(sentence.split()) for sentence in found)
-    assert words / len(found) <= MOST_WORDS_OF_A_SENTENCE

@@ -1,4 +1,4 @@
-"""DESIGN.md's plan of the house: rooms, the arrows between them, sizes, and what stays outside.
+"""The plan of the house: rooms, the arrows between them, and what a plain run must not load.
 
 A room is a Python file of the root or a wing: a folder of modules. Everything is read from the
 source by `ast`: imports inside of functions and under TYPE_CHECKING are arrows too.
@@ -8,15 +8,12 @@ import ast
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from ranks import ROOT, start_ranks
-
-from scripts import size
 
 # From the top to the bottom: a room imports only from rows below its own.
 ROWS = (
@@ -58,15 +55,16 @@ WITHOUT_TORCH = ("numerics", "config", "schedules", "planner", "supervisor", "wa
 READ_THE_ENVIRONMENT = {"distributed", "config"}
 OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room imports them
 APART = {"test_all"}  # a file of the root that is no room
-LONG_FUNCTIONS: set[str] = set()  # "room.module.Class.name" of the loops that may be longer; two
-
-MOST_ROOT_FILES = 19
-MOST_FILE_LINES = 450
-MOST_FUNCTION_LINES = 60
-MOST_ROOMS_OF_TRAINER = 14
-# The nodes, by `size.measure`, and files that a plain run loads; these limits may only fall.
-MOST_NODES_OF_A_PLAIN_RUN = 88_950
-MOST_FILES_OF_A_PLAIN_RUN = 63
+# Packages that take seconds or hundreds of MB, each needed by one feature.
+HEAVY = (
+    "h5py",
+    "pyarrow",
+    "matplotlib",
+    "transformers",
+    "tensorboard",
+    "torch.nn.attention.flex_attention",
+    "torch.distributed.fsdp",
+)
 
 
 def wings() -> list[str]:
@@ -132,11 +130,6 @@ def lines_of(path: Path) -> int:
 
 def test_every_room_has_a_row():
     assert {room_of(module) for module in files()} <= set(ROW_OF)
-
-
-def test_the_root_is_small():
-    found = sorted(path.name for path in ROOT.glob("*.py") if path.stem not in APART)
-    assert len(found) <= MOST_ROOT_FILES, found
 
 
 @pytest.mark.parametrize("wing", wings())
@@ -229,11 +222,6 @@ def test_nobody_uses_anothers_private_names(path):
     assert sorted(private_names(path)) == []
 
 
-def test_the_trainer_imports_few_rooms():
-    rooms = {room_of(module) for module in imported_modules(files()["trainer"])}
-    assert len(rooms) <= MOST_ROOMS_OF_TRAINER, sorted(rooms)
-
-
 @pytest.mark.parametrize("wing", WITHOUT_TORCH)
 def test_rooms_without_torch(wing):
     """Transitively: imported into a fresh Python, no module of the wing brings torch along."""
@@ -244,106 +232,28 @@ def test_rooms_without_torch(wing):
 
 
 # ------------------------------------------------------------------------------------------------
-# Sizes
+# What a plain run loads
 # ------------------------------------------------------------------------------------------------
-
-
-def functions(node: ast.AST, name: str) -> Iterator[tuple[str, int]]:
-    """Every function below a node, by its full name, and its lines."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{name}.{child.name}", child.end_lineno - child.lineno + 1
-        inner = f"{name}.{child.name}" if hasattr(child, "name") and child.name else name
-        yield from functions(child, inner)
-
-
-def test_files_are_short():
-    inits = [ROOT / wing / "__init__.py" for wing in wings()]
-    sizes = {name_of(path): lines_of(path) for path in [*files().values(), *inits]}
-    assert {name: size for name, size in sizes.items() if size > MOST_FILE_LINES} == {}
-
-
-def test_functions_are_short():
-    sizes = {}
-    for module, path in files().items():
-        sizes |= dict(functions(tree(path), module))
-    long = {name for name, size in sizes.items() if size > MOST_FUNCTION_LINES}
-    assert len(LONG_FUNCTIONS) <= 2
-    assert long == LONG_FUNCTIONS
-
-
-def test_the_engine_stays_within_its_nodes():
-    engine = sum((size.measure(files()[room]) for room in size.ENGINE), size.Size())
-    assert engine == size.measure_all()["engine"]
-    assert engine.nodes <= size.MOST_ENGINE_NODES
-
-
-def test_the_whole_stays_within_its_nodes_and_is_no_more_tightly_packed():
-    paths = [*ROOT.glob("*.py"), *(path for wing in wings() for path in (ROOT / wing).glob("*.py"))]
-    paths.remove(ROOT / "test_all.py")
-    whole = sum(map(size.measure, paths), size.Size())
-    listed = size.total(size.measure_all())
-    assert listed == whole + size.measure(ROOT / "test_all.py")
-    assert listed.nodes <= size.MOST_NODES
-    assert listed.per_line <= size.MOST_NODES_PER_LINE
-    assert listed.per_statement <= size.MOST_NODES_PER_STATEMENT
 
 
 PLAIN_RUN = """
 import runpy, sys
 runpy.run_path("train.py", run_name="__main__")
-files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-print("\\n".join(f"loaded {file}" for file in files if file))
+print("\\n".join(f"loaded {name}" for name in list(sys.modules)))
 """
 
 
-def test_a_plain_run_loads_no_feature_that_it_does_not_use(tmp_path):
-    """1F1B on two stages, ZeRO-1, synthetic tokens: no saving, planner, trackers or GPUs."""
+def test_a_plain_run_loads_nothing_heavy_that_it_does_not_use(tmp_path):
+    """1F1B on two stages, ZeRO-1, synthetic tokens, no checkpoint."""
     words = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --steps 3 --pp 2 "
     words += f"--global-batch-size 8 --device cpu --out {tmp_path}"
     outcome = start_ranks(2, "-c", PLAIN_RUN, *words.split(), PYTHONPATH=str(ROOT))
     assert outcome.status == 0, outcome.err
     loaded = {line.split()[1] for line in outcome.out.splitlines() if line.startswith("loaded ")}
-    own = [path for path in [*files().values(), *ROOT.glob("*/__init__.py")] if str(path) in loaded]
-    own.append(ROOT / "train.py")
-    sizes = {name_of(path): size.measure(path).nodes for path in own}
-    listed = "\n".join(f"{nodes:6,} {name}" for name, nodes in sorted(sizes.items()))
-    assert sum(sizes.values()) <= MOST_NODES_OF_A_PLAIN_RUN, listed
-    assert len(sizes) <= MOST_FILES_OF_A_PLAIN_RUN, listed
-    rooms = {room_of(name.removesuffix(".py").replace("/", ".")) for name in sizes}
-    assert not rooms & {"planner", "tuner", "emulator", "supervisor", "decoding", "vocabulary"}
-    for name in ("save", "writer", "load", "file_format"):
-        assert f"checkpointing/{name}.py" not in sizes
-
-
-@pytest.mark.parametrize("folder", [".", *OUTSIDE, *wings()])
-def test_sentences_begin_with_their_subject(folder):
-    """A comment or docstring that begins so has left out the noun that it is about."""
-    forbidden = re.compile(r"(Of|That of|Those|What|As)\b")
-    found = []
-    for path in (ROOT / folder).glob("*.py"):
-        texts = [ast.get_docstring(node) or "" for node in ast.walk(tree(path)) if documents(node)]
-        texts += comments(path)
-        found += [f"{path.name}: {text[:60]}" for text in texts if forbidden.match(text)]
-    assert found == []
-
-
-def documents(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-
-
-def comments(path: Path) -> list[str]:
-    """The first lines of a file's comments, without their marks."""
-    found, last = [], -1
-    with open(path) as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type != tokenize.COMMENT:
-                continue
-            alone = token.line.lstrip().startswith("#")
-            if not (alone and last == token.start[0] - 1):
-                found.append(token.string.lstrip("#: "))
-            last = token.start[0] if alone else last
-    return found
+    assert "train" in loaded or "trainer" in loaded, "the names are those of modules"
+    assert sorted(loaded & set(HEAVY)) == []
+    rooms = {room_of(module) for module in loaded}
+    assert sorted(rooms & {"planner", "tuner", "emulator", "supervisor"}) == []
 
 
 # ------------------------------------------------------------------------------------------------
