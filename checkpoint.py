@@ -9,7 +9,6 @@ checkpointing/ has the format, and how a run saves and loads.
 """
 
 import argparse
-import ctypes
 import math
 import os
 import signal
@@ -17,8 +16,8 @@ import sys
 from typing import Any
 
 from config import messages  # imported first, because it refuses a Python that is too old
+from distributed.parent_death import signal_at_parents_death
 
-PR_SET_PDEATHSIG = 1  # requests a signal at the death of the parent process (<sys/prctl.h>)
 # The signals that end a process in which a library has crashed.
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
@@ -31,8 +30,7 @@ def continue_in_child() -> None:
     """
     child = os.fork()
     if child == 0:
-        # The kernel sends SIGTERM to this child if the parent dies.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal_at_parents_death()
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the child too, which ends then
     _, wait_status = os.waitpid(child, 0)

@@ -18,5 +18,6 @@ start_checks     what is said and checked before a model is built
 compiler         whether a node has what torch.compile needs
 preflight        fast checks of every node before the first step
 garbage          Python's garbage collector, at the same steps on all ranks
+parent_death     processes that end with their parent
 stop_conditions  signals, files and limits that end or save a run early
 """

@@ -18,7 +18,6 @@ A step boundary is the time between two steps, at which the ranks exchange their
 """
 
 import contextlib
-import ctypes
 import enum
 import functools
 import os
@@ -35,6 +34,7 @@ import psutil
 from config.run_options import Run
 from distributed.early_end import end_job
 from distributed.launch import Launch
+from distributed.parent_death import signal_at_parents_death
 
 STOPPED_EARLY = 75  # the exit status of a run that has saved and stopped before its last step
 ENDING = (signal.SIGTERM, signal.SIGINT)  # signals that end the job while its ranks meet
@@ -42,7 +42,6 @@ HANDLED = (*ENDING, signal.SIGUSR1)
 # A signal that comes within this time after the first is taken for the same signal, which a
 # launcher may deliver twice, in two ways. A user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
-PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>: the kernel sends a signal if the parent dies
 # The number of step durations that are kept for --exit-after-minutes: the next step is expected to
 # take as long as the slowest of these steps.
 STEPS_REMEMBERED = 20
@@ -99,7 +98,7 @@ class Signals:
         self._end_meeting()  # a SIGTERM or SIGINT that came before this line ends all ranks now
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            signal_at_parents_death()
 
     def have_met(self, end: Callable[[int], None]) -> None:
         """Let a signal save and stop the run from here on; called when all ranks have met.

@@ -29,6 +29,7 @@ import dataclasses
 import math
 import multiprocessing
 import operator
+import os
 import shutil
 import tempfile
 import time
@@ -49,6 +50,7 @@ from checkpointing.writer import Writer
 from config.schema import Config, coordinates
 from decoding import Choice, Decoder
 from distributed import start_checks
+from distributed.parent_death import end_with_parent
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
@@ -225,13 +227,15 @@ def processes(most: int, gpu: str) -> ProcessPoolExecutor:
 
     Even a single rank runs in such a process: a pass in this one would start autograd's threads,
     which later forks would lack. A process that has run other cases is faster, by torch's caches.
+    The processes end with this one.
     """
     torch.set_num_threads(1)
     with fake_devices(recording_context(1, 0, 1), gpu):
         # The first operation on fake tensors imports modules of torch: once here for all processes.
         torch.zeros(1, device="cuda").add_(1)
     workers = min(most, len(allowed_cores()))
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
+    forks = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(workers, forks, end_with_parent, (os.getpid(),))
 
 
 def rehearse(

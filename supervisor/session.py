@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from config.messages import UserError
+from distributed.parent_death import signal_at_parents_death
 from distributed.run_lock import in_use
 from supervisor import evidence
 from supervisor.command import Command, answering_nodes, silent_nodes
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask the run to save and end
-# Constants of <sys/prctl.h>. With the first, the kernel sends a process a signal when its parent
-# ends; with the second, a process becomes the parent of its descendants whose parents have ended.
-PR_SET_PDEATHSIG = 1
+# <sys/prctl.h>: a process becomes the parent of its descendants whose parents have ended.
 PR_SET_CHILD_SUBREAPER = 36
 SECONDS_BETWEEN_ENDS = 0.05  # seconds between two checks whether processes have ended
 SECONDS_BETWEEN_LOOKS = 1.0  # seconds between two checks for a case, or for room on a full disk
@@ -107,7 +106,7 @@ class Processes:
         save and end. At SIGTERM srun would end the ranks before they can save, so it gets SIGUSR1.
         """
         number = signal.SIGUSR1 if self.srun else signal.SIGTERM
-        self._libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+        signal_at_parents_death(number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     def _forward(self, number: int, _: FrameType | None) -> None:

@@ -27,11 +27,12 @@ import socket
 import subprocess
 import sys
 import threading
-from functools import cache
 from pathlib import Path
+from typing import NoReturn
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-MESSAGE = 1 << 20  # bytes of a request, at most
 THREADS = {"OMP_NUM_THREADS": "1"}
 # The modules that a server imports before it forks. All optimizers of torch except AdamW import
 # torch._dynamo.
@@ -57,13 +58,16 @@ class Forked:
         self.processor = 0.0  # seconds, when it has ended
         own, theirs = os.pipe()
         self._status = os.fdopen(own)
-        request = json.dumps([words, environment, str(cwd)]).encode()
+        # The server opens them by these paths, so that a request is a line of text.
+        files = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (out, err, theirs)]
+        request = json.dumps([words, environment, str(cwd), *files]) + "\n"
         try:
             with _lock:
-                socket.send_fds(_server(imports)[0], [request], [out, err, theirs])
+                _started(imports).sendall(request.encode())
+                # Read before `theirs` is closed: the server has opened it by then.
+                self.pid = int(self._line())
         finally:
             os.close(theirs)
-        self.pid = int(self._line())
 
     def poll(self) -> int | None:
         """The exit status, minus the number of the signal that ended it; None if it runs."""
@@ -82,22 +86,26 @@ class Forked:
         return self.returncode
 
     def _line(self) -> str:
+        """A line of the server's; RuntimeError if it has ended. The next call starts another."""
         line = self._status.readline()
         if not line:
-            raise RuntimeError("the fork server has ended")
+            raise RuntimeError("the fork server has ended; its output says why")
         return line
 
 
 _lock = threading.Lock()
+_servers: dict[tuple[str, ...], tuple[socket.socket, subprocess.Popen]] = {}
 
 
-@cache
-def _server(imports: tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen]:
-    """This process's server of forks with these imports, which the first call starts, and the
-    connection to it.
+def _started(imports: tuple[str, ...]) -> socket.socket:
+    """The connection to this process's server of forks with these imports.
+
+    The server is started by the first call, and again if it has died: a death fails the programs
+    that ran, not those that come after it.
     """
-    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
+    if imports in _servers and _servers[imports][1].poll() is None:
+        return _servers[imports][0]
+    own, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *imports],
@@ -106,14 +114,15 @@ def _server(imports: tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen]:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
-    return own, process
+    _servers[imports] = own, process
+    return own
 
 
 # ---- The server's process ------------------------------------------------------------------------
 
 
 def serve(connection: socket.socket) -> list[str]:
-    """Fork a program for each request until the connection ends.
+    """Fork a program for each line of the connection until it ends.
 
     Returns in a fork, with the program's words; it is ready to run them.
     """
@@ -123,6 +132,7 @@ def serve(connection: socket.socket) -> list[str]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    received = b""
     while True:
         ready = select.select([connection, waker], [], [])[0]
         if waker in ready:
@@ -130,24 +140,36 @@ def serve(connection: socket.socket) -> list[str]:
             report(alive)
         if connection not in ready:
             continue
-        request, descriptors, _, _ = socket.recv_fds(connection, MESSAGE, 3)
-        if not request:
-            for child in alive:
-                os.kill(child, signal.SIGKILL)
-            sys.exit()
-        child = os.fork()
-        if not child:
-            signal.set_wakeup_fd(-1)
-            for other in (connection, waker, wakes):
-                other.close()
-            for other in alive.values():
-                os.close(other)
-            return become(request, descriptors)
-        out, err, status = descriptors
-        os.close(out)
-        os.close(err)
-        os.write(status, f"{child}\n".encode())
-        alive[child] = status
+        more = connection.recv(1 << 16)
+        if not more:
+            end_all(list(alive))
+        *requests, received = (received + more).split(b"\n")
+        for request in requests:
+            words, environment, cwd, *files = json.loads(request)
+            out, err, status = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in files)
+            child = os.fork()
+            if not child:
+                signal.set_wakeup_fd(-1)
+                for other in (connection, waker, wakes):
+                    other.close()
+                for other in (status, *alive.values()):
+                    os.close(other)
+                return become(words, environment, cwd, out, err)
+            os.close(out)
+            os.close(err)
+            os.write(status, f"{child}\n".encode())
+            alive[child] = status
+
+
+def end_all(children: list[int]) -> NoReturn:
+    """Kill these processes with all that they have started, and end the server."""
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(child)
+            for each in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+    sys.exit()
 
 
 def report(alive: dict[int, int]) -> None:
@@ -161,14 +183,15 @@ def report(alive: dict[int, int]) -> None:
             os.close(status)
 
 
-def become(request: bytes, descriptors: list[int]) -> list[str]:
+def become(
+    words: list[str], environment: dict[str, str], cwd: str, out: int, err: int
+) -> list[str]:
     """Make this process what the interpreter would be before the program's first line."""
-    words, environment, cwd = json.loads(request)
     os.chdir(cwd)
-    os.dup2(descriptors[0], 1)
-    os.dup2(descriptors[1], 2)
-    for descriptor in descriptors:
-        os.close(descriptor)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
