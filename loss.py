@@ -1,8 +1,6 @@
 """The cross-entropy of every token, if the vocabulary is split over n ranks; logits stay local.
 
     cross_entropy(logits, labels, tp, spec)     split over tensor ranks, differentiable; for Head
-    local = LocalLoss.of(logits, labels, spec)  split over pipeline ranks too (--vocab-pp):
-    local.finish(sums_of_ranks, weight)         called after an all-gather of all `local.sums`
 
     loss of a token = log(sum over all ranks' columns of exp(logit - m)) + m - its label's logit
                       with m the token's largest logit; the gradient is softmax - one-hot
@@ -157,17 +155,6 @@ class LocalLoss(NamedTuple):
         _call_by_rows(function, self.fused, logits, largest, scale)
         at_label = at_label.mul_(scale).sub_(one_hot)[..., None]
         return logits.scatter_(-1, self.columns, at_label.to(logits.dtype))
-
-    @torch.no_grad()
-    def finish(self, sums_of_ranks: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        """Return the tokens' losses (s, b) and the gradient for the logits, times `weight`.
-
-        Called with --vocab-pp, where forward and backward are one pass. sums_of_ranks: the `sums`
-        of all n ranks, (n, 3, s, b). The gradient overwrites the logits' memory, so this may be
-        called only once.
-        """
-        losses, share = self.losses(sums_of_ranks)
-        return losses, self.gradient(share, weight)
 
 
 def _call_by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -> None:

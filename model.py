@@ -13,7 +13,6 @@ Read parallel.py first; attention is in attention.py and the loss in loss.py.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 from attention import Attention, KeyValueCache, Positions, recompute
 from config.schema import Layout, ModelShape
 from data import Batch
-from distributed.collectives import Group, reduce_from_tp
+from distributed.collectives import reduce_from_tp
 from distributed.start_checks import check_parameter_count
 from loss import cross_entropy
-from parallel import ColumnLinear, DeferredGradients, ParamFactory, RowLinear, column_linear
+from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
 
 if TYPE_CHECKING:
@@ -194,9 +193,7 @@ TOKENS = "embedding.tokens.weight"  # the name of the embedding's matrix in a ch
 class VocabEmbedding(nn.Module):
     """The tokens' embedding matrix, with its rows split over tp.
 
-    The last rank's rows may end in padding, which no token selects. With --vocab-pp the rows are
-    split over pp and tp. `forward` sums over tp alone, so the caller then has to sum its results
-    over the pipeline ranks.
+    The last rank's rows may end in padding, which no token selects.
     """
 
     def __init__(
@@ -207,15 +204,14 @@ class VocabEmbedding(nn.Module):
         padded: int,
         hidden: int,
         tied: bool,
-        over: Group | None = None,
     ):
-        """Make this rank's part of `padded` rows. over: the group that shares them; None: tp."""
+        """Make this rank's part of `padded` rows."""
         super().__init__()
         self.factory = factory
-        self.group = over or factory.mesh.tp
+        self.group = factory.mesh.tp
         shape = (vocab, hidden)  # without the rows of padding
         self.weight = factory.parameter(
-            name, shape, std=factory.std, dim=0, padded=padded, decay=True, tied=tied, over=over
+            name, shape, std=factory.std, dim=0, padded=padded, decay=True, tied=tied
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -236,23 +232,15 @@ class VocabEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token and position embedding: (b, s) -> (s, b, h), or (s/tp, b, h) with sequence parallelism.
+    """Token and position embedding: (b, s) -> (s, b, h); (s/tp, b, h) with sequence parallelism."""
 
-    With --vocab-pp the token matrix is in VocabularyPart. The input of `forward` is then the sum of
-    all ranks' token embeddings, in the shape of the result.
-    """
-
-    def __init__(
-        self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool, vocab_pp: bool
-    ):
+    def __init__(self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool):
         """Make the embeddings. padded: the token matrix's rows. tied: another rank has a copy."""
         super().__init__()
         self.sequence_group = factory.mesh.tp if factory.sequence_parallel else None  # divides s
         self.cp = factory.mesh.cp
         h = model.hidden
-        self.tokens = None
-        if not vocab_pp:
-            self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
+        self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
         if model.positions == "learned":
             name = "embedding.positions.weight"
@@ -261,11 +249,11 @@ class Embedding(nn.Module):
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the embeddings of tokens (b, s); with --vocab-pp, `tokens` is (s, b, h) already.
+        """Return the embeddings of tokens (b, s).
 
         positions: the tokens' positions, (b, s). None: they count from 0 in each sample.
         """
-        x = tokens if self.tokens is None else self.tokens(tokens)
+        x = self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
                 tp_size = self.sequence_group.size if self.sequence_group else 1
@@ -297,7 +285,7 @@ class Head(nn.Module):
         self.shared = False  # whether the embedding uses this matrix too
         self.norm = Norm(factory, "head.norm", model)
         self.weight: nn.Parameter
-        if model.tied and embedding is not None and embedding.tokens is not None:
+        if model.tied and embedding is not None:
             self.shared = True
             self.weight = embedding.tokens.weight
         else:  # if tied, a copy of the first stage's matrix: both copies get both gradients
@@ -321,41 +309,6 @@ class Head(nn.Module):
         return cross_entropy(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
 
 
-class VocabularyPart(nn.Module):
-    """With --vocab-pp, this rank's rows of embedding and output matrix (one matrix if tied).
-
-    Every pipeline rank has a VocabularyPart. vocabulary.py calls both methods. `deferred` keeps the
-    computation of the output matrix's gradient until the logits' input has its gradient: another
-    rank waits for the latter.
-    """
-
-    def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
-        """Make this rank's rows of embedding and output matrix. padded: the rows of all ranks."""
-        super().__init__()
-        over = factory.mesh.vocabulary
-        shape = (model.vocab_size, model.hidden)
-        self.deferred = DeferredGradients()  # pass T sends dx before it computes dW
-        self.factory = replace(factory, deferred=self.deferred)
-        self.tokens = VocabEmbedding(factory, TOKENS, shape[0], padded, shape[1], False, over)
-        self.weight: nn.Parameter = self.tokens.weight
-        if model.tied:
-            self.weight.passes = 2  # gradients in a micro-batch: as embedding and as output matrix
-        else:
-            name = "head.weight"
-            self.weight = factory.parameter(
-                name, shape, std=factory.std, dim=0, padded=padded, decay=True, over=over
-            )
-        self.spec = self.weight.spec
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the embeddings of a batch's tokens, 0 for tokens whose rows other ranks hold."""
-        return self.tokens(batch.tokens)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, (s, b, V/n), for the final norm's output x."""
-        return column_linear(x, self.weight, None, self.factory)
-
-
 class Stage(nn.Module):
     """The slice of the model that one pipeline stage holds; `spec` says which."""
 
@@ -376,17 +329,13 @@ class Stage(nn.Module):
         super().__init__()
         padded = model.padded_vocab(layout)
         self.spec = spec
-        self.vocabulary = VocabularyPart(factory, model, padded) if layout.vocab_pp else None
         self.embedding: Embedding | None = None
         if spec.embedding:
-            self.embedding = Embedding(factory, model, padded, spec.tied, layout.vocab_pp)
+            self.embedding = Embedding(factory, model, padded, spec.tied)
         self.blocks = nn.ModuleList()
         self._add_blocks(factory, model, layout)
         self.head: Head | None = None
-        self.output_norm: Norm | None = None
-        if spec.head and layout.vocab_pp:
-            self.output_norm = Norm(factory, "head.norm", model)  # logits: `self.vocabulary`
-        elif spec.head:
+        if spec.head:
             embedding_stage = self if first is None else first  # has the matrix of a tied head
             self.head = Head(factory, model, padded, embedding_stage.embedding)
         # A tied head may use the matrix of the first stage on this rank, which counts it already.
@@ -397,8 +346,7 @@ class Stage(nn.Module):
         self.positions: Positions | None = None
         if spec.blocks:
             self.positions = Positions(factory, model, layout.micro_batch_size, masked)
-        vocabulary = list(self.vocabulary.parameters()) if self.vocabulary else []
-        check_parameter_count(spec, self.parameters(), vocabulary, counted_elsewhere)
+        check_parameter_count(spec, self.parameters(), counted_elsewhere)
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
         """Make this stage's blocks; the layout says how many, from the first on, recompute."""
@@ -416,13 +364,12 @@ class Stage(nn.Module):
         """Return the stage's output for x: tokens (b, s) on the first stage, else activations.
 
         The output is activations, (s, b, h), or on the last stage the sum of the targets' losses.
-        The last stage needs the batch, and with masks every stage does. With --vocab-pp the first
-        stage takes the sum of all ranks' embeddings, and the last stage returns the final norm's
-        output. With a cache (decoding), x belongs to the tokens after the cached tokens, and the
-        last stage returns this rank's logits of the next token: (b, V/tp).
+        The last stage needs the batch, and with masks every stage does. With a cache (decoding), x
+        belongs to the tokens after the cached tokens, and the last stage returns this rank's logits
+        of the next token: (b, V/tp).
         """
         x = self.hidden_states(x, batch, cache)
-        if self.head is None:  # not the last stage, or --vocab-pp
+        if self.head is None:  # not the last stage
             return x
         if cache is not None:
             last_token = x[-1:]
@@ -434,7 +381,7 @@ class Stage(nn.Module):
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Return the last block's output, or with --vocab-pp the final norm's; see `forward`."""
+        """Return the last block's output; see `forward`."""
         token_positions = None if batch is None else batch.positions
         if cache is not None:
             token_positions = cache.positions
@@ -447,4 +394,4 @@ class Stage(nn.Module):
             for block in self.blocks:
                 x, y = block(x, y, mask, rotary, cache)
             x = x if y is None else x + y
-        return x if self.output_norm is None else self.output_norm(x)
+        return x

@@ -32,7 +32,7 @@ class ParamSpec:
     """Says which part of which global tensor a local parameter is: the parameter's `.spec`.
 
     name, shape: those of the global tensor, without padding. dim: the dimension that is split over
-    tp (or over pp and tp, for a vocabulary with --vocab-pp), or None if every tensor rank holds the
+    tp, or None if every tensor rank holds the
     whole tensor. start, stop: the rows along dim that this rank holds; further rows of the local
     tensor are padding. decay: whether weight decay applies. reduce_over: the mesh's groups over
     which the gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each

@@ -11,9 +11,6 @@ name the messages that start later, because their other rank still waits for thi
 and gradients travel in separate groups (Mesh.channel). schedule.check has made sure that two
 neighbours send and receive in the same order within a group, so messages carry no labels. A result
 for another stage of the same rank is handed over without a message.
-
-`Ends` gives the first stage its input and takes the last stage's output: tokens and a loss, or with
---vocab-pp the sums that vocabulary.py computes on all pipeline ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +24,6 @@ from attention import KeyValueCache
 from config.schema import Config
 from data import Batch
 from distributed.collectives import DelayedStart, Handle
-from distributed.mesh import Mesh
 from model import Stage
 from parallel import ParamFactory
 from schedules.orders import evaluation_of_layout, of_layout
@@ -38,81 +34,6 @@ from schedules.schedule import Action, Schedule
 Batches = Callable[[int], Batch]
 
 
-class Ends:
-    """Gives the first stage its input and takes the last stage's output, in one execution.
-
-    In this class the first stage's input is the tokens of a micro-batch, and the last stage's
-    output is a loss. A subclass may compute the input, or use the output, in further kinds of
-    passes; `passes` maps each of these kinds to the method that does the pass.
-    """
-
-    # Whether passes of this class tell a rank that its activations have arrived. If not, an
-    # evaluation waits for its sends in `_pass_on`, since no gradients come back as a sign.
-    shows_arrivals = False
-
-    def __init__(self, execution: "Execution"):
-        self.execution = execution
-        self.passes: dict[str, Callable[[Action], None]] = {}
-
-    @staticmethod
-    def connect(mesh: Mesh, device: torch.device) -> None:
-        """Send a first message in every group that the methods in `passes` use; here no group.
-
-        Pipeline._connect calls this: a first message inside a schedule could block ranks for ever.
-        """
-
-    def batch(self, action: Action) -> Batch | None:
-        """Return the micro-batch that the stage of a forward pass reads, None if it reads none.
-
-        The first stage reads the tokens, the last stage the labels, and with masks every stage
-        reads the masks.
-        """
-        execution = self.execution
-        is_first = action.stage == 0
-        if not (is_first or execution.is_last(action) or execution.pipeline.masked):
-            return None
-        execution.mesh.recorder.at("data", action.micro_batch)
-        return execution.batches(action.micro_batch)
-
-    def first_input(self, action: Action, batch: Batch | None) -> Tensor:
-        """Return the input of the first stage's forward pass: the tokens, (b, s)."""
-        assert batch is not None  # the method `batch` returns a micro-batch for the first stage
-        return batch.tokens
-
-    def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
-        """Add the last stage's output `y`, a micro-batch's sum of losses, to the execution's loss.
-
-        Return `y` times the loss weight: the scalar from which the backward pass starts.
-        """
-        assert batch is not None  # the method `batch` returns a micro-batch for the last stage
-        self.execution.loss += y.detach()
-        self.execution.targets += batch.count
-        return y * self.execution.loss_weight
-
-    def last_gradient(self, action: Action) -> Tensor | None:
-        """Return the gradient with which the last stage's B begins; None: it begins at a loss."""
-        return None
-
-    def first_gradient(self, action: Action, x: Tensor) -> None:
-        """Take the gradient `x.grad` of the first stage's input x, after its backward pass.
-
-        This class does nothing, because tokens have no gradient.
-        """
-
-    def post_receive(self, action: Action) -> None:
-        """Start to receive the input of an action, if it is a pass of a kind in `passes`.
-
-        Called before every action, and for some also one action earlier. Here no such pass exists.
-        """
-
-    def finish(self) -> list[Handle]:
-        """Return the handles of this class's unfinished sends, here none.
-
-        Called when all actions are done.
-        """
-        return []
-
-
 class Pipeline:
     """The stages that one rank holds, by their number in the pipeline, and the schedules they run.
 
@@ -121,23 +42,14 @@ class Pipeline:
     step. masked: whether every stage reads the micro-batch, for attention masks or positions.
     """
 
-    ends: type[Ends] = Ends
-
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        factory: ParamFactory,
-        config: Config,
-        ends: type[Ends] = Ends,
-    ):
-        """Begin without a schedule. stages: this rank's, by number. ends: the class of `Ends`."""
+    def __init__(self, stages: Mapping[int, Stage], factory: ParamFactory, config: Config):
+        """Begin without a schedule. stages: this rank's, by number."""
         self.stages = stages
         self.mesh = factory.mesh
         self.deferred = factory.deferred  # puts weight gradients off until W; None: no passes W
         self.dtype = factory.dtype
         self.device = factory.device
         self.masked = config.data.masks_attention or config.data.reset_positions
-        self.ends = ends
         self._model = config.model
         self._layout = config.layout
         self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
@@ -250,7 +162,6 @@ class Pipeline:
                     group.send(message, receiver).wait()
                 elif rank == receiver:
                     group.receive(message, sender).wait()
-        self.ends.connect(self.mesh, self.device)
 
 
 class Execution:
@@ -285,7 +196,7 @@ class Execution:
         # Per (stage, micro-batch): the function that computes the weight gradients, for pass W.
         self.for_weights: dict[tuple[int, int], Callable[[], None]] = {}
         # Per action: the neighbouring stage's action whose result is its input, and the rank that
-        # does it. Actions whose input comes from `ends` have no entry.
+        # does it. The first stage's F and the last stage's B have no entry.
         self.sources: dict[Action, tuple[Action, int]] = {}
         for action in self.actions:
             source = schedule.input_of(action)
@@ -296,16 +207,14 @@ class Execution:
         # Running receives, by the action of the neighbour that sends; sends, by this rank's action.
         self.receives: dict[Action, tuple[Tensor, Handle]] = {}
         self.sends: dict[Action, DelayedStart] = {}
-        # Sends and collectives that are put off; those of entry i are started before actions[i].
+        # Sends that are put off; those of entry i are started before actions[i].
         self.unstarted: dict[int, list[DelayedStart]] = {}
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
         # Each neighbour's actions: the index of an action in the list of the neighbour's actions.
         self.index_of = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
         # Per neighbour, the number of its actions that are known to be finished.
         self.finished = dict.fromkeys(neighbours, 0)
-        self.ends = pipeline.ends(self)
         self.passes = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
-        self.passes |= self.ends.passes
 
     def __iter__(self) -> Iterator[Action]:
         """Do and yield this rank's actions in order; leave unfinished sends to the pipeline."""
@@ -321,7 +230,6 @@ class Execution:
                 operation.start()
             yield action
         self.pipeline.sending += self.sends.values()
-        self.pipeline.sending += self.ends.finish()
 
     def is_last(self, action: Action) -> bool:
         """Return whether an action belongs to the last stage of the pipeline."""
@@ -333,15 +241,20 @@ class Execution:
         """Do action F: the forward pass of a micro-batch through one stage."""
         stage = action.stage
         micro_batch = action.micro_batch
-        batch = self.ends.batch(action)  # None if this stage needs no tokens, labels or masks
+        batch: Batch | None = None
+        if stage == 0 or self.is_last(action) or self.pipeline.masked:  # tokens, labels or masks
+            self.mesh.recorder.at("data", micro_batch)
+            batch = self.batches(micro_batch)
         self.mesh.recorder.at("F", micro_batch)
-        if stage == 0:
-            x = self.ends.first_input(action, batch)
-        else:
+        if stage > 0:
             x = self._take_input(action).requires_grad_(torch.is_grad_enabled())
+        elif batch is not None:
+            x = batch.tokens
         y = self.pipeline.stages[stage](x, batch)
-        if self.is_last(action):
-            y = self.ends.last_output(action, y, batch)
+        if self.is_last(action) and batch is not None:
+            self.loss += y.detach()  # the sum of the micro-batch's losses
+            self.targets += batch.count
+            y = y * self.loss_weight  # from here the backward pass starts
         else:
             self._pass_on(y.detach(), action, stage + 1)
         if torch.is_grad_enabled():
@@ -353,18 +266,13 @@ class Execution:
         micro_batch = action.micro_batch
         self.mesh.recorder.at("B", micro_batch)
         x, output = self.for_backward.pop((stage, micro_batch))
-        if self.is_last(action):
-            gradient = self.ends.last_gradient(action)
-        else:
-            gradient = self._take_input(action)
+        gradient = None if self.is_last(action) else self._take_input(action)
         deferred = self.pipeline.deferred
         if deferred is None:  # B computes all gradients
             torch.autograd.backward(output, gradient)
         else:
             self.for_weights[stage, micro_batch] = deferred.backward(output, gradient)
-        if stage == 0:
-            self.ends.first_gradient(action, x)
-        else:
+        if stage > 0:  # tokens have no gradient
             # x.grad is not None: `_forward` made x require its gradient.
             dx: Tensor = x.grad  # type: ignore[assignment]
             self._pass_on(dx, action, stage - 1)
@@ -388,8 +296,7 @@ class Execution:
 
     def _post_receive(self, action: Action) -> None:
         """Start to receive an action's input, unless that is started or the input is local."""
-        self.ends.post_receive(action)
-        if action not in self.sources:  # W, or `ends` has the input
+        if action not in self.sources:
             return
         source, source_rank = self.sources[action]
         if source_rank == self.rank or source in self.receives:
@@ -421,7 +328,7 @@ class Execution:
         if to_rank == self.rank:
             self.local_results[action] = result
             return
-        if not torch.is_grad_enabled() and not self.ends.shows_arrivals:
+        if not torch.is_grad_enabled():
             # In training, `_free_received` frees sent tensors when a gradient comes back. An
             # evaluation has no gradients, so this rank waits for its earlier sends here.
             self._wait_for_sends()

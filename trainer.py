@@ -34,7 +34,7 @@ from optim import precision
 from optim.precision import DTYPES
 from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
-from pipeline import Ends, Pipeline
+from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import replica_check, step_stats
 from telemetry.log import Log
@@ -114,12 +114,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
             first_stage = stage_of.get(0)  # a tied head on the same rank uses its embedding
             stage_of[spec.index] = Stage(factory, config.model, layout, spec, first_stage, masked)
     stages = nn.ModuleList(stage_of.values())
-    ends = Ends
-    if layout.vocab_pp:
-        from vocabulary import VocabularyEnds  # imported here: only --vocab-pp needs this module
-
-        ends = VocabularyEnds
-    pipeline = Pipeline(stage_of, factory, config, ends)
+    pipeline = Pipeline(stage_of, factory, config)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)
     return ModelState(config, factory, specs, stages, pipeline, reader)
 

@@ -63,7 +63,6 @@ CHOICES = {
     "balance": ("none", "bias", "sequence", "global"),
     "router_z_loss": (0.0, 0.01),
     "tied": (False, True),
-    "vocab_pp": (False, False, True),
     "overlap_param_gather": (False, True),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
     "block": ("pre-norm", "pre-norm", "post-norm", "parallel"),

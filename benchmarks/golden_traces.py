@@ -35,7 +35,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "golden_traces.md"
 FILES = (
     "layouts",
     "schedules",
-    "vocabulary",
     "context",
     "families",
     "masks",

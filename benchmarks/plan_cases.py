@@ -99,7 +99,7 @@ def drawn_options(chance: random.Random) -> list[str]:
     }
     given = [name for name in values if chance.random() < 0.06]
     words = [w for n in given for w in (f"--{n}", *str(chance.choice(values[n])).split())]
-    switches = ("sequence-parallel", "vocab-pp", "overlap-param-gather")
+    switches = ("sequence-parallel", "overlap-param-gather")
     for name in switches:
         if chance.random() < 0.06:
             words.append(chance.choice(["--", "--no-"]) + name)
@@ -261,7 +261,6 @@ def _ways(question: Question, placed: Layout) -> Iterator[Layout]:
         "micro_batch_size": of("micro_batch_size", [] if rest else divisors(share)),
         "zero": of("zero", range(4)),
         "sequence_parallel": of("sequence_parallel", either if placed.tp > 1 else (None,)),
-        "vocab_pp": of("vocab_pp", either if placed.pp > 1 else (None,)),
     }
     recomputed = [(kind, number) for kind in kinds for number in blocks[kind]]
     scheduled = [(name, number) for name in names for number in virtual[name]]

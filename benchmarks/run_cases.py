@@ -40,7 +40,7 @@ from ranks import fork_ranks
 from benchmarks.drawn_runs import Case, Options, drawn, to_words, write_corpora
 
 TIMES = ("seconds", "tokens_per_second", "tflops", "memory", "time", "elapsed", "mfu")
-OF_LAYOUT = r"[tpcd]p\b|micro-batch|--(zero|sched|virtual|partition|recompute|vocab-pp|seq|overlap)"
+OF_LAYOUT = r"[tpcd]p\b|micro-batch|--(zero|sched|virtual|partition|recompute|seq|overlap)"
 
 # Tolerances by precision: a relative one for losses and norms, and one for tensors, relative to
 # their largest element. fp64 has the tolerances of test_golden.py. fp32 has ten times these: in six

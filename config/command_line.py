@@ -220,9 +220,15 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(what: str, names: list[str]) -> str:
-    """Return the error text for unknown names, with suggestions. what: "argument" or "key"."""
+    """Return the error text for unknown names, with suggestions. what: "argument" or "key".
+
+    An option of an earlier version is answered with where it went.
+    """
     from config import spelling
 
+    for name in names:
+        if sentence := spelling.where_it_went(name):
+            return sentence
     options = ["config", "model", *(name.replace("_", "-") for name in _options())]
     if len(names) == 1:
         return f"unknown {what} {names[0]!r}{spelling.suggestion(names[0], options)}"

@@ -202,10 +202,9 @@ class ModelShape:
     def padded_vocab(self, layout: "Layout") -> int:
         """Return the number of rows that the vocabulary's matrices have with their padding.
 
-        It is vocab_size rounded up to a multiple of pad_vocab_multiple x tp, or of that number x pp
-        with --vocab-pp.
+        It is vocab_size rounded up to a multiple of pad_vocab_multiple x tp.
         """
-        multiple = layout.pad_vocab_multiple * layout.tp * (layout.pp if layout.vocab_pp else 1)
+        multiple = layout.pad_vocab_multiple * layout.tp
         return -(-self.vocab_size // multiple) * multiple
 
 
@@ -287,9 +286,6 @@ class Layout:
     )
     overlap_param_gather: bool = option(
         None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
-    )
-    vocab_pp: bool = option(
-        None, "spread embedding and output matrix over all pipeline ranks (arXiv 2411.05288)"
     )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 

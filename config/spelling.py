@@ -8,7 +8,8 @@
 "Theirs" are names of Megatron-LM, "ours" the names in schema.py; other_names.toml has both, in
 NAMES here: "same" has options with another name, "words" switches that are an option with a value
 here, "iterations" options that count samples here, "instead" options without effect, "values" our
-names of values, "meant" our options for names that other programs use.
+names of values, "meant" our options for names that other programs use, "gone" where options of
+earlier versions went.
 
 The second part finds models by name: the presets of presets.toml. A --model is the name of a preset
 or a path.
@@ -194,6 +195,13 @@ def _resumed(translation: Translation) -> Translation:
         words[load] = "auto"
         translation.ours["--load"] = "--resume auto"
     return translation
+
+
+def where_it_went(name: str) -> str:
+    """Return a sentence if `name`, a flag or a TOML key, was an option of an earlier version."""
+    plain = name.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-")
+    sentence = NAMES["gone"].get(plain, "")
+    return sentence and f"{name} is gone: {sentence}"
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:

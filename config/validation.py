@@ -11,7 +11,7 @@ import dataclasses
 import math
 
 from config.messages import UserError
-from config.run_options import Data, Run, parse_eval_sets
+from config.run_options import Run, parse_eval_sets
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training
 
 
@@ -30,9 +30,6 @@ def check(config: Config, ranks: int) -> Config:
     _check_experts(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)
     _check_search(layout)
-    refusal = refusal_of_vocab_pp(config.training, config.data, config.run)
-    if layout.vocab_pp and refusal:
-        raise UserError(refusal)
     _check_precision(config.training)
     _check_length(config)
     _check_run(config.run, config.total_steps)
@@ -131,7 +128,6 @@ def check_split(model: ModelShape, layout: Layout) -> None:
     if product := _uncut(layout, model.seq_length):
         raise UserError(f"{product} does not divide seq-length({model.seq_length})")
     _check_schedule(layout)
-    _check_vocab_pp(layout)
     _check_experts(model, layout)
     if layout.stages > model.layers + 2:
         product = f"pp({layout.pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
@@ -206,32 +202,6 @@ def explicit_costs(layout: Layout) -> list[float] | None:
         "--schedule-costs is counted, measured, or six numbers above 0 like 11,13,8,26,17,16, "
         f"not {text!r}"
     )
-
-
-def _check_vocab_pp(layout: Layout) -> None:
-    """Raise UserError if --vocab-pp does not go with the pipeline's ranks or with its schedule."""
-    if not layout.vocab_pp:
-        return
-    if layout.pp == 1:
-        raise UserError("--vocab-pp spreads the vocabulary over pipeline ranks: pp is 1")
-    if layout.schedule not in ("1f1b", "gpipe"):
-        raise UserError(f"--vocab-pp takes --schedule 1f1b or gpipe, not {layout.schedule}")
-
-
-def refusal_of_vocab_pp(
-    training: Training, data: Data | None = None, run: Run | None = None
-) -> str:
-    """Return the reason why a run cannot have --vocab-pp, as a sentence; empty if it can.
-
-    data, run: None where a caller has only the options of training; they are then not checked.
-    """
-    if data and (data.masks_attention or data.reset_positions):
-        return "--vocab-pp takes neither masks of attention nor reset positions"
-    if run and run.sample_every:
-        return "--sample-every samples no model whose vocabulary --vocab-pp spreads"
-    if training.optimizer == "adafactor":
-        return "--optimizer adafactor needs whole matrices, but --vocab-pp cuts the vocabulary's"
-    return ""
 
 
 def _check_search(layout: Layout) -> None:
@@ -334,7 +304,7 @@ def check_batches(config: Config) -> None:
 
 
 def check_sharding(layout: Layout, training: Training) -> None:
-    """Raise UserError if --zero, --vocab-pp or recomputation does not go with other options."""
+    """Raise UserError if --zero or recomputation does not go with other options."""
     name = training.optimizer
     zero = layout.zero
     if zero == 3 and layout.pp > 1:
@@ -349,8 +319,6 @@ def check_sharding(layout: Layout, training: Training) -> None:
         raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
     if name in ("adafactor", "muon") and zero == 2:
         raise UserError(f"{whole}: use --zero 0 or 1, not 2")
-    if layout.vocab_pp and (refusal := refusal_of_vocab_pp(training)):
-        raise UserError(refusal)
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
     _check_recomputed(layout)
@@ -436,8 +404,6 @@ def _check_audits(config: Config) -> None:
         raise UserError(f"{given} compares data-parallel replicas, two or more: dp is {layout.dp}")
     if layout.zero == 3:
         raise UserError(f"{given} needs whole replicas of the weights: --zero 0, 1 or 2, not 3")
-    if layout.vocab_pp:
-        raise UserError(f"{given} takes no --vocab-pp: its vocabulary passes are not repeated")
     if config.run.compile:
         raise UserError(f"{given} takes no --compile: it examines each product that torch starts")
     if config.run.routing_file:

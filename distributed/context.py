@@ -54,12 +54,12 @@ COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's timeout; the watchdog reports
 HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
 # The most SMs (NCCL: CTAs) that an operation of a group takes, by the first word of the group's
 # role; for other roles NCCL chooses. SMs that NCCL takes do not compute.
-# Messages (forward, backward, vocabulary): the kernel of a message runs from its start until the
-# other rank has joined. With --vocab-pp messages of several groups run at once, and a message that
-# finds no free SM would never begin. Four CTAs move about 80 GB/s, more than a network link.
+# Messages (forward, backward): the kernel of a message runs from its start until the other rank
+# has joined, and messages of both groups run at once: one that finds no free SM would never begin.
+# Four CTAs move about 80 GB/s, more than a network link.
 # Gradients (dp, replicas): they are reduced during the backward pass, which needs the other SMs.
 # Four and 16 of a GPU's 132 SMs are estimates from published rates, not measured.
-MOST_CTAS = {"forward": 4, "backward": 4, "vocabulary": 4, "dp": 16, "replicas": 16}
+MOST_CTAS = {"forward": 4, "backward": 4, "dp": 16, "replicas": 16}
 SECONDS_FOR_MONITOR_TO_END = 5.0  # the longest wait of `stop` for the monitor
 SECONDS_FOR_THREADS_TO_REST = 5.0  # the longest wait of `stop` for threads of gloo
 M_ARENA_MAX = -8  # the option of glibc's mallopt for the most heaps of a process (malloc.h)
@@ -197,10 +197,7 @@ class Context(Meeting):
         # A rank that is in no row gets no log: alone in its group, it communicates nothing.
         log = self.recorder.group_log(role, members) if members in rows else None
         handle = self._groups.get((members, role))  # None if this rank is the only member
-        # --blocking waits for each collective where it starts. In a pass of the vocabulary a rank
-        # that waited there would not do the actions that other ranks need before they can join.
-        blocking = self.blocking and not role.startswith("vocabulary")
-        return Group(members, members.index(self.rank), handle, log, blocking)
+        return Group(members, members.index(self.rank), handle, log, self.blocking)
 
     def clock(self) -> tuple[float, float]:
         """Return (offset, error): time.monotonic() + offset is the time of all ranks' common clock.

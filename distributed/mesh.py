@@ -50,7 +50,6 @@ class Mesh:
         axes: Mapping[str, int] | None = None,
         context: Context | None = None,
         channels: bool = False,
-        vocabulary: bool = False,
         over_heads: int = 1,
         ep: int = 0,
     ):
@@ -58,8 +57,7 @@ class Mesh:
 
         axes: the number of ranks along each axis; None means 1 for each. channels: whether ranks
         hold several stages, so that messages travel in both directions or round a ring.
-        vocabulary: whether the vocabulary is sharded over the group `vocabulary` (pp x tp) and not
-        over tp alone. over_heads: the number of neighbouring ranks of cp that form `heads`.
+        over_heads: the number of neighbouring ranks of cp that form `heads`.
         ep: the number of ranks in `experts`; 0: the model has no experts.
         Raise ValueError if the product of the axes is not the number of ranks.
         """
@@ -77,7 +75,6 @@ class Mesh:
         self._context = context
         self._make_groups_in_stages(over_heads, ep)
         self._make_groups_of_pipelines(channels)
-        self._make_groups_of_vocabulary(vocabulary)
         self.world = self._own_group(rows, "world")
 
     def _own_group(self, rows: list[tuple[int, ...]], role: str) -> Group:
@@ -124,14 +121,6 @@ class Mesh:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [self._along(f"{role} {name}", "pp") for name in CHANNELS]
 
-    def _make_groups_of_vocabulary(self, vocabulary: bool) -> None:
-        """Make the groups of ranks that share the vocabulary; vocabulary: as for Mesh."""
-        self.passes: dict[str, Group] = {}
-        self.vocabulary = self.tp
-        if vocabulary:
-            # Each kind of vocabulary pass has a group of its own, so that no kind delays another.
-            self.passes = {kind: self._along(f"vocabulary {kind}", "pp") for kind in "ESTG"}
-            self.vocabulary = self._along("vocabulary", "pp", "tp")
         # The ranks with the embedding and the head, which have the same weights if they are tied.
         ends = [tuple(sorted({row[0], row[-1]})) for row in rows_along(self.axes, ("pp",))]
         self.tied = self._own_group(ends, "tied")
@@ -188,7 +177,6 @@ def mesh_of_run(config: Config, context: Context | None) -> Mesh:
         layout.axes,
         context,
         channels=layout.stages_per_rank > 1,
-        vocabulary=bool(layout.vocab_pp),
         over_heads=layout.over_heads(config.model),
         ep=expert_ranks,
     )

@@ -108,25 +108,19 @@ def kernel_names(config: Config, optimizer: str, attention: str, source: str) ->
 def check_parameter_count(
     spec: StageSpec,
     parameters: Iterable[Any],
-    vocabulary: Iterable[Any],
     counted_elsewhere: Iterable[Any],
 ) -> None:
     """Raise ValueError unless a stage has the number of parameters that was planned for it.
 
     Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
     spec: the stage as it was planned. parameters: the parameters of the stage as it was built.
-    vocabulary: the parameters among them whose rows are spread over all pipeline ranks.
     counted_elsewhere: the parameters that were planned for another stage.
     """
-    spread = {id(p) for p in vocabulary}
     skipped = {id(p) for p in counted_elsewhere}
     built = 0
     for p in parameters:
-        if not p.requires_grad or id(p) in skipped:
-            continue
-        if id(p) in spread:  # the plan counts the rows that this stage's rank holds
-            built += spec.vocabulary * p.shape[1]
-        else:  # the plan counts whole parameters; this tensor rank may hold only a shard of `p`
+        if p.requires_grad and id(p) not in skipped:
+            # The plan counts whole parameters; this tensor rank may hold only a shard of `p`.
             built += math.prod(p.spec.shape)
     if built != spec.parameters:
         planned = f"{spec.parameters} were planned"

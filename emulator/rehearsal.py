@@ -281,8 +281,6 @@ def shortened(config: Config) -> Config:
     micro_batches = config.micro_batches(max(level.batch for level in config.levels))
     if layout.schedule != "gpipe":  # GPipe keeps all micro-batches, so its peak needs all
         steady = layout.stages + 2  # with so many micro-batches all stages reach the steady state
-        if layout.vocab_pp:
-            steady += 1  # the vocabulary's passes keep one more micro-batch in flight
         micro_batches = min(micro_batches, steady)
     # Both steps have the same batch size, so the options of a growing batch are cleared; the run
     # ends after STEPS steps, so a number of samples is cleared too.

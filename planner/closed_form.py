@@ -66,7 +66,7 @@ class Ranks(NamedTuple):
         ranks_of_kind: dict[tuple, list[tuple[int, ...]]] = {}
         kinds = []
         for way in table.ways:
-            kind = way.pp, way.schedule, way.virtual_stages, bool(way.vocab_pp), way.partition
+            kind = way.pp, way.schedule, way.virtual_stages, way.partition
             kinds.append(kind)
             if kind not in ranks_of_kind:
                 ranks_of_kind[kind] = _chosen_ranks(table.asked.model, way)
@@ -131,22 +131,20 @@ class ClosedForm:
         """
         job = self.job
         ranks = self.ranks
-        vocab_pp = np.bool_(job.layout.vocab_pp)
         _, block_activations = memory_terms.kept_of_block(job)
         flying = memory_terms.in_flight(job, ranks.rank)
         # If the head's rank has a single stage, the logits of all its micro-batches in flight are
         # kept. With several stages its other stages have most of the micro-batches in flight, and
         # the stage with the head runs each backward at once: it keeps the logits of one.
-        keeps_heads = ranks.head & (job.layout.stages_per_rank == 1) & ~vocab_pp
+        keeps_heads = ranks.head & (job.layout.stages_per_rank == 1)
         heads = np.where(keeps_heads, flying, 1)
         kept = ranks.blocks * block_activations
         working = memory_terms.working_of(job, ranks.parts, kept, heads)  # temporary memory
-        sent = np.where(vocab_pp, memory_terms.sent_to_ranks(job), 0.0)
         # All stages of a rank count as the smallest one, which makes this a lower bound.
         activations = flying * job.layout.stages_per_rank * ranks.least * block_activations
         states = sum(memory_terms.states_of(job, ranks.parts).values())
         fixed = memory_terms.buffers_of(job) + job.machine.context
-        return states + activations + working + sent + fixed
+        return states + activations + working + fixed
 
     @cached_property
     def saved(self) -> np.ndarray:
@@ -240,19 +238,16 @@ class ClosedForm:
         if job.machine.ranks_per_core > 1:
             # Ranks share cores. A rank that waits leaves its core to others, so the pipeline takes
             # the work of all ranks together, divided by the number of ranks.
-            ends = np.where(layout.vocab_pp, 0.0, sum(passes.embedding + passes.head))
+            ends = sum(passes.embedding + passes.head)
             return count * (job.model.layers * sum(passes.block) + ends) / layout.pp
         # A pass through all earlier ranks: their first stages, and a message from each to the next.
         earlier_ranks = passes.block * ranks.before + Pass(sent, sent) * ranks.rank
-        earlier_ranks += passes.embedding * ((ranks.rank > 0) & ~np.bool_(layout.vocab_pp))
+        earlier_ranks += passes.embedding * (ranks.rank > 0)
         # With split backward passes, a rank may compute its weights' gradients while the last
         # gradients go back, so that this time is not added.
         back = np.where(layout.splits_backward, 0.0, earlier_ranks.backward)
         on_rank = np.maximum(count * self._busy(recomputed), self._round_trips(sent))
-        pipeline = (earlier_ranks.forward + on_rank + back).max(axis=1, keepdims=True)
-        # With --vocab-pp a rank's link carries six messages for each micro-batch, one after the
-        # other, which may take longer than the passes.
-        return np.maximum(pipeline, np.where(layout.vocab_pp, count * 6 * sent, 0.0))
+        return (earlier_ranks.forward + on_rank + back).max(axis=1, keepdims=True)
 
     def _busy(self, recomputed: np.ndarray) -> np.ndarray:
         """Return the seconds of each rank's passes of one micro-batch: (rows, ranks).
@@ -269,9 +264,8 @@ class ClosedForm:
         not_redone = layout.stages_per_rank * np.maximum(0, ranks.most - recomputed)
         in_smallest = layout.stages_per_rank * np.minimum(recomputed, ranks.least)
         redone = np.maximum(ranks.blocks - not_redone, in_smallest)
-        on_rank = step_time.through(self.passes, ranks.parts, redone, ~np.bool_(layout.vocab_pp))
-        # With --vocab-pp every rank computes its part of the head for each micro-batch.
-        return sum(on_rank) + np.where(layout.vocab_pp, sum(self.passes.head), 0.0)
+        on_rank = step_time.through(self.passes, ranks.parts, redone)
+        return on_rank.forward + on_rank.backward
 
     def _round_trips(self, sent: Column) -> np.ndarray:
         """Return the least seconds from a 1F1B rank's first forward to its last backward.
@@ -287,8 +281,7 @@ class ClosedForm:
         blocks = (self.job.model.layers - self.ranks.before) * sum(self.passes.block)
         round_trip = blocks + sum(self.passes.head) + 2 * later_ranks * sent
         trips = (self.job.micro_batches - 1) // (later_ranks + 1) + 1
-        is_1f1b = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
-        return np.where(is_1f1b, trips * round_trip, 0.0)
+        return np.where(np.equal(layout.schedule, "1f1b"), trips * round_trip, 0.0)
 
     def _waiting(self) -> np.ndarray:
         """Return the likely waiting due to the order of passes, as a share of the pipeline's time.
@@ -316,7 +309,7 @@ class ClosedForm:
         # For the seconds, each rank's largest stage; for the parameters below, all its stages.
         largest = ranks.parts._replace(blocks=ranks.most)
         redone = np.minimum(recomputed, ranks.most)
-        stage = step_time.through(self.passes, largest, redone, ~np.bool_(self.job.layout.vocab_pp))
+        stage = step_time.through(self.passes, largest, redone)
         parameters = memory_terms.held_parameters(self.job, ranks.parts)
         tied = ranks.tied & ranks.embedding
         figures = (parameters, stage.forward, stage.backward, tied)

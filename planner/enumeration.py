@@ -35,7 +35,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 RECOMPUTATIONS = ("none", "full")
 VARIED = ("micro_batch_size", "zero", "recompute", "sequence_parallel")  # columns of a Table
 # The values of these fields in all measured runs: a layout with them is called plain.
-PLAIN = {"schedule": "1f1b", "vocab_pp": None, "cp": 1}
+PLAIN = {"schedule": "1f1b", "cp": 1}
 LONG = 4096  # cp is varied if a sample has at least this number of tokens
 
 
@@ -173,7 +173,6 @@ class Table:
         with an axis of stages or ranks.
         """
         columns = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
-        columns["vocab_pp"] = self.column("vocab_pp").astype(bool)
         # Only interleaved schedules use this number. A column of integers cannot have None, so
         # ways without the number get 2, which has no effect.
         virtual_stages = np.array([way.virtual_stages or 2 for way in self.ways])
@@ -213,7 +212,7 @@ def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
             splits = _splits(asked, way)
             # The rows of a way are all combinations of values in VARIED, as integers: recomputation
             # is an index into _recomputations. Ways with the same key have the same combinations.
-            key = way.tp > 1, way.pp > 1, way.dp * way.cp > 1, way.vocab_pp, str(splits), str(sizes)
+            key = way.tp > 1, way.pp > 1, way.dp * way.cp > 1, str(splits), str(sizes)
             try:
                 if key not in parts_of:
                     stages = _zero_stages(asked, way)
@@ -325,8 +324,8 @@ def _context_sizes(asked: Asked) -> list[int]:
 def _ways(asked: Asked, placed: Layout) -> list[Layout]:
     """Return all ways of a layout whose tp, pp, cp and dp are set, plain ways first.
 
-    They have every partition, schedule, number of virtual stages and --vocab-pp that train.py
-    accepts. Raise train.py's first UserError if it accepts none.
+    They have every partition, schedule and number of virtual stages that train.py accepts. Raise
+    train.py's first UserError if it accepts none.
     """
     # By the fields that decide what runs, the way. Two partitions may give the same blocks to each
     # stage: of ways with the same fields only the first is kept.
@@ -336,9 +335,8 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
     schedules = [placed.schedule]
     if placed.pp > 1 or asked.holds("schedule"):
         schedules = asked.values("schedule", SCHEDULES)
-    vocabulary = asked.values("vocab_pp", [placed.vocab_pp, True])
-    for partition, schedule, vocab_pp in product(partitions, schedules, vocabulary):
-        way = replace(placed, partition=partition, schedule=schedule, vocab_pp=vocab_pp)
+    for partition, schedule in product(partitions, schedules):
+        way = replace(placed, partition=partition, schedule=schedule)
         for count in _virtual_stages(asked, way):
             way = replace(way, virtual_stages=count)
             try:
@@ -350,7 +348,7 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
             blocks: tuple[int, ...] = ()
             if len(partitions) > 1:
                 blocks = tuple(blocks_per_stage(asked.model, way))
-            ways.setdefault((way.schedule, count, vocab_pp, blocks), way)
+            ways.setdefault((way.schedule, count, blocks), way)
     if refusal and not ways:
         raise refusal
     return list(ways.values())

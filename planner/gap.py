@@ -23,7 +23,7 @@ from planner.measured_steps import MeasuredSteps, Row
 from planner.questions import FULL_BATCH, Answer
 from schedules.orders import build, of_layout
 from schedules.partition import balanced, part_costs, placement, stage_specs
-from schedules.schedule import VOCABULARY, Schedule
+from schedules.schedule import Schedule
 from schedules.simulation import makespan
 
 COMPUTE = ("compute", "recompute")
@@ -125,11 +125,9 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
     alike = [row for row in rows if row.ended.shape == newest.shape]
     plain = [row for row in alike if not row.follows_others]  # not after a save or an evaluation
     chosen = (plain or alike)[-max(1, MOST_PASSES // newest.size) :]
-    # The number of a rank's passes for one micro-batch: F, B and perhaps W in each of its stages,
-    # and the vocabulary's. All passes divided by it are the step's micro-batches.
+    # The number of a rank's passes for one micro-batch: F, B and perhaps W in each of its stages.
+    # All passes divided by it are the step's micro-batches.
     passes = (3 if layout.splits_backward else 2) * layout.stages_per_rank
-    if layout.vocab_pp:
-        passes += len(VOCABULARY)
     try:
         order = of_layout(config.model, layout, newest.shape[1] // passes, device)
         return rows, MeasuredSteps(chosen, layout, order)
@@ -209,8 +207,7 @@ def remedies_of_passes(
     included. sent: seconds of a message between stages. device: such as "cuda", for the costs.
     """
     layout, model = config.layout, config.model
-    # Without a pipeline there is no bubble; with --vocab-pp other schedules have other passes.
-    if layout.pp == 1 or order.vocabulary:
+    if layout.pp == 1:  # without a pipeline there is no bubble
         return {}
     now = makespan(order, passes, sent)
     found = {"bubble": Remedy(0.0, "")}

@@ -28,8 +28,7 @@ Column = Any  # a number, or an array with a number for each layout
 class Columns(Layout):
     """Many layouts: every field is an array with an entry for each layout.
 
-    `sequence_parallel` and `vocab_pp` are True or False in all layouts. In fields of numbers, -1
-    stands for None.
+    `sequence_parallel` is True or False in all layouts. In fields of numbers, -1 stands for None.
     """
 
     @property
@@ -199,16 +198,9 @@ class Job(NamedTuple):
 
     @property
     def vocab_columns(self) -> Column:
-        """The number of the vocabulary's rows on one rank, with padding: the logits' columns.
-
-        tp divides the vocabulary, and with --vocab-pp the pipeline ranks divide it too.
-        """
+        """The number of the vocabulary's rows on one tp rank, with padding: the logits' columns."""
         layout = self.layout
-        is_spread = False if layout.vocab_pp is None else layout.vocab_pp
-        # 1 + (pp - 1) * is_spread is pp or 1. np.where would overflow: the numbers of a single
-        # layout may be too large for its 64 bits.
-        ranks = layout.tp * (1 + (layout.pp - 1) * is_spread)
-        multiple = layout.pad_vocab_multiple * ranks  # the whole vocabulary is padded to it
+        multiple = layout.pad_vocab_multiple * layout.tp  # the whole vocabulary is padded to it
         return -(-self.model.vocab_size // multiple) * layout.pad_vocab_multiple
 
     @property

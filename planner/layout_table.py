@@ -4,7 +4,7 @@ print(ranked_layouts(question).text)      # a Question as in planner/questions.p
 
 A question has the options, the run's config, the machine and the number of GPUs. A layout is safe
 if its risk, the probability of running out of memory, is at most --risk; else it is risky. A layout
-is plain if it is of the kind that real runs have measured (1F1B, without cp and --vocab-pp). In
+is plain if it is of the kind that real runs have measured (1F1B, without cp). In
 code, a `line` is a layout with its prediction (layouts.Ranked), and a place is its tp, pp and
 micro-batch size.
 """
@@ -348,8 +348,6 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
     schedule = layout.schedule
     if layout.schedule == "interleaved":
         schedule += f" {layout.stages_per_rank}"
-    if layout.vocab_pp:
-        schedule += " vocab"
     upper_end = p.interval[1]
     return {name: str(size) for name, size in axes.items()} | {
         "recompute": f"{layout.recompute} {layout.recompute_layers or ''}".rstrip(),

@@ -85,7 +85,7 @@ def rank(
     # With --schedule auto, rank the layouts with 1F1B; then `_searched` searches schedules for the
     # fastest of them. A layout must be one that train.py accepts with `auto`.
     if asked.fixed.get("schedule") == "auto":
-        fixed = asked.fixed | {"schedule": "1f1b", "vocab_pp": False}
+        fixed = asked.fixed | {"schedule": "1f1b"}
 
         def refusal_of_auto(layout: Layout) -> str:
             return refusal(replace(layout, schedule="auto"))

@@ -121,9 +121,6 @@ def most_in_flight(
         order = long_layout(job.model, layout, job.micro_batches)
         return list(_most_held(order, tuple(kept.tolist()))), list(_most_held(order, tuple(ends)))
     flying = memory_terms.in_flight(job, np.arange(layout.pp))
-    if layout.vocab_pp:  # every rank has a part of the head, and its output of one micro-batch
-        activations = flying * kept + memory_terms.sent_to_ranks(job)
-        return activations.tolist(), [1.0] * layout.pp
     return (flying * kept).tolist(), (flying * ends).tolist()
 
 

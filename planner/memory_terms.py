@@ -20,7 +20,6 @@ from config.model_stats import head_norm_parameters, norm_parameters, normed_wid
 from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
 from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
-from schedules.vocabulary import more_ahead
 
 # Bytes per parameter by which an optimizer's state is smaller than AdamW's two FP32 moments (8). In
 # 8-bit AdamW it is two bytes, and two FP32 scales for 256 weights; in SGD and Muon one moment; in
@@ -86,10 +85,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     if model.positions == "learned":
         positions = model.max_positions * model.hidden
     has_head_matrix = parts.head & (parts.tied | (not model.tied))  # its own, or a tied copy
-    at_the_ends = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
-    matrices = 1 if model.tied else 2
-    on_all_stages = vocabulary_matrix * matrices  # with --vocab-pp each stage has a part of both
-    vocabulary = np.where(layout.vocab_pp, on_all_stages, at_the_ends)
+    vocabulary = vocabulary_matrix * parts.embedding + vocabulary_matrix * has_head_matrix
     return parts.blocks * block + parts.embedding * positions + vocabulary
 
 
@@ -196,8 +192,7 @@ def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
         return 0.0
     by_adamw = held - parts.blocks * job.block_parameters / job.layout.tp  # outside of blocks
     if optimizer == "adamw8bit" and not job.model.tied:
-        has_head_matrix = np.bool_(job.layout.vocab_pp) | parts.head
-        by_adamw = by_adamw - has_head_matrix * job.vocab_columns * job.model.hidden
+        by_adamw = by_adamw - parts.head * job.vocab_columns * job.model.hidden
     shards = np.where(job.layout.zero > 0, job.shards, 1)
     return SAVED_STATE[optimizer] * np.maximum(0.0, by_adamw) / shards
 
@@ -322,7 +317,7 @@ def in_flight(job: Job, rank: Column) -> Column:
     """Return the number of micro-batches whose activations a pipeline rank keeps at once, at least.
 
     The activations of a micro-batch in all stages of the rank count as 1. The number is exact for
-    the schedules in EXACT without --vocab-pp. 1F1B on 4 ranks: 4, 3, 2, 1 micro-batches.
+    the schedules in EXACT. 1F1B on 4 ranks: 4, 3, 2, 1 micro-batches.
     """
     layout = job.layout
     count = job.micro_batches
@@ -333,21 +328,11 @@ def in_flight(job: Job, rank: Column) -> Column:
     group = -(-count // np.maximum(1, count // layout.pp))
     ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
     interleaved = np.minimum(count * virtual, ahead) / virtual
-    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)  # more forwards before a backward
-    flying = np.minimum(layout.pp - rank + further, count)
+    flying = np.minimum(layout.pp - rank, count)
     flying = np.where(np.equal(name, "gpipe"), count, flying)
     # Every zero-bubble rank holds as many micro-batches as the first rank of 1F1B.
     flying = np.where(layout.splits_backward, np.minimum(layout.pp, count), flying)
     return np.where(np.equal(name, "interleaved"), interleaved, flying)
-
-
-def sent_to_ranks(job: Job) -> Column:
-    """Return the bytes of the results that a rank keeps only because of --vocab-pp.
-
-    All ranks compute the embedding together (pass E), and each keeps its result until pass T, the
-    head's backward, of the same micro-batch: for pp + 2 micro-batches at most.
-    """
-    return (job.layout.pp + 2) * job.activation_bytes / job.sequence_shards
 
 
 # ---- Temporary memory of a backward pass ---------------------------------------------------------
@@ -362,8 +347,7 @@ def working_of(job: Job, parts: Parts, kept: Column, heads: Column) -> Column:
     micro-batches whose head outputs the rank keeps.
     """
     in_blocks = np.where(parts.blocks > 0, block_working(job), 0.0)
-    has_head = parts.head | np.bool_(job.layout.vocab_pp)
-    in_head = np.where(has_head, loss_bytes(job, parts, heads), 0.0)
+    in_head = np.where(parts.head, loss_bytes(job, parts, heads), 0.0)
     working = np.maximum(in_blocks, embedding_working(job, parts, kept))
     working = np.maximum(working, in_head)
     with_buckets = np.maximum(working, buckets_of(job, parts) - kept) + tied_gradient(job, parts)
@@ -418,13 +402,11 @@ def embedding_working(job: Job, parts: Parts, kept: Column) -> Column:
     """
     whole_gradient = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
     shares_matrix = parts.embedding & parts.head & np.bool_(job.model.tied)
-    shares_matrix = shares_matrix & ~np.bool_(job.layout.vocab_pp)
     whole_gradient = np.where(shares_matrix, 3, 1) * whole_gradient
     adds_rows = job.machine.device == "CPU" and job.number_bytes == 4
     gradient = np.where((job.zero < 2) & adds_rows, job.activation_bytes, whole_gradient)
     outputs = job.activation_bytes * np.where(job.layout.tp > 1, 2, 1)
-    has_embedding = parts.embedding | np.bool_(job.layout.vocab_pp)
-    return np.where(has_embedding, gradient + outputs - kept, 0.0)
+    return np.where(parts.embedding, gradient + outputs - kept, 0.0)
 
 
 @term
@@ -442,7 +424,6 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     matrix = 1.0 * size * job.vocab_columns * job.model.hidden  # bytes of the matrix's gradient
     shares_matrix = parts.embedding & np.bool_(job.model.tied)
     has_gradient = (job.zero >= 2) | shares_matrix
-    has_gradient = has_gradient & ~np.bool_(layout.vocab_pp)
     not_gathered = np.where(job.zero == 3, 2 * size * job.block_parameters / layout.tp, 0.0)
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns

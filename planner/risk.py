@@ -52,8 +52,8 @@ def interval(job: Job, seconds: float) -> tuple[float, float]:
             doublings += abs(math.log2(values[name] / nearest))
         else:
             doublings += 1.0
-    # No run was measured with other schedules, --vocab-pp or cp: their times are only simulated.
-    if layout.pp > 1 and (layout.schedule not in MEASURED or layout.vocab_pp):
+    # No run was measured with other schedules or cp: their times are only simulated.
+    if layout.pp > 1 and layout.schedule not in MEASURED:
         doublings += 1.0
     if layout.cp > 1:
         doublings += 1.0

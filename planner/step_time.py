@@ -14,7 +14,6 @@ block, a recomputed block, the embedding and the head.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -180,26 +179,21 @@ def block_passes(job: Job) -> Pass:
 
 
 def stage_passes(job: Job) -> tuple[Pass, ...]:
-    """Return the seconds of one micro-batch through each stage of the layout.
-
-    With --vocab-pp embedding and head are passes of their own, which no stage includes.
-    """
+    """Return the seconds of one micro-batch through each stage of the layout."""
     layout = job.layout
     specs = stage_specs(job.model, layout)
     redone = np.array([layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs])
-    stages = through(passes_of(job), Parts.of(specs), redone, not layout.vocab_pp)
+    stages = through(passes_of(job), Parts.of(specs), redone)
     return tuple(map(Pass, stages.forward.tolist(), stages.backward.tolist()))
 
 
-def through(passes: Passes, parts: Parts, redone: Column, has_ends: Column) -> Pass:
+def through(passes: Passes, parts: Parts, redone: Column) -> Pass:
     """Return the seconds of one micro-batch through the parts of a model that a stage holds.
 
-    redone: the number of recomputed blocks. has_ends: whether embedding and head are passes of the
-    stages that hold them.
+    redone: the number of recomputed blocks.
     """
     blocks = passes.block * (parts.blocks - redone) + passes.redone * redone
-    embedding = passes.embedding * (parts.embedding & has_ends)
-    return blocks + embedding + passes.head * (parts.head & has_ends)
+    return blocks + passes.embedding * parts.embedding + passes.head * parts.head
 
 
 def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
@@ -215,10 +209,6 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
     actions = action_seconds(job)
     seconds = schedule_seconds(job, actions, sent)
     busy = count * sum(actions.values()) / layout.pp
-    if layout.vocab_pp:
-        # A rank's link carries six messages for each micro-batch, which may take longer than all
-        # passes: the F and B of its stage, and the vocabulary passes E, S, T and G.
-        seconds = max(seconds, count * 6 * sent)
     if machine.ranks_per_core > 1:
         # Several ranks share a core, and an action's seconds hold while all of them compute. If
         # only one computes, it is faster by ranks_per_core; so the step takes at least the
@@ -253,7 +243,7 @@ def action_seconds(job: Job) -> Seconds:
     """Return the seconds of one micro-batch's actions, by (kind of action, stage).
 
     The kinds are F (forward), B (backward) and, if the schedule splits the backward, W (gradients
-    of weights); with --vocab-pp also E, S, T and G (schedules/vocabulary.py).
+    of weights).
     """
     layout = job.layout
     seconds: dict[tuple[str, int], float] = {}
@@ -264,17 +254,6 @@ def action_seconds(job: Job) -> Seconds:
         for stage, weights in enumerate(stage_weights(job)):
             seconds["B", stage] -= weights
             seconds["W", stage] = weights
-    if layout.vocab_pp:  # every rank computes its share of embedding and head, for any stage
-        embedding = time_terms.embedding(job)
-        head = time_terms.head(job)
-        by_kind = {
-            "E": embedding.forward,
-            "S": head.forward,
-            "T": head.backward,
-            "G": embedding.backward,
-        }
-        for kind, stage in product(by_kind, range(layout.pp)):
-            seconds[kind, stage] = float(by_kind[kind])
     return seconds
 
 

@@ -3,9 +3,8 @@
     Action("F", stage, micro_batch)     one pass of one micro-batch through one stage
     orders.numbered("1f1b", 4, 8)       a schedule for fast loops over its actions
 
-The kinds of actions are F (forward), B (backward), W (gradients of weights, if B leaves them out)
-and, with --vocab-pp, E, S, T and G. Every rank does these four passes for its shard of the
-vocabulary (schedules/vocabulary.py); it holds one stage then, which the action names.
+The kinds of actions are F (forward), B (backward) and W (gradients of weights, if B leaves them
+out).
 
 A schedule that the pipeline executes has lists of `Action` (schedule.py). In a schedule that is
 only simulated, a `Numbered`, an action is an integer: with S stages and M micro-batches it is
@@ -26,17 +25,13 @@ import numpy as np
 STEPS = {"F": 1, "B": -1}
 # A stage's B needs the F of the same stage and micro-batch, and its W needs the B.
 OWN_INPUT = {"B": "F", "W": "B"}
-# The kinds of passes that every rank does for its shard of the vocabulary, with --vocab-pp.
-VOCABULARY = "ESTG"
-SUMMED = "EST"  # the kinds of vocabulary passes whose results are combined over all ranks
 
 
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage.
 
     kind: F (forward pass), B (backward pass; without the gradients of weights if the schedule has
-    W), W (gradients of weights); E, S, T and G are the passes of the stage's rank for its shard of
-    the vocabulary (schedules/vocabulary.py). The text of an action leaves out the stage: `F3`.
+    W), W (gradients of weights). The text of an action leaves out the stage: `F3`.
     """
 
     kind: str
@@ -83,14 +78,6 @@ class Pipeline:
         """
         return self.has("W")
 
-    @property
-    def vocabulary(self) -> bool:
-        """Whether the schedule is made for --vocab-pp, and so has vocabulary passes on every rank.
-
-        A forward-only schedule for --vocab-pp has no G, but each one has passes of kind E.
-        """
-        return self.has("E")
-
     # ---- What an action waits for -------------------------------------------------------------
 
     def input_of(self, action: Action) -> Action | None:
@@ -106,48 +93,13 @@ class Pipeline:
             return Action(kind, sending_stage, micro_batch)
         return None
 
-    def of_all_ranks(self, action: Action) -> list[Action]:
-        """Return the actions that an action needs because of --vocab-pp, from the table `joined`.
-
-        They are a vocabulary pass of all ranks or, for S and G, the F or B whose result all ranks
-        receive. `input_of` gives the F or B of a neighbouring stage, which is not in this list.
-        """
-        kind, stage, m = action
-        return [Action(*part, m) for part in self.joined.get((kind, stage), ())]
-
-    @cached_property
-    def joined(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """The table that `of_all_ranks` reads; without --vocab-pp it is empty.
-
-        By (kind, stage) of an action, it has the (kind, stage) pairs of the actions that this
-        action needs because of the vocabulary passes. A rank holds one stage then, so passes of all
-        stages are passes of all ranks. All actions have the same micro-batch.
-        """
-        if not self.vocabulary:
-            return {}
-        all_stages = range(self.stages)
-        last = self.stages - 1
-        passes = {kind: [(kind, stage) for stage in all_stages] for kind in SUMMED}
-        # The first stage's F takes the sum of all E; the last stage's B takes the sum of all T.
-        needed = {("F", 0): passes["E"], ("B", last): passes["T"]}
-        for stage in all_stages:
-            needed["S", stage] = [("F", last)]  # every S takes the last stage's output
-            needed["T", stage] = passes["S"]  # every T takes what all S have exchanged
-            needed["G", stage] = [("B", 0)]  # every G takes the gradient of the first stage's input
-        return needed
-
     def sender_of(self, action: Action) -> Action | None:
         """Return the action of another rank whose result is sent to an action's rank as a message.
 
-        Return None if the result that the action needs is made on its own rank, or is a sum over
-        all ranks, which has no single sender. Called to simulate messages, and to find when a rank
-        may start them.
+        Return None if the result that the action needs is made on its own rank. Called to simulate
+        messages, and to find when a rank may start them.
         """
         sender = self.input_of(action)
-        # The rank of the last stage broadcasts the result of its F to the S of all ranks, the rank
-        # of the first stage that of its B to their G. `of_all_ranks` has this F or B alone.
-        if action.kind in "SG":
-            sender = self.of_all_ranks(action)[0]
         if sender is None or self.rank_of[sender.stage] == self.rank_of[action.stage]:
             return None
         return sender
@@ -157,7 +109,7 @@ class Pipeline:
 class Numbered(Pipeline):
     """A schedule whose actions are numbers, for loops over many actions, as in a simulation.
 
-    All actions are numbered by kind (in the order of `kinds`, a part of FBWESTG), then by
+    All actions are numbered by kind (in the order of `kinds`, a part of FBW), then by
     micro-batch, then by stage: see the example at the beginning of this file. ranks: for each rank,
     the numbers of its actions in the order in which it does them.
     """
@@ -202,25 +154,18 @@ class Numbered(Pipeline):
     def awaited(self) -> list[int]:
         """For each action, by its number: the number of the other rank's action that it waits for.
 
-        The entry is NOTHING for an action that waits for no other rank. An action that needs a pass
-        of all ranks has the number of this pass on stage 0, plus the count of all actions, which
-        marks this case. `simulation.ends` reads the list. In the example at the beginning of this
-        file, with 2 ranks, it is -1 0 -1 2 -1 4 for F, and 7 -1 9 -1 11 -1 for B.
+        The entry is NOTHING for an action that waits for no other rank. `simulation.ends` reads the
+        list. In the example at the beginning of this file, with 2 ranks, it is -1 0 -1 2 -1 4 for
+        F, and 7 -1 9 -1 11 -1 for B.
         """
         # For each kind, the number of its first action: micro-batch 0 on stage 0.
         first = {kind: place * self.of_kind for place, kind in enumerate(self.kinds)}
-        all_actions = len(self.kinds) * self.of_kind
         awaited: list[int] = []
         for kind in self.kinds:
             sources = []  # the entries of micro-batch 0: a number for each stage
             for stage in range(self.stages):
-                action = Action(kind, stage, 0)
-                joined_passes = self.of_all_ranks(action)
-                sender = self.sender_of(action)
-                # More than one pass: a pass of all ranks, whose number on stage 0 is taken.
-                if len(joined_passes) > 1:
-                    sources.append(all_actions + first[joined_passes[0].kind])
-                elif sender is None:
+                sender = self.sender_of(Action(kind, stage, 0))
+                if sender is None:
                     sources.append(NOTHING)
                 else:
                     sources.append(first[sender.kind] + sender.stage)

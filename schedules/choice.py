@@ -96,8 +96,6 @@ def decide_layout(
     `decide` and by the planner, for one number of micro-batches. Raise UserError for
     `--schedule-costs measured`, ScheduleError if no schedule fits.
     """
-    # If --vocab-pp was not given, its value is None so far, which means no.
-    layout = replace(layout, vocab_pp=bool(layout.vocab_pp))
     if layout.schedule != "auto":
         return layout, None
     if layout.pp == 1:

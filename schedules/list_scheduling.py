@@ -100,7 +100,7 @@ def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
     replaces the number of micro-batches, which the other fields do not depend on.
     """
     parts = parts_of(model, layout, device)
-    with_1f1b = replace(layout, schedule="1f1b", vocab_pp=False)
+    with_1f1b = replace(layout, schedule="1f1b")
     blocks_of_1f1b = tuple(blocks_per_stage(model, with_1f1b, part_costs(model, device)))
     # The blocks of each stage if --partition gives them; None: the search decides about them.
     fixed = None if layout.partition == "balanced" else blocks_of_1f1b

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from config.schema import Layout, ModelShape
 from schedules.actions import Numbered
-from schedules.orders import SEARCHED, backward_length, numbered, stage_costs
+from schedules.orders import SEARCHED, numbered, stage_costs
 from schedules.partition import StageCosts
 from schedules.simulation import Seconds, ends
 
@@ -33,8 +33,7 @@ class LongSchedule:
     """A schedule of many micro-batches, computed from a schedule of few micro-batches.
 
     The fields are the arguments of `orders.build`: ranks is the number of ranks, virtual the stages
-    of each rank, costs those for which a searched order is made, vocabulary the length of a
-    backward pass with --vocab-pp, or 0. The schedule is not validated.
+    of each rank, costs those for which a searched order is made. The schedule is not validated.
     """
 
     name: str
@@ -42,7 +41,6 @@ class LongSchedule:
     micro_batches: int
     virtual: int = 1
     costs: StageCosts | None = None
-    vocabulary: int = 0
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return the largest size of activations that each rank holds at once.
@@ -85,9 +83,7 @@ class LongSchedule:
         micro_batches = self.micro_batches
         if not rounds_differ and whole_rounds > kept_rounds:
             micro_batches = kept_rounds * self.ranks + left_over
-        return numbered(
-            self.name, self.ranks, micro_batches, self.virtual, self.costs, self.vocabulary
-        )
+        return numbered(self.name, self.ranks, micro_batches, self.virtual, self.costs)
 
 
 def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:
@@ -97,4 +93,4 @@ def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSc
     """
     costs = stage_costs(model, layout)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
-    return LongSchedule(*shape, costs, backward_length(layout))
+    return LongSchedule(*shape, costs)

@@ -2,7 +2,6 @@
 
     build("1f1b", 4, 8)                     4 ranks, 8 micro-batches: checked, ready to execute
     build("searched", 4, 8, costs=costs)    an order made for these costs of the stages
-    build("1f1b", 4, 8, vocabulary=2)       with the passes of --vocab-pp
 
 Read schedule.py first, which defines actions and schedules. Stage 0 has the model's first blocks;
 `rank_of[s]` is the rank that holds stage s. Orders are made of numbers in place of actions: with S
@@ -46,19 +45,16 @@ def build(
     micro_batches: int,
     virtual: int = 1,
     costs: StageCosts | None = None,
-    vocabulary: int = 0,
 ) -> Schedule:
     """Return the validated schedule for a name in ORDERS or SEARCHED and any counts >= 1.
 
     virtual: stages of each rank; not used for names that end in -v, which have two stages.
     costs: the costs of the stages; names in SEARCHED need them.
-    vocabulary: 0 without --vocab-pp; else how many times as long as a forward pass a backward pass
-    takes, from which the order of the vocabulary passes follows.
 
     Raise ScheduleError if the schedule cannot run, or if the limit of `costs` is less than one
     micro-batch takes.
     """
-    schedule = of_numbers(numbered(name, ranks, micro_batches, virtual, costs, vocabulary))
+    schedule = of_numbers(numbered(name, ranks, micro_batches, virtual, costs))
     check(schedule, micro_batches, backward=True)
     return schedule
 
@@ -70,22 +66,12 @@ def numbered(
     micro_batches: int,
     virtual: int = 1,
     costs: StageCosts | None = None,
-    vocabulary: int = 0,
 ) -> Numbered:
     """Return the schedule of `build` as numbers; it is not validated, which would take longer.
 
     Called by `build`, and for schedules that are only simulated; the arguments are those of
     `build`. Raise ValueError if a name in SEARCHED has no costs.
     """
-    if vocabulary:
-        from schedules.vocabulary import more_ahead, with_vocabulary  # only --vocab-pp needs them
-
-        # The order comes from a pipeline with more ranks, whose further ranks are dropped. This
-        # leaves time for vocabulary passes between the last stage's F and B. One rank more is
-        # enough for gpipe, the only other schedule that --vocab-pp allows.
-        further_ranks = more_ahead(ranks) if name == "1f1b" else 1
-        longer = numbered(name, ranks + further_ranks, micro_batches)
-        return with_vocabulary(longer, ranks, vocabulary)
     rank_of = rank_of_stages(name, ranks, virtual)
     kinds = "FBW" if name.startswith(("zb", "searched")) else "FB"
     if name in SEARCHED:
@@ -109,13 +95,12 @@ def of_numbers(found: Numbered) -> Schedule:
 def forward_only(
     rank_of: tuple[int, ...],
     micro_batches: int,
-    vocabulary: bool = False,
 ) -> Schedule:
     """Return the validated schedule of an evaluation: forward passes only.
 
-    rank_of: the rank of each stage. vocabulary: whether to add the passes of --vocab-pp. A rank
-    that holds several stages does its passes in the order of m + s, for micro-batch m and stage s:
-    every pass comes after the pass that it needs. If sums are equal, the later stage comes first.
+    rank_of: the rank of each stage. A rank that holds several stages does its passes in the order
+    of m + s, for micro-batch m and stage s: every pass comes after the pass that it needs. If sums
+    are equal, the later stage comes first.
     """
     ranks = max(rank_of) + 1
     rows: Rows = [[] for _ in range(ranks)]
@@ -124,11 +109,6 @@ def forward_only(
     for m, (stage, rank) in sorted(moments, key=lambda at: (at[0] + at[1][0], -at[1][0])):
         rows[rank].append(m * len(rank_of) + stage)
     forward = Numbered("forward", "F", rank_of, micro_batches, rows)
-    if vocabulary:
-        from schedules.vocabulary import with_vocabulary
-
-        # `backward` says how long after the last stage's F a pass T comes: the usual time of a B.
-        forward = with_vocabulary(forward, ranks, backward=2)
     schedule = of_numbers(forward)
     check(schedule, micro_batches, backward=False)
     return schedule
@@ -305,7 +285,7 @@ def of_layout(
     """
     costs = stage_costs(model, layout, device)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
-    return build(*shape, costs, backward_length(layout))
+    return build(*shape, costs)
 
 
 def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
@@ -313,19 +293,7 @@ def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
 
     The pipeline calls this for each evaluation, with the number of its micro-batches.
     """
-    return forward_only(placement(layout), micro_batches, bool(layout.vocab_pp))
-
-
-def backward_length(layout: Layout) -> int:
-    """Return how many times as long as a forward pass a backward pass is assumed to take.
-
-    The order of the passes of --vocab-pp depends on this ratio: 3 if all blocks are recomputed,
-    else 2. Other orders do not depend on it, so without --vocab-pp the result is 0.
-    """
-    if not layout.vocab_pp:
-        return 0
-    only_some = layout.recompute_layers is not None or layout.recompute_blocks is not None
-    return 3 if layout.recompute == "full" and not only_some else 2
+    return forward_only(placement(layout), micro_batches)
 
 
 def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> StageCosts | None:

@@ -19,7 +19,7 @@ pass that computes the gradients of weights, where a schedule does this part by 
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -142,8 +142,7 @@ class StageSpec:
     """One pipeline stage: blocks [first, last) and perhaps the embedding and the head.
 
     index: the stage's number in the pipeline. embedding, head: whether the stage has them.
-    parameters: the number of its parameters, not divided by tp. vocabulary: with --vocab-pp, the
-    number of rows of a vocabulary matrix that the stage's rank holds; else 0.
+    parameters: the number of its parameters, not divided by tp.
     """
 
     index: int
@@ -155,7 +154,6 @@ class StageSpec:
     share: float  # the stage's part of the whole model's time, 0 to 1
     rank: int = 0  # the pipeline rank that holds the stage
     tied: bool = False  # whether another rank holds a copy of this stage's vocabulary matrix
-    vocabulary: int = 0
 
     @property
     def blocks(self) -> int:
@@ -177,7 +175,7 @@ def stage_specs(
     """
     # The result is cached by a layout that has only the fields on which it depends. So the many
     # layouts of a plan that differ in other fields share the cached result.
-    used = ("tp", "pp", "schedule", "virtual_stages", "partition", "vocab_pp", "pad_vocab_multiple")
+    used = ("tp", "pp", "schedule", "virtual_stages", "partition", "pad_vocab_multiple")
     layout_of_stages = Layout(**{name: getattr(layout, name) for name in used})
     return list(_stage_specs(model, layout_of_stages, costs or part_costs(model)))
 
@@ -191,10 +189,8 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
     """
     matrix = model.vocab_size * model.hidden
     rank_of = placement(layout)
-    # A tied matrix is copied if the first and the last stage are on different ranks. With
-    # --vocab-pp each rank has a shard of the matrix for both uses, so there is no copy.
-    ends_on_other_rank = rank_of[0] != rank_of[-1]
-    copied = model.tied and ends_on_other_rank and not layout.vocab_pp
+    # A tied matrix is copied if the first and the last stage are on different ranks.
+    copied = model.tied and rank_of[0] != rank_of[-1]
     whole = costs.embedding + model.layers * costs.block + costs.head  # the whole model's time
     first = 0  # the number of the first block of the next stage
     specs: list[StageSpec] = []
@@ -214,38 +210,9 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
         tied = copied and (embedding or head)
         share = seconds / whole
         spec = StageSpec(index, first, last, embedding, head, count, share, rank_of[index], tied)
-        if layout.vocab_pp:
-            spec = _with_vocabulary(spec, model, layout, costs)
         specs.append(spec)
         first = last
     return specs
-
-
-def _with_vocabulary(
-    spec: StageSpec,
-    model: ModelShape,
-    layout: Layout,
-    costs: PartCosts,
-) -> StageSpec:
-    """Return a stage that has its rank's shard of the vocabulary instead of whole matrices.
-
-    `_stage_specs` calls this for every stage with --vocab-pp. Each stage then has an equal part of
-    the time of embedding and head. spec: the stage as it is without --vocab-pp.
-    """
-    # Each rank has an equal number of rows of the padded vocabulary. `rows` does not count the
-    # padding, which is at the end of the vocabulary, so it may be smaller on the last ranks.
-    padded_rows = model.padded_vocab(layout) // layout.pp
-    rows = min(padded_rows, max(0, model.vocab_size - spec.rank * padded_rows))
-    # The shard's rows are added, in one matrix, or in two if embedding and head are not tied. The
-    # whole matrices that the first and the last stage have in `spec` are subtracted: one for the
-    # embedding, and one for the head unless it uses the embedding's matrix.
-    matrices = 1 if model.tied else 2
-    whole_matrices = spec.embedding + (spec.head and not model.tied)
-    added_rows = matrices * rows - whole_matrices * model.vocab_size
-    whole = costs.embedding + model.layers * costs.block + costs.head
-    seconds = spec.blocks * costs.block + (costs.embedding + costs.head) / layout.pp
-    parameters = spec.parameters + added_rows * model.hidden
-    return replace(spec, parameters=parameters, share=seconds / whole, vocabulary=rows)
 
 
 def blocks_per_stage(
@@ -273,9 +240,6 @@ def blocks_per_stage(
         counts[-1] -= 1
         return counts
     costs = costs or part_costs(model)
-    # With --vocab-pp every rank has an equal part of embedding and head, so only blocks differ.
-    if layout.vocab_pp:
-        costs = replace(costs, embedding=0.0, head=0.0)
     return list(balanced(model.layers, placement(layout), costs))
 
 
@@ -392,20 +356,15 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     Raise ValueError if the sums are not the model's numbers of blocks and parameters.
     """
     lines = ["stage   holds                        blocks       parameters   share of time"]
-    # With several stages on each rank, a line names the rank. With --vocab-pp, every stage has a
-    # shard of the vocabulary in place of embedding and head.
-    several_stages = any(s.rank != s.index for s in rows)
-    shares_vocabulary = any(s.vocabulary for s in rows)
+    several_stages = any(s.rank != s.index for s in rows)  # then a line names the rank
     for s in rows:
         parts = []
-        if s.embedding and not shares_vocabulary:
+        if s.embedding:
             parts.append("embedding")
         if s.blocks:
             parts.append(f"blocks {s.first}-{s.last - 1}")
-        if s.head and not shares_vocabulary:
+        if s.head:
             parts.append("head")
-        if shares_vocabulary:
-            parts.append(f"{s.vocabulary:,} words")
         holds = " + ".join(parts) or "nothing, passes on"
         if several_stages:
             holds = f"rank {s.rank}: {holds}"

@@ -3,8 +3,7 @@
 A schedule is one list of actions per pipeline rank. `F3` is the forward pass of micro-batch 3
 through a stage, `B3` its backward pass; if the backward pass is split, `B3` computes the gradient
 of the stage's input and `W3` the gradients of its weights. A rank holds one stage or several
-(virtual stages, arXiv 2104.04473 section 2.2). With --vocab-pp each rank also does the passes E, S,
-T and G for its shard of the vocabulary (vocabulary.py). The pipeline executes exactly these lists.
+(virtual stages, arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
 
     1F1B, 3 stages, 4 micro-batches (a backward takes twice as long as a forward):
 
@@ -19,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice, pairwise, product
+from itertools import islice, product
 from typing import NamedTuple
 
-from schedules.actions import OWN_INPUT, STEPS, SUMMED, VOCABULARY, Action, Numbered, Pipeline
+from schedules.actions import OWN_INPUT, STEPS, Action, Numbered, Pipeline
 
 
 class ScheduleError(Exception):
@@ -50,9 +49,9 @@ class Schedule(Pipeline):
 
     @cached_property
     def kinds(self) -> str:
-        """The kinds of actions in this schedule, the same on every rank, in the order FBWESTG."""
+        """The kinds of actions in this schedule, the same on every rank, in the order FBW."""
         kinds = {action.kind for action in self.ranks[0]}
-        return "".join(kind for kind in "FBW" + VOCABULARY if kind in kinds)
+        return "".join(kind for kind in "FBW" if kind in kinds)
 
     def has(self, kind: str) -> bool:
         """Whether the schedule has actions of a kind; then every rank does such actions."""
@@ -97,25 +96,6 @@ class Schedule(Pipeline):
         The dictionary is empty at first; `_starts` adds the result of a rank when it is needed.
         """
         return {}
-
-    @cached_property
-    def gradients_taken(self) -> list[range]:
-        """For each micro-batch m, the micro-batches whose gradients rank 0 can free in the T of m.
-
-        With --vocab-pp, rank 0 broadcasts a gradient to the pass G of every rank. In the T of m a
-        rank knows that every rank has done its S of m, and so has done all its G before this S. The
-        range of m has the micro-batches whose G every rank does before its S of m, without those
-        micro-batches that the ranges before have.
-        """
-        ended_before = []  # for each rank, a list: how many G it has done before each of its S
-        for row in self.ranks:
-            counts = accumulate(action.kind == "G" for action in row)
-            ended_before.append([count for count, action in zip(counts, row) if action.kind == "S"])
-        # For each S, in the order of micro-batches: how many G every rank has done before it.
-        ended_by_all = map(min, zip(*ended_before))
-        # Each rank does its passes G in the order of micro-batches. So if all ranks have ended 3 of
-        # them after one pass T, and 5 after the next, then the micro-batches 3 and 4 are new there.
-        return [range(first, end) for first, end in pairwise([0, *ended_by_all])]
 
     # ---- What is held -------------------------------------------------------------------------
 
@@ -213,15 +193,9 @@ def _message_starts(schedule: Schedule, rank: int) -> _Starts:
             # the first `count` actions of `rank`, so the message is not sent before these.
             if sender and schedule.rank_of[sender.stage] == rank:
                 sent_before[sender] = max(sent_before[sender], count)
-            for before in (schedule.input_of(action), *schedule.of_all_ranks(action)):
-                if before is not None:
-                    count = max(count, count_of[before])
-            # A pass E, S or T ends with a collective of all ranks, which `rank` joins after its own
-            # pass, `part`. It joins when it has done its first `count` actions: only then can the
-            # doer, which needs these, join too.
-            if action.kind in SUMMED:
-                part = action._replace(stage=rank)
-                sent_before[part] = max(sent_before[part], count)
+            before = schedule.input_of(action)
+            if before is not None:
+                count = max(count, count_of[before])
         count_of[action] = last_of[doer] = count
     return _Starts(needed, dict(sent_before))
 
@@ -240,30 +214,13 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
     kinds = "F"
     if backward:
         kinds = "FBW" if schedule.split else "FB"
-    if schedule.vocabulary:
-        kinds += VOCABULARY if backward else SUMMED
     for rank, row in enumerate(schedule.ranks):
         required = set(product(kinds, schedule.stages_on(rank), range(micro_batches)))
         if len(row) != len(required) or set(row) != required:
             expected = sorted(Action(*fields) for fields in required)
             raise ScheduleError(f"rank {rank} does {_row(row)}, not each of {_row(expected)} once")
-        if schedule.vocabulary:
-            _check_collectives(rank, row)
     _check_messages(schedule)
     _steps(schedule)  # raises ScheduleError if the schedule deadlocks
-
-
-def _check_collectives(rank: int, row: Sequence[Action]) -> None:
-    """Raise ScheduleError unless a rank does the passes of each kind in the order of micro-batches.
-
-    Then all ranks enter the collectives of the vocabulary passes in the same order.
-    """
-    for kind in dict.fromkeys(action.kind for action in row):
-        passes = [action for action in row if action.kind == kind]
-        if passes != sorted(passes):
-            raise ScheduleError(
-                f"rank {rank} does {_row(passes)}, not in the order of micro-batches"
-            )
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -282,8 +239,8 @@ def _check_messages(schedule: Schedule) -> None:
             if source_action is not None:
                 source = schedule.rank_of[source_action.stage]
                 received[kind, source, rank].append(source_action)
-            # F sends to the next stage, B to the stage before; STEPS has the kind's 1 or -1. Other
-            # kinds send to no single stage.
+            # F sends to the next stage, B to the stage before; STEPS has the kind's 1 or -1.
+            # W sends nothing.
             next_stage = action.stage + STEPS.get(kind, 0)
             if next_stage != action.stage and 0 <= next_stage < schedule.stages:
                 sent[kind, rank, schedule.rank_of[next_stage]].append(action)
@@ -303,7 +260,7 @@ def _steps(schedule: Schedule) -> list[Step]:
     rank can run an action in a round of all ranks, the schedule deadlocks.
     """
     ranks = schedule.ranks
-    kinds = "FBW" + VOCABULARY
+    kinds = "FBW"
     # The index in `steps` of each action that has run: by (kind, stage), then by micro-batch. At
     # first nothing has run, so the dictionary of every kind and stage is empty.
     place: Places = {
@@ -351,10 +308,6 @@ def _inputs(
         is_local = schedule.rank_of[neighbour.stage] == schedule.rank_of[stage]
         group = local if is_local else remote
         group.append(place[kind, neighbour.stage])
-    # With --vocab-pp a rank holds one stage, so passes of other stages are passes of other ranks.
-    for needed_kind, needed_stage in schedule.joined.get((kind, stage), ()):
-        group = local if needed_stage == stage else remote
-        group.append(place[needed_kind, needed_stage])
     return local, remote
 
 

@@ -4,8 +4,8 @@
     makespan(build("1f1b", 4, 8), seconds)             only the end of the last action
 
 An action is a pass of one micro-batch through one stage, with its kind: F (forward), B (backward),
-W (gradients of weights), and E, S, T, G with --vocab-pp. A rank does one action at a time, in its
-order. A result for another rank is a message, which takes the time `transfer`.
+W (gradients of weights). A rank does one action at a time, in its order. A result for another rank
+is a message, which takes the time `transfer`.
 
 `simulate` is the definition. `ends` computes the same times many times faster, for schedules whose
 actions are numbers (`actions.Numbered`); tests compare the two. schedule.py defines schedules.
@@ -24,8 +24,8 @@ from schedules.schedule import Schedule, ScheduleError
 # The seconds of an action, by its kind and stage: all micro-batches take the same time.
 Seconds = Mapping[tuple[str, int], float]
 # Durations in the unit in which papers draw schedules, a forward pass of any stage. A backward pass
-# that is not split takes B + W = 2, and the embedding passes E and G take no time.
-UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "E": 0.0, "S": 1.0, "T": 1.0, "G": 0.0}
+# that is not split takes B + W = 2.
+UNITS = {"F": 1.0, "B": 1.0, "W": 1.0}
 
 
 class Slot(NamedTuple):
@@ -137,30 +137,12 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
     # For each rank, the action that was taken from `to_do` and waits for its input, as a tuple of
     # one number; an empty tuple if no action waits.
     waiting: list[tuple[int, ...]] = [()] * len(to_do)
-    # The latest ends of passes that all ranks have ended, by the number with which it is awaited.
-    latest_of: dict[int, _Latest] = {}
     while True:
         before = waiting.copy()
         for rank, row in enumerate(to_do):
             clock = clocks[rank]
             for number in chain(waiting[rank], row):
-                source = awaited[number]
-                if source < size:
-                    arrival = ended[source] + transfer
-                else:
-                    # The action needs a pass of all ranks, and waits for the latest of the other
-                    # ranks. `source` is this pass's number on stage 0, plus `size` as a mark; the
-                    # pass's numbers on the other stages follow.
-                    if source not in latest_of:
-                        on_stage_0 = source - size
-                        ends_of_stages = ended[on_stage_0 : on_stage_0 + stages]
-                        if max(ends_of_stages) < inf:
-                            latest_of[source] = _latest_two(ends_of_stages)
-                    latest = latest_of.get(source, UNKNOWN)
-                    # The action's own stage, number % stages, does not wait for itself: if it is
-                    # the latest stage, the latest of the other stages counts.
-                    is_latest = latest.stage == number % stages
-                    arrival = transfer + (latest.before if is_latest else latest.end)
+                arrival = ended[awaited[number]] + transfer
                 if arrival > clock:
                     # The action's input has not been computed yet: go on with the next rank.
                     if arrival == inf:
@@ -176,33 +158,6 @@ def ends(numbered: Numbered, seconds: Seconds, transfer: float = 0.0) -> list[fl
             return ended[:size]
         if waiting == before:  # no rank has run an action in this round
             raise ScheduleError(f"{numbered.name} deadlocks: build it to see where")
-
-
-class _Latest(NamedTuple):
-    """When a pass that all stages do ends on the latest stage, and on the latest other stage.
-
-    end: the latest end. stage: the stage of this end. before: the latest end of the other stages,
-    for which the latest stage itself waits.
-    """
-
-    end: float
-    stage: int
-    before: float
-
-
-UNKNOWN = _Latest(inf, -1, inf)  # the ends of a pass that some stage has not ended yet
-
-
-def _latest_two(ended: list[float]) -> _Latest:
-    """Return the latest end of a pass, and the latest end on the other stages.
-
-    ended: the end of the pass on each stage. `ends` calls this when all stages have ended the pass.
-    A stage waits for the messages of the other stages only, so the stage that ended last needs the
-    latest end of the others.
-    """
-    stage = ended.index(max(ended))
-    others = ended[:stage] + ended[stage + 1 :]
-    return _Latest(ended[stage], stage, max(others, default=-inf))
 
 
 def bubble(slots: list[list[Slot]]) -> float:

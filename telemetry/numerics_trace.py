@@ -303,7 +303,6 @@ class _Observer:
         # The positions, in a sample, of the tokens that this rank has.
         self.positions = self.mesh.cp.balanced_shard(positions, 0)
         self.passes: dict[int, int] = {}  # forward passes so far, by stage
-        self.embedded = 0  # micro-batches so far whose tokens were embedded with --vocab-pp
         self.micro_batch: int | None = None  # the running pass's micro-batch; None between passes
 
     def hooks(self, stages: dict[int, Any]) -> Iterator[RemovableHandle]:
@@ -313,9 +312,6 @@ class _Observer:
         """
         for index, stage in stages.items():
             yield stage.register_forward_pre_hook(partial(self._begin, index))
-            if stage.vocabulary is not None:
-                begin_embedding = partial(self._begin_embedding, index, stage)
-                yield stage.vocabulary.register_forward_pre_hook(begin_embedding)
             yield stage.register_forward_hook(self._end)
             for name, part in _parts(stage):
                 yield part.register_forward_hook(partial(self._after, name))
@@ -329,25 +325,11 @@ class _Observer:
         if batch is not None:
             self._add_batch(index, stage, self.micro_batch, batch)
 
-    def _begin_embedding(self, index: int, stage: Any, part: Any, inputs: tuple) -> None:
-        """Add the tokens and labels of a micro-batch to the table, before they are embedded.
-
-        torch calls this hook before the embedding of --vocab-pp, which every pipeline rank does
-        once for each micro-batch, in order: so a count gives the micro-batch. With --vocab-pp the
-        stages get no batch, and `_begin` cannot add its tokens.
-        """
-        (batch,) = inputs
-        self._add_batch(index, stage, self.embedded, batch)
-        self.embedded += 1
-
     def _add_batch(self, index: int, stage: Any, micro_batch: int, batch: Batch) -> None:
-        """Add a micro-batch's tokens on the first stage's rank, its labels on the last one's.
-
-        The last stage has a head, or with --vocab-pp only the norm before the vocabulary's passes.
-        """
+        """Add a micro-batch's tokens on the first stage's rank, its labels on the last one's."""
         if index == 0:
             self._add("tokens", micro_batch, batch.tokens.t())
-        if stage.head is not None or stage.output_norm is not None:
+        if stage.head is not None:
             self._add("labels", micro_batch, batch.labels.t())
 
     def _end(self, *_: Any) -> None:
@@ -401,16 +383,13 @@ class _Observer:
 def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield each observed part of a stage: the name of its output in the trace, and its module.
 
-    Blocks are numbered in the whole model. With --vocab-pp the last stage has no head, but the norm
-    of the head (`output_norm`).
+    Blocks are numbered in the whole model.
     """
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for number, block in enumerate(stage.blocks, stage.spec.first):
         yield f"blocks.{number}.attention", block.attention
         yield f"blocks.{number}", block
-    if stage.output_norm is not None:
-        yield "head.norm", stage.output_norm
     if stage.head is not None:
         yield "head.norm", stage.head.norm
         yield "loss", stage.head

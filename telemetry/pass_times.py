@@ -106,7 +106,7 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
     gradients of the weights. Collective over all ranks.
     """
     # This layout has three stages: the embedding, one block, the head.
-    layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0", vocab_pp=False)
+    layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0")
     if layout.recompute_layers is not None:
         # Only some blocks are recomputed: the search takes each block's time without recomputation.
         layout = replace(layout, recompute_layers=0)

@@ -27,11 +27,10 @@ from typing import Any
 import torch
 
 from distributed.store import StoreExchange
-from schedules.schedule import VOCABULARY
 from telemetry.log import Log
 from telemetry.row_file import RowFile
 
-PASSES = {*"FBW", *VOCABULARY}  # kinds of spans that are passes of a schedule
+PASSES = {*"FBW"}  # kinds of spans that are passes of a schedule
 FIRST_STEPS = range(4, 20, 2)  # these steps are measured whatever the interval is
 LEAST_INTERVAL = 10  # steps from a measured step to the next measured step, at least
 # The interval, in steps, is at least the number of all ranks' passes in a step over this number, so

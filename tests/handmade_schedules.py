@@ -56,8 +56,8 @@ def check_starts(schedule: Schedule) -> int:
     before: dict[Action, set[Action]] = {}  # an action, and all that precede it
     last: list[set[Action]] = [set() for _ in schedule.ranks]
     for rank, action in schedule.order:
-        needed = [schedule.input_of(action), *schedule.of_all_ranks(action)]
-        before[action] = last[rank].union({action}, *(before[one] for one in needed if one))
+        needed = schedule.input_of(action)
+        before[action] = last[rank].union({action}, before[needed] if needed else ())
         last[rank] = before[action]
     # Per result that leaves its rank: the actions after which its other ends are there.
     ends: dict[Action, list[Action]] = {}
@@ -70,9 +70,6 @@ def check_starts(schedule: Schedule) -> int:
                 assert schedule.may_be_ahead(action) == (front not in before[sender]), action
                 later += not schedule.may_be_ahead(action)
                 ends.setdefault(sender, []).append(front)
-            if schedule.vocabulary and action.kind in "EST":
-                others = (action._replace(stage=s) for s in range(schedule.stages))
-                ends[action] = [other for other in others if other != action]
     for row in schedule.ranks:
         for place, action in enumerate(row):
             others = ends.get(action, [])

@@ -22,7 +22,6 @@ CASES: dict[str, tuple[int, str]] = {
     "Muon": (2, SMALL + "--optimizer muon"),
     "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
     "cp 4 over heads and keys, tp 2": (8, SMALL + "--cp 4 --tp 2 --kv-heads 4 --seq-length 4096"),
-    "vocabulary over pp 4": (8, SMALL + "--tp 2 --pp 4 --vocab-pp --sequence-parallel"),
     "experts of 4 ranks": (4, SMALL + EXPERTS + "--ep 4 --global-batch-size 128"),
     "experts recomputed, pp 2": (4, SMALL + EXPERTS + "--ep 2 --pp 2 --recompute full"),
     "cp 4 over heads, pp 2": (8, SMALL + BLOOM + "--cp 4 --pp 2 --recompute selective"),

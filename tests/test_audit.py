@@ -243,7 +243,6 @@ SMALL = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "vocab_size": 
     [
         ({}, 1, "compares data-parallel replicas, two or more: dp is 1"),
         ({"zero": 3}, 2, "needs whole replicas of the weights: --zero 0, 1 or 2, not 3"),
-        ({"pp": 2, "vocab_pp": True}, 4, "takes no --vocab-pp"),
         ({"compile": True}, 2, "takes no --compile"),
         ({"record_routing": "file", **EXPERTS}, 2, "takes no --record-routing"),
         ({"ep": 2, **EXPERTS}, 2, "but ep(2) does not divide tp(1) * cp(1)"),

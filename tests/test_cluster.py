@@ -334,20 +334,20 @@ def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
 
     monkeypatch.setattr(Context, "group", group)
     axes = {"pp": 2, "dp": 2, "cp": 4, "tp": 2}
-    Mesh(axes, context, channels=True, vocabulary=True, over_heads=2)
+    Mesh(axes, context, channels=True, over_heads=2)
     return of_role
 
 
 def test_groups_on_nccl_are_bound_to_a_device_and_limit_their_kernels(monkeypatch):
     """Else messages take lazy communicators of two ranks, and SMs that the products need."""
     of_role = groups_made(monkeypatch, "nccl")
-    assert {"tp", "cp", "heads", "kv", "replicas", "tied", "vocabulary E"} <= set(of_role)
+    assert {"tp", "cp", "heads", "kv", "replicas", "tied"} <= set(of_role)
     for role, options in of_role.items():
         wanted = options["pg_options"]
         assert options["device_id"] == torch.device("cuda", 0), role
         assert wanted._timeout == options["timeout"], "torch warns if they differ"
         assert wanted.is_high_priority_stream == (role in ("tp", "cp", "heads", "kv")), role
-        few = role.startswith(("forward", "backward", "vocabulary"))
+        few = role.startswith(("forward", "backward"))
         many = role in ("dp", "replicas")
         assert wanted.config.max_ctas == (4 if few else 16 if many else None), role
 

@@ -32,7 +32,6 @@ ROWS = (
     ("decoding",),
     ("telemetry",),
     ("checkpointing",),
-    ("vocabulary",),
     ("pipeline",),
     ("zero",),
     ("optim",),

@@ -118,11 +118,11 @@ def test_a_plain_layout_is_recommended_where_the_plan_cannot_tell_it_from_the_fi
     found = ask(line)
     first, simple = found.data["ranked"][0], found.data["recommended"]
     assert first["schedule"] == "interleaved"
-    assert (simple["schedule"], simple["vocab_pp"], simple["cp"]) == ("1f1b", None, 1)
+    assert (simple["schedule"], simple["cp"]) == ("1f1b", 1)
     assert first["seconds"] < simple["seconds"] < 1.06 * first["seconds"]
     told = next(text for text in found.text.splitlines() if text.startswith("recommended: "))
     assert told.split("train.py ")[1].split(" --global")[0].endswith(" ".join(simple["flags"]))
-    held = ask(f"{line} --schedule 1f1b --no-vocab-pp")
+    held = ask(f"{line} --schedule 1f1b")
     assert held.data["recommended"] is None
     assert "recommended" not in held.text
 
@@ -132,7 +132,7 @@ def test_a_plain_layout_is_recommended_where_the_plan_cannot_tell_it_from_the_fi
 def test_the_table_fits_a_terminal(cp, more):
     """A terminal has 120 columns. The data has the layout's flags and each stage's memory."""
     line = "layouts --model 1b3 --gpu a100-80 --gpus 16 --global-batch-size 192"
-    found = ask(line + " --schedule 1f1b --no-vocab-pp" + cp + more)
+    found = ask(line + " --schedule 1f1b" + cp + more)
     (at,) = (i for i, text in enumerate(found.text.splitlines()) if "tokens/s" in text)
     head, *rows = found.text.splitlines()[at : at + 5]
     assert {len(row) for row in (head, *rows)} <= set(range(80, 121))
@@ -303,7 +303,7 @@ def test_the_trace_is_the_schedule(tmp_path):
 
 def test_layouts_above_the_risk_are_listed_apart():
     line = "layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048"
-    line += " --schedule 1f1b --no-vocab-pp --top 300"
+    line += " --schedule 1f1b --top 300"
     careful, bold = ask(line), ask(f"{line} --risk 0.5")
     assert all(row["risk"] <= 0.05 for row in careful.data["ranked"])
     assert all(row["risk"] > 0.05 for row in careful.data["risky"])

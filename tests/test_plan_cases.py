@@ -11,7 +11,7 @@ SEED, CASES = 7, 12
 ONCE_WRONG = {
     "logits of one micro-batch": (
         "--layers 7 --hidden 32 --heads 1 --vocab-size 50257 --seq-length 8192 --gpu cpu --gpus 2 "
-        "--global-batch-size 12 --vocab-pp --no-tied --no-bias"
+        "--global-batch-size 12 --no-tied --no-bias"
     ),
     "cp with a spread vocabulary": (
         "--layers 2 --hidden 1024 --heads 4 --vocab-size 250001 --seq-length 4096 --kv-heads 1 "

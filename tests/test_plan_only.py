@@ -233,7 +233,7 @@ def test_a_model_that_fits_with_cp_alone():
 
 def test_fp8_is_faster_where_there_is_any(capsys):
     line = "layouts --model gpt3-175b --gpu h100 --nodes 16 --tp 8 --pp 8 --micro-batch-size 1"
-    line += " --sequence-parallel --recompute none --schedule 1f1b --no-vocab-pp --zero 1"
+    line += " --sequence-parallel --recompute none --schedule 1f1b --zero 1"
     plain, fast = (
         ask(f"{line} --risk 1").data["ranked"],
         ask(f"{line} --risk 1 --fp8").data["ranked"],

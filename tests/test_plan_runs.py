@@ -256,7 +256,7 @@ def test_a_run_whose_schedule_was_searched_is_a_source_like_any_other(tmp_path):
     assert run.job.layout.schedule == choice.name
     assert run.job.layout.partition == ",".join(map(str, choice.blocks))
     assert plan.ask(["calibrate", path, "--gpu", "h100"]).data["determined"]
-    given = words.replace("--steps 5", "--gpus 8 --gpu h100 --no-vocab-pp")
+    given = words.replace("--steps 5", "--gpus 8 --gpu h100")
     again = ask(f"stages --config {path} --gpus 8 --gpu h100").data
     assert again == ask(f"stages {given} --precision fp32").data
 

@@ -44,7 +44,6 @@ def drawn(chance: random.Random) -> Layout:
         recompute=recompute,
         recompute_layers=chance.choice([None, 1, 2]) if recompute != "none" else None,
         zero=chance.choice([0, 1, 2, 3]),
-        vocab_pp=chance.choice([False, True]),
     )
 
 
@@ -70,10 +69,6 @@ def test_all_kinds_of_schedules_are_found_where_they_are_fastest():
         Asked(model, few, A100, GPUS, {"pp": 8, "tp": 1, "micro_batch_size": 1, "schedule": "1f1b"})
     )
     assert found[0].prediction.seconds < plain[0].prediction.seconds
-    wide = replace(MODEL, vocab_size=1_000_000)
-    held = {"pp": 8, "tp": 1, "schedule": "1f1b"}
-    found, *_ = layouts.rank(Asked(wide, TRAINING, A100, GPUS, held))
-    assert found[0].layout.vocab_pp
 
 
 def test_the_command_names_the_model_as_it_was_given():
@@ -154,7 +149,7 @@ def test_keys_and_values_that_are_gathered_are_held():
 
 def test_no_more_blocks_are_recomputed_than_memory_asks():
     held = {"tp": 2, "pp": 2, "micro_batch_size": 4, "zero": 1, "recompute": "full"}
-    held |= {"schedule": "1f1b", "vocab_pp": False, "sequence_parallel": True}
+    held |= {"schedule": "1f1b", "sequence_parallel": True}
     numbers = set()
     for size in (18e9, 20e9, 22e9, 26e9):
         machine = replace(A100, memory=size)

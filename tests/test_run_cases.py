@@ -15,7 +15,7 @@ FOUND = {
     # The one of two replicas that owns no tied matrix ended in an exception.
     "no matrix": Case(ADAFACTOR, [(4, {"pp": 2})]),
     # The ranks waited for each other for ever.
-    "blocking": Case(SMALL | {"blocking": True}, [(2, {"pp": 2, "vocab-pp": True})]),
+    "blocking": Case(SMALL | {"blocking": True}, [(2, {"pp": 2})]),
     # The end of the run divided by the share of time of a stage that has no blocks.
     "no blocks": Case(SMALL | {"steps": 5}, [(3, {"pp": 3, "partition": "0,0,4"})]),
     # State that Muon's matrices do not have was written in fp32 among tensors of fp64.

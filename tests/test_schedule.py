@@ -134,12 +134,6 @@ F0 F1 B0 B1 | F0 F0 B0 B1 | rank 1 does F0 F0 B0 B1
 F0 B0 F1 B1 W0 | F0 B0 F1 B1 W0 W1 | rank 0 does F0 B0 F1 B1 W0, not each of
 B0 F0 F1 B1 | F0 B0 F1 B1 | deadlocks: rank 0 waits at B0 of stage 0, rank 1
 F0 W0 B0 | F0 W0 B0 | rank 0 waits at W0 of stage 0
-E0 F0 S0 T0 B0 G0 | E0 F0 S0 B0 T0 G0 | rank 1 waits at B0 of stage 1
-E0 F0 T0 S0 B0 G0 | E0 F0 S0 T0 B0 G0 | rank 0 waits at T0 of stage 0
-E0 F0 S0 T0 B0 G0 | E0 F0 S0 T0 B0 | rank 1 does E0 F0 S0 T0 B0, not each of
-E0 F0 S0 T0 G0 B0 | E0 F0 S0 T0 B0 G0 | rank 0 waits at G0 of stage 0
-E0 F0 S0 T0 B0 G0 | F0 S0 T0 B0 E0 G0 | rank 0 waits at F0 of stage 0
-E0 E1 F0 F1 S0 T0 S1 T1 B0 B1 G0 G1 | E1 E0 F0 F1 S0 T0 S1 T1 B0 B1 G0 G1 | does E1 E0, not in
 """
 
 

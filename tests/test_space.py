@@ -51,8 +51,6 @@ def test_options_that_go_with_some_others_are_tried_with_these():
     found, _ = candidates(given={"zero": [1], "partition": ["balanced"]})
     at = [c.config.layout for c in found]
     assert {one.virtual_stages for one in at if one.schedule == "interleaved"} >= {2, 3}
-    assert {one.vocab_pp for one in at if one.schedule == "1f1b"} == {None, True}
-    assert {one.vocab_pp for one in at if one.schedule == "zb-h1"} == {None}
     blocks = {one.recompute_layers for one in at if one.recompute == "full"}
     assert blocks == {None, 1}  # so little is enough here
     assert {one.recompute_layers for one in at if one.recompute == "none"} == {None}
@@ -110,9 +108,9 @@ def test_layouts_above_the_risk_are_no_candidates():
     run, machine = config("--hidden", "4096", "--layers", "16"), hardware.load("a100-80")
     held = {"zero": [1], "schedule": ["1f1b"], "recompute": ["none"]}
     every = search_space.candidates(run, machine, 8, held).found
-    middle = sorted(map(_needed, every))[len(every) // 2]
+    third = sorted(map(_needed, every))[len(every) // 3]  # some places then have risky layouts only
     per_safe_byte = machine.memory / risk.safe_bytes(machine, 0.05)
-    tight = dataclasses.replace(machine, memory=middle * 1.01 * per_safe_byte)
+    tight = dataclasses.replace(machine, memory=third * 1.01 * per_safe_byte)
     found, rejected, _ = search_space.candidates(run, tight, 8, held, 0.05)
     assert 0 < len(found) < len(every)
     assert all(c.prediction.risk <= 0.05 for c in found)

@@ -110,12 +110,11 @@ def test_what_needs_more_memory_than_a_layout_that_ran_out_of_it_is_not_tried(tm
     words = [*SMALL.split(), "--hidden", "1024", "--tp", "2", "--pp", "4", "--recompute", "none"]
     done, stored = tuned(tmp_path, *words, FAKE_FAILURES=json.dumps({"oom": {}}))
     assert done.status == 1, done.err
-    labels = {f"tp2 pp4 dp1 mbs{size}{more}" for size in (1, 2) for more in ("", " vocab-pp")}
+    labels = {f"tp2 pp4 dp1 mbs{size}" for size in (1, 2)}
     assert {(trial["label"], trial["status"]) for trial in stored} == {(x, "oom") for x in labels}
     table = (tmp_path / "table.md").read_text()
-    for more in ("", " vocab-pp"):
-        reason = f"needs more memory than tp2 pp4 dp1 mbs2{more}, which ran out of it"
-        assert table.count(reason) == 3, table
+    reason = "needs more memory than tp2 pp4 dp1 mbs2, which ran out of it"
+    assert table.count(reason) == 3, table
 
 
 def test_a_budget_stops_it_and_a_larger_one_goes_on(tmp_path):

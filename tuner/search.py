@@ -57,7 +57,6 @@ def features(config: Config) -> tuple[float, ...]:
         0.5 * bool(layout.sequence_parallel and layout.tp > 1),
         0.5 * (layout.schedule != "1f1b" and pipeline),
         0.5 * math.log2(layout.stages_per_rank) * pipeline,
-        0.5 * bool(layout.vocab_pp and pipeline),
         0.5 * (layout.partition not in ("balanced", "blocks") and pipeline),
         0.5 * layout.zero * (layout.dp * layout.cp > 1),
     )

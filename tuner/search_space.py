@@ -30,7 +30,7 @@ from schedules import partition
 # A search varies these options of a layout, unless the command line gives them.
 AXES = (
     *("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero"),
-    *("sequence_parallel", "schedule", "virtual_stages", "vocab_pp", "partition"),
+    *("sequence_parallel", "schedule", "virtual_stages", "partition"),
 )
 # Training options that a trial sets to None: the length of the run and the ramp-up of the batch.
 # They do not change the seconds of a step with the full batch.
@@ -98,7 +98,6 @@ class Candidate:
             (layout.sequence_parallel, "sp"),
             (has_schedule, layout.schedule),
             (has_schedule and layout.virtual_stages is not None, layout.virtual_stages),
-            (pipeline and layout.vocab_pp, "vocab-pp"),
             (pipeline and layout.partition != "balanced", layout.partition),
         ]
         return " ".join(str(word) for is_shown, word in words if is_shown)
@@ -216,7 +215,6 @@ def _program(config: Config, layout: Layout) -> tuple:
         layout.zero if layout.dp * layout.cp > 1 else None,
         layout.sequence_parallel if layout.tp > 1 else None,
         layout.schedule if pipeline and several_micro_batches else None,
-        bool(layout.vocab_pp) and pipeline,
         tuple(blocks),
     )
 
