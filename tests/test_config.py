@@ -1,6 +1,8 @@
 """Options: if this failed, flags, files and presets would mean something else than they say."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -232,3 +234,16 @@ def test_an_error_shows_control_characters_of_files_as_escapes(capsys):
     with pytest.raises(SystemExit):
         messages.exit_with(UserError("the file says \x1b[2J"))
     assert capsys.readouterr().err == "error: the file says \\x1b[2J\n"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_the_run_files_are_runs(path):
+    """Of configs/: each names its ranks in its first command, and train.py takes it with these."""
+    text = path.read_text()
+    nodes = re.search(r"srun -N (\d+) --ntasks-per-node (\d+)", text)
+    places = nodes or re.search(r"mpirun -n (\d+)", text)
+    ranks = math.prod(map(int, places.groups()))
+    run = check(parse(["--config", str(path)]), ranks)
+    tokens = run.total_samples * run.model.seq_length
+    said = re.search(r"# ([\d.]+) B tokens, ([\d,]+) steps", text)
+    assert (f"{tokens / 1e9:.1f}", f"{run.total_steps:,}") == said.groups()
