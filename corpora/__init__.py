@@ -9,6 +9,8 @@
     attention_masks  the mask of attention, from the first and last token that each token sees
     corpus_splits  the splits of --data and the sets of --eval-data
     text          tokenizers: texts as token ids, and back
+    chat_templates  where tokenizers have chat templates, and rendering them with limits
+    chat_environment  renders them as transformers does; runs in a process of its own
     prefetch      micro-batches that threads read before they are asked for
 
 data.py makes the samples of a run from these modules; scripts/prepare_data.py writes token files.
