@@ -1,6 +1,6 @@
-"""Chat templates: where a tokenizer has them, and rendering them in a process with limits.
+"""Chat templates, rendered in a process with limits of time and memory.
 
-    settings = read_settings("models/qwen/tokenizer.json")
+    settings = read_settings("models/qwen/tokenizer.json")          # tokenizer_files.py
     with ChatTemplate(settings.template(), settings.tokens) as template:
         text = template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
         text, spans = template.answers(messages, tools=tools)
@@ -12,13 +12,10 @@ SECONDS of a core for a conversation and MEMORY bytes.
 
 import contextlib
 import json
-import os
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,157 +23,9 @@ from config.messages import UserError
 
 SECONDS = 5  # of a core, for a conversation
 MEMORY = 512 << 20  # bytes, beyond those of the process before it has a template
-MOST_BYTES = 1 << 26  # of a file of settings or a template
 Span = tuple[int, int]
 ROOT = Path(__file__).resolve().parent.parent
 SERVE = "import sys; sys.path.insert(0, '.'); from corpora.chat_environment import serve; "
-# Special tokens by the names that transformers gives to templates.
-_EXTRA = "extra_special_tokens"
-
-
-# ---- The files of a tokenizer --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the files beside a tokenizer.json say of it.
-
-    templates: chat templates by name; "default" is the one without a name. tokens: special tokens
-    by name, such as eos_token. begins: whether documents begin with the tokens that the tokenizer
-    puts before a text (`add_bos_token`), None if no file says so. path: of the file, for messages.
-    """
-
-    path: str
-    templates: dict[str, str] = field(default_factory=dict)
-    tokens: dict[str, str] = field(default_factory=dict)
-    begins: bool | None = None
-
-    def template(self, name: str | None = None, tools: Any = None) -> str:
-        """Return the template that transformers would take; UserError if there is none.
-
-        name: of one of several. tools: a template called tool_use is taken if there are any.
-        """
-        if name is None:
-            name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
-        if name in self.templates:
-            return self.templates[name]
-        if not self.templates:
-            raise UserError(
-                f"{self.path} has no chat_template of text, and there is no chat_template.jinja "
-                "beside it; give a file as --chat-template"
-            )
-        known = ", ".join(sorted(self.templates))
-        raise UserError(f"{self.path} has no chat template {name!r}, but {known}: name one of them")
-
-
-def read_settings(tokenizer: str | os.PathLike) -> Settings:
-    """Read the settings beside a tokenizer.json, or beside PREFIX.tokenizer.json of a corpus.
-
-    tokenizer: the path of the file, or of a folder that has one. Templates are taken, as
-    transformers does, from chat_template.jinja and additional_chat_templates/NAME.jinja, else from
-    tokenizer_config.json, where one may be a text or a list of them with names. Raise UserError for
-    a file that cannot be read.
-    """
-    path = os.fspath(tokenizer)
-    if os.path.isdir(path):
-        path = os.path.join(path, "tokenizer.json")
-    stem = path.removesuffix("tokenizer.json")
-    if stem == path:
-        return Settings(path)
-    about = f"{stem}tokenizer_config.json"
-    facts = read_object(about)
-    if "added_tokens_decoder" not in facts:  # files of earlier versions
-        facts |= read_object(f"{stem}special_tokens_map.json")
-    begins = facts.get("add_bos_token")
-    return Settings(
-        path=about,
-        templates=_template_files(stem) or _templates_of(facts.get("chat_template"), about),
-        tokens=_tokens_of(facts),
-        begins=begins if isinstance(begins, bool) else None,
-    )
-
-
-def read_object(path: str) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is no such file. UserError for other files."""
-    text = _read(path)
-    try:
-        value = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def read_template(path: str) -> str:
-    """Return the template in a file; UserError."""
-    text = _read(path)
-    if text is None:
-        raise UserError(f"cannot read {path}: there is no such file")
-    return text
-
-
-def _read(path: str) -> str | None:
-    """Return the text of a regular file; None if there is none. A pipe is an error at once."""
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
-            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
-                raise UserError(f"cannot read {path}: it is not a regular file")
-            raw = f.read(MOST_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if len(raw) > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES:,} bytes")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8") from None
-
-
-def _template_files(stem: str) -> dict[str, str]:
-    """Return the templates that are files of their own; stem: the path before tokenizer.json."""
-    templates = {}
-    text = _read(f"{stem}chat_template.jinja")
-    if text is not None:
-        templates["default"] = text
-    if os.path.basename(stem):
-        return templates  # PREFIX.tokenizer.json beside others' files
-    for path in sorted(Path(stem or ".", "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = read_template(str(path))
-    return templates
-
-
-def _templates_of(value: Any, where: str) -> dict[str, str]:
-    """Return the templates in tokenizer_config.json: a text, or a list of texts with names."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {"default": value}
-    listed = value if isinstance(value, list) else [value]
-    templates = {}
-    for entry in listed:
-        if not isinstance(entry, dict) or not all(
-            isinstance(entry.get(key), str) for key in ("name", "template")
-        ):
-            raise UserError(f"{where}: chat_template is no text and no list of named texts")
-        templates[entry["name"]] = entry["template"]
-    return templates
-
-
-def _tokens_of(facts: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens that have names, which are those that a template may use."""
-    named = facts.get(_EXTRA) if isinstance(facts.get(_EXTRA), dict) else {}
-    tokens = {}
-    for name, value in (facts | named).items():
-        token = value.get("content") if isinstance(value, dict) else value
-        if (name.endswith("_token") or name in named) and isinstance(token, str):
-            tokens[name] = token
-    return tokens
-
-
-# ---- Rendering -----------------------------------------------------------------------------------
 
 
 class ChatTemplate:

@@ -11,15 +11,13 @@ prompt is reported before that import.
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
-
-from tokenizers import Tokenizer
 
 from config.messages import UserError, check_decoded
 from config.schema import Config
 from corpora.blends import parse_blend
+from corpora.encoder import Encoder
+from corpora.tokenizer_files import load_tokenizer, read_settings
 
-END = "<|endoftext|>"  # the token that ends a document, as scripts/prepare_data.py writes it
 # A prompt of token ids, such as "17 4 250" or "17, 4, 250".
 IDS = re.compile(r"\s*\d{1,18}([\s,]+\d{1,18})*\s*")
 SAMPLE_TOKENS = 48  # the most tokens generated for a --sample-prompt in training
@@ -35,41 +33,33 @@ def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | Non
     return next(filter(os.path.isfile, paths), None)
 
 
-def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer in the file `path`; raise UserError if the file holds no tokenizer.
-
-    It is a Tokenizer of the library `tokenizers`.
-    """
-    try:
-        return Tokenizer.from_file(path)
-    except Exception as error:  # the library has no exception of its own
-        cause = " ".join(str(error).split())
-        raise UserError(f"cannot read the tokenizer {path}: {cause:.200}") from None
-
-
 class Text:
     """Encodes text as token ids, and decodes ids. Without a tokenizer a text is "17 4 250".
 
-    end: the id of the token that ends a document; None without a tokenizer, or if the tokenizer has
-    no token END.
+    A prompt begins with the tokens that documents of its corpus begin with (encoder.py). end: the
+    id of the token that ends a document; None without a tokenizer, or if it has no such token.
+    ends: all ids with which a text may end, also those of a chat's answer.
     """
 
     def __init__(self, path: str | None, vocab_size: int):
         """Load the tokenizer.json at `path`; None: without a tokenizer.
 
-        end: the id of the token END, which ends a document; None if there is none. Raise UserError
-        if the tokenizer has more tokens than the model, which has `vocab_size`.
+        Raise UserError if the tokenizer has more tokens than the model, which has `vocab_size`.
         """
         self.path = path
         self.vocab_size = vocab_size
-        self.tokenizer = load_tokenizer(path) if path else None
+        self.encoder: Encoder | None = None
         self.end: int | None = None
-        if self.tokenizer is None:
+        self.ends: tuple[int, ...] = ()
+        if path is None:
             return
-        size = self.tokenizer.get_vocab_size()
+        tokenizer = load_tokenizer(path)
+        size = tokenizer.get_vocab_size()
         if size > vocab_size:
             raise UserError(f"{path} has {size} tokens, the model {vocab_size}")
-        self.end = self.tokenizer.token_to_id(END)
+        self.encoder = Encoder(tokenizer, read_settings(path), path)
+        self.end = self.encoder.end
+        self.ends = self.encoder.ends
 
     def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
         """Return a prompt's token ids. Without a tokenizer, the prompt is a list of token ids.
@@ -78,11 +68,11 @@ class Text:
         no token ids, or an id outside the vocabulary.
         """
         check_decoded(flag, prompt)  # refuses bytes that are no text
-        if self.tokenizer is not None:
-            ids = self.tokenizer.encode(prompt).ids
+        if self.encoder is not None:
+            ids = self.encoder.prompt(prompt)
             if not ids:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
-            return ids
+            return self._checked(ids, flag)
         if not IDS.fullmatch(prompt):
             # sample.py, whose flag is --prompt, has the option --tokenizer too.
             other_way = "--tokenizer FILE, or " if flag == "--prompt" else ""
@@ -90,16 +80,18 @@ class Text:
                 f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus: "
                 f"give {other_way}token ids such as '17 4 250'"
             )
-        ids = [int(word) for word in re.findall(r"\d+", prompt)]
+        return self._checked([int(word) for word in re.findall(r"\d+", prompt)], flag)
+
+    def _checked(self, ids: list[int], flag: str) -> list[int]:
         if max(ids) >= self.vocab_size:
             raise UserError(f"{flag}: {max(ids)} is not below vocab-size({self.vocab_size})")
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids, END included; without a tokenizer, the ids as numbers."""
-        if self.tokenizer is None:
+        """Return the text of token ids, special ones included; without a tokenizer, as numbers."""
+        if self.encoder is None:
             return " ".join(map(str, ids))
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.encoder.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 # ---- In training ---------------------------------------------------------------------------------

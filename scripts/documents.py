@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.encoders import Encoder, find_cut
+from corpora.encoder import Encoder
+from scripts.encoders import find_cut
 from scripts.partial_job import PartialJob
 from scripts.progress import Progress
 from scripts.text_sources import (
@@ -131,11 +132,13 @@ def _size(path: Path) -> int:
 
 class Piece(NamedTuple):
     """A document or a part of one. following: where the next piece begins, a place of the order and
-    bytes of that document that have been passed. forced: whether a token may differ at its end.
+    bytes of that document that have been passed. begins, ends: whether the document does. forced:
+    whether a token may differ at its end.
     """
 
     content: str | np.ndarray
     size: int
+    begins: bool
     ends: bool
     following: tuple[int, int]
     forced: bool = False
@@ -187,7 +190,7 @@ class Documents:
                     yield from self._parts(number, start, size, offset, encoder)
                 else:
                     text = os.pread(self._file.fileno(), size, start).decode()
-                    yield Piece(text, size, True, (number + 1, 0))
+                    yield Piece(text, size, True, True, (number + 1, 0))
                 offset = 0
 
     def _tokens(self, number: int, start: int, size: int, offset: int) -> Iterator[Piece]:
@@ -195,7 +198,7 @@ class Documents:
             raw = os.pread(self._file.fileno(), min(BLOCK, size - begin), start + begin)
             ends = begin + len(raw) == size
             following = (number + 1, 0) if ends else (number, begin + len(raw))
-            yield Piece(np.frombuffer(raw, "<i4"), len(raw), ends, following)
+            yield Piece(np.frombuffer(raw, "<i4"), len(raw), not begin, ends, following)
 
     def _parts(
         self, number: int, start: int, size: int, offset: int, encoder: Encoder | None
@@ -210,7 +213,8 @@ class Documents:
                 place = find_cut(text[: 2 * PART], PART, encoder)
                 end, following = place or (PART, PART)
                 count = len(text[:following].encode())
+                begins = passed == 0
                 passed += count
-                yield Piece(text[:end], count, False, (number, passed), place is None)
+                yield Piece(text[:end], count, begins, False, (number, passed), place is None)
                 text = text[following:]
-        yield Piece(text, size - passed, True, (number + 1, 0))
+        yield Piece(text, size - passed, passed == 0, True, (number + 1, 0))

@@ -67,24 +67,27 @@ def chunks(pieces: Iterator[Piece]) -> Iterator[Chunk]:
 
 @functools.cache
 def _encoder(source: Source):
-    """The end token as int32, and a function that gives the ids of texts, int32: loaded once."""
+    """What begins and ends a document, and a function that gives the ids of texts, all of it as
+    int32: loaded once.
+    """
     encoder = load_encoder(*source)
-    end = as_bytes([encoder.end])
+    begin, end = as_bytes(encoder.document_begin), as_bytes([encoder.end])
     if splits_at_spaces(encoder):
-        return end, WordCache(encoder).encode
-    return end, lambda texts: [as_bytes(ids) for ids in encoder.encode(texts)]
+        return begin, end, WordCache(encoder).encode
+    return begin, end, lambda texts: [as_bytes(ids) for ids in encoder.encode(texts)]
 
 
 def encode_chunk(source: Source | None, chunk: Chunk) -> tuple[np.ndarray, list[int]]:
-    """The tokens of a chunk, int32, and how many each piece has, with the document's end token."""
+    """The tokens of a chunk, int32, and how many each piece has, with what begins and ends it."""
     content = chunk.pieces[0].content
     if isinstance(content, np.ndarray):
         return content, [len(content)]
     if source is None:
         raise UserError("these are texts, and no tokenizer is named")
-    end, encode = _encoder(source)
+    begin, end, encode = _encoder(source)
     ids = encode([piece.content for piece in chunk.pieces])
-    ended = [own + end * piece.ends for own, piece in zip(ids, chunk.pieces)]
+    pairs = zip(ids, chunk.pieces)
+    ended = [begin * piece.begins + own + end * piece.ends for own, piece in pairs]
     return np.frombuffer(b"".join(ended), np.int32), [len(own) // 4 for own in ended]
 
 

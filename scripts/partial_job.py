@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from config.messages import UserError
 
 # In the order of publishing: without an index there is no pair.
-NAMES = ("tokenizer.json", "bad.txt", "bin", "idx", "sha256")
+NAMES = ("tokenizer.json", "tokenizer_config.json", "bad.txt", "bin", "idx", "sha256")
 
 
 class PartialJob:

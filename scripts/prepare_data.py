@@ -6,9 +6,10 @@
 
 A .py, .txt or .md file is one document, a line of a .jsonl file and a row of a table are one (all
 formats: scripts/text_sources.py; tokenizers: scripts/encoders.py). Documents are shuffled with a
-fixed seed, so that a split by range is a random one, and each ends with the end-of-document token.
-The outputs are OUT.bin and OUT.idx (format: corpora/token_files.py), OUT.tokenizer.json,
-and OUT.sha256 (scripts/corpus.py).
+fixed seed, so that a split by range is a random one. Each begins with the token that the tokenizer
+puts before a text, if there is one, and ends with the end-of-document token. The outputs are
+OUT.bin and OUT.idx (format: corpora/token_files.py), OUT.tokenizer.json, OUT.tokenizer_config.json
+with the begin and end tokens, and OUT.sha256 (scripts/corpus.py).
 
 All texts are first copied into OUT.partial.documents, which needs that much room and is removed at
 the end, and are not held in memory. What is done is in OUT.partial.*: after a kill the same command
@@ -34,10 +35,12 @@ with messages.installed():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from config.messages import Parser, UserError
+    from corpora.encoder import END, Encoder
+    from corpora.tokenizer_files import Settings, write_settings
     from scripts.corpus import check_out, run
     from scripts.documents import Documents, copy_documents
     from scripts.encode_documents import PartialPair, Source, chunks, encode_all
-    from scripts.encoders import END_TOKEN, Encoder, load_encoder
+    from scripts.encoders import load_encoder, settings_of
     from scripts.partial_job import PartialJob
     from scripts.progress import Progress
     from scripts.text_sources import SHOWN, TOKENS, kind_of, not_known, walk
@@ -52,7 +55,7 @@ LIMITS = {
     "shuffle_seed": (0, 2**32 - 1),
 }
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-RULE = 2  # version of what this program does: it does not go on from what another one has left
+RULE = 3  # version of what this program does: it does not go on from what another one has left
 
 
 def find_files(paths: list[str], stdlib: bool, unknown: Counter[str] | None = None) -> list[Path]:
@@ -88,7 +91,7 @@ def train_tokenizer(documents: Documents, options: argparse.Namespace) -> Tokeni
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocab_size,
-        special_tokens=[options.end_token or END_TOKEN],
+        special_tokens=[options.end_token or END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -180,7 +183,9 @@ def _facts(options: argparse.Namespace, paths: list[Path]) -> dict:
     irrelevant = ("out", "paths", "stdlib", "processes")
     facts = {name: value for name, value in vars(options).items() if name not in irrelevant}
     named = Path(options.tokenizer or "")
-    own = sorted(named.iterdir()) if options.tokenizer and named.is_dir() else [named]
+    own = [named, Path(settings_of(options.tokenizer or "bytes").path)]
+    if options.tokenizer and named.is_dir():
+        own = sorted(named.iterdir())
     files = []
     for path in [*paths, *own]:
         if path.is_file():
@@ -200,6 +205,7 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
         encoder = load_encoder(*source)
         vocab_size = encoder.vocab_size
         encoder.tokenizer.save(job.partial("tokenizer.json"))
+        _note_documents(job, settings_of(options.tokenizer), encoder)
     copy_documents(job, paths, options, vocab_size)
     documents = Documents(job, options.shuffle_seed)
     try:
@@ -210,6 +216,7 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
                 job.save(trained=True)
             encoder = load_encoder(*source)
             vocab_size = encoder.vocab_size
+            _note_documents(job, Settings(""), encoder)
         pair = encode(job, documents, source, encoder, vocab_size, options.processes)
     finally:
         documents.close()
@@ -219,6 +226,12 @@ def prepare(job: PartialJob, paths: list[Path], options: argparse.Namespace) -> 
         path = Path(job.partial("bad.txt"))
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     pair.finish(_summary(options, pair, documents, vocab_size))
+
+
+def _note_documents(job: PartialJob, settings: Settings, encoder: Encoder) -> None:
+    """Write how documents begin and end, by which prompts will begin too."""
+    path = job.partial("tokenizer_config.json")
+    write_settings(path, settings, encoder.begin_tokens(), str(encoder.end_token))
 
 
 def check_tokens(paths: list[Path], options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from tokenizers import Regex, models
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from scripts.encoders import Encoder
+from corpora.encoder import Encoder
 
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")  # Python has more kinds of spaces
 # The share of a batch's characters that may be in new words. In texts without spaces the share is

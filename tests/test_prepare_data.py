@@ -70,6 +70,7 @@ def test_every_document_comes_back(texts, tmp_path, capsys):
         "c.idx",
         "c.sha256",
         "c.tokenizer.json",
+        "c.tokenizer_config.json",
     ]
     printed = capsys.readouterr().out
     tokens = IndexedDataset(str(tmp_path / "new" / "c")).tokens

@@ -268,7 +268,7 @@ def byte_levels() -> list[encoders.Encoder]:
         )
         texts = ["a word's end. ab Zéa 99 (a b) ... \n\n  b's:\n" * 3, ALPHABET * 3]
         tokenizer.train_from_iterator(texts, trainer)
-        made.append(encoders.Encoder(tokenizer, "<|endoftext|>"))
+        made.append(encoders.Encoder(tokenizer))
     made[-1].tokenizer.normalizer = normalizers.NFC()
     return made
 
@@ -302,7 +302,7 @@ def test_other_tokenizers_are_given_whole_texts(byte_levels):
         tokenizer = Tokenizer.from_str(byte_levels[0].tokenizer.to_str())
         for name, value in values.items():
             setattr(tokenizer, name, value)
-        return encoders.Encoder(tokenizer, "<|endoftext|>")
+        return encoders.Encoder(tokenizer)
 
     level, split = pre_tokenizers.ByteLevel, word_cache.splits_at_spaces
     assert split(changed())
@@ -343,7 +343,7 @@ def test_bytes_and_a_folder_of_hugging_face(tmp_path, small):
     prepare(tmp_path / "c", "--tokenizer", tmp_path / "hf", tmp_path / "a.txt")
     assert tokens_of(tmp_path / "c") == tokens_of(tmp_path / "t")
     about.write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON that describes"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json holds a list, not an object"):
         prepare(tmp_path / "c", "--tokenizer", tmp_path / "hf", tmp_path / "a.txt")
     (tmp_path / "none").mkdir()
     with pytest.raises(UserError, match=r"holds no tokenizer\.json; transformers writes one"):
