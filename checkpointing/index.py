@@ -32,6 +32,7 @@ from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, ope
 from config.command_line import make_model
 from config.messages import UserError
 from config.schema import ModelShape
+from corpora.hdf5_files import member
 from corpora.usage import Usage
 
 GROUPS = ("model", "progress", "optimizer", "data", "run")  # the groups without tensors
@@ -50,19 +51,6 @@ def _reading(path: str) -> Iterator[None]:
     except _DAMAGE as error:
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"cannot read {path}: {' '.join(text.split())[:200]}") from None
-
-
-def _member(group: h5py.Group, name: str, kind: type) -> Any:
-    """Return the member `name` of a group; kind: h5py.Group or h5py.Dataset.
-
-    Raise ValueError if the member is of another kind or a link to elsewhere.
-    """
-    if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-        raise ValueError(f"{name!r} is a link")
-    member = group[name]
-    if not isinstance(member, kind):
-        raise ValueError(f"{name!r} is not a {kind.__name__.lower()}")
-    return member
 
 
 def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
@@ -134,7 +122,7 @@ class Index:
         with _reading(self.path):
             self._raw = open_regular(self.path)  # HDF5 itself would follow a link
             self.file = h5py.File(self._raw, "r")
-            groups = {name: _member(self.file, name, h5py.Group) for name in self.file}
+            groups = {name: member(self.file, name, h5py.Group) for name in self.file}
             if not len(groups.get("weights", ())) or not all(map(str.isidentifier, groups)):
                 raise ValueError(f"its groups are {', '.join(map(ascii, groups))}")
         self._tensors = {kind: groups[kind] for kind in groups if kind not in GROUPS}
@@ -152,7 +140,7 @@ class Index:
     def attributes(self, group: str) -> dict[str, Any]:
         """Return the attributes of a group as plain Python values: text, numbers, booleans."""
         with _reading(self.path):
-            items = _member(self.file, group, h5py.Group).attrs.items()
+            items = member(self.file, group, h5py.Group).attrs.items()
             values = {}
             for name, value in items:
                 plain = value.item() if isinstance(value, np.generic) else value
@@ -178,7 +166,7 @@ class Index:
             name = next(iter(self.shapes))
             dtypes = {}
             for kind in self.kinds:
-                dtypes[kind] = _dtype_of(_member(self._tensors[kind], name, h5py.Dataset))
+                dtypes[kind] = _dtype_of(member(self._tensors[kind], name, h5py.Dataset))
             return dtypes
 
     def check(self, files: Mapping[str, int], rank: int = 0, size: int = 1) -> None:
@@ -254,7 +242,7 @@ class Index:
 
     def _mapping(self, kind: str, name: str) -> tuple[h5py.Dataset, h5py.h5p.PropDCID]:
         """Return a tensor's virtual dataset, and the properties that map its boxes to shards."""
-        dataset = _member(self._tensors[kind], name, h5py.Dataset)
+        dataset = member(self._tensors[kind], name, h5py.Dataset)
         properties = dataset.id.get_create_plist()
         if properties.get_layout() != h5py.h5d.VIRTUAL or not properties.get_virtual_count():
             raise ValueError(f"{kind}/{name!r} is not in the shards")
@@ -303,7 +291,7 @@ class Index:
             path = os.path.join(self.folder, shard)
             with _reading(path), open_regular(path) as raw, h5py.File(raw, "r") as file:
                 mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
-                datasets = {kind: _member(file, kind, h5py.Dataset) for kind in file}
+                datasets = {kind: member(file, kind, h5py.Dataset) for kind in file}
                 self._arrays[shard] = {k: _array_in(mapped, d) for k, d in datasets.items()}
         return self._arrays[shard]
 

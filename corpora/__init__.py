@@ -8,7 +8,10 @@
     objectives    which tokens a token sees and which labels count: masks, prefixes, fill-in
     attention_masks  the mask of attention, from the first and last token that each token sees
     corpus_splits  the splits of --data and the sets of --eval-data
-    text          tokenizers: texts as token ids, and back
+    text          prompts as token ids, and ids as text
+    encoder       how documents, prompts and conversations become token ids
+    tokenizer_files  tokenizer.json, and the settings and chat templates beside it
+    hdf5_files    HDF5 files from elsewhere: what is looked at before HDF5 follows it
     chat_templates  where tokenizers have chat templates, and rendering them with limits
     chat_environment  renders them as transformers does; runs in a process of its own
     prefetch      micro-batches that threads read before they are asked for

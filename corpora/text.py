@@ -12,6 +12,8 @@ import os
 import re
 from collections.abc import Iterable
 
+from tokenizers import Tokenizer
+
 from config.messages import UserError, check_decoded
 from config.schema import Config
 from corpora.blends import parse_blend
@@ -60,6 +62,11 @@ class Text:
         self.encoder = Encoder(tokenizer, read_settings(path), path)
         self.end = self.encoder.end
         self.ends = self.encoder.ends
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None without one."""
+        return None if self.encoder is None else self.encoder.tokenizer
 
     def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
         """Return a prompt's token ids. Without a tokenizer, the prompt is a list of token ids.

@@ -56,11 +56,14 @@ class _Copy:
         self.documents = job.open_at("documents", self.state["bytes"])
         self.sizes = job.open_at("sizes", 8 * self.state["documents"])
 
-    def add(self, path: Path, json_key: str, hdf5_key: str, vocab_size: int) -> None:
-        """Copy the documents of a file. UserError if it is damaged, or one of them is bad."""
-        kind = kind_of(path)
+    def add(self, path: Path, options: Any, vocab_size: int) -> None:
+        """Copy the documents of a file. UserError if it is damaged, or one of them is bad.
+
+        options: those of prepare_data.py.
+        """
+        kind = kind_of(path, options.as_text)
         if kind in TOKENS:
-            lengths, blocks = tokens_of(path, hdf5_key, vocab_size)
+            lengths, blocks = tokens_of(path, options.hdf5_key, vocab_size)
             for block in blocks:
                 self.documents.write(block.astype("<i4").tobytes())
             self._note(-4 * lengths[lengths > 0])
@@ -69,7 +72,7 @@ class _Copy:
             self._add_whole(path)
         else:
             sizes = array.array("q")
-            for text in texts_of(path, json_key, self.bad):
+            for text in texts_of(path, options.json_key, self.bad):
                 if not text or text.isspace():
                     self.state["empty"] += 1
                     continue
@@ -115,7 +118,7 @@ def copy_documents(job: PartialJob, paths: list[Path], options: Any, vocab: int)
     with copy.documents, copy.sizes:
         for path in paths[copy.state["files"] :]:
             with damage_named(path):
-                copy.add(path, options.json_key, options.hdf5_key, vocab)
+                copy.add(path, options, vocab)
             progress.advance(_size(path))
             if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
                 job.save(copy.documents, copy.sizes, copied=copy.state)

@@ -5,11 +5,12 @@
     python scripts/prepare_data.py --out data/new --tokenizer data/books.tokenizer.json new/
 
 A .py, .txt or .md file is one document, a line of a .jsonl file and a row of a table are one (all
-formats: scripts/text_sources.py; tokenizers: scripts/encoders.py). Documents are shuffled with a
-fixed seed, so that a split by range is a random one. Each begins with the token that the tokenizer
-puts before a text, if there is one, and ends with the end-of-document token. The outputs are
-OUT.bin and OUT.idx (format: corpora/token_files.py), OUT.tokenizer.json, OUT.tokenizer_config.json
-with the begin and end tokens, and OUT.sha256 (scripts/corpus.py).
+formats: scripts/text_sources.py; tokenizers: scripts/encoders.py; --as-text .c adds a kind of one
+document in a file). Documents are shuffled with a fixed seed, so that a split by range is a random
+one. Each begins with the token that the tokenizer puts before a text, if there is one, and ends
+with the end-of-document token. The outputs are OUT.bin and OUT.idx (format:
+corpora/token_files.py), OUT.tokenizer.json, OUT.tokenizer_config.json with the tokens that begin
+and end a document, and OUT.sha256 (scripts/corpus.py).
 
 All texts are first copied into OUT.partial.documents, which needs that much room and is removed at
 the end, and are not held in memory. What is done is in OUT.partial.*: after a kill the same command
@@ -23,7 +24,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
@@ -43,7 +44,16 @@ with messages.installed():
     from scripts.encoders import load_encoder, settings_of
     from scripts.partial_job import PartialJob
     from scripts.progress import Progress
-    from scripts.text_sources import SHOWN, TOKENS, kind_of, not_known, walk
+    from scripts.text_sources import (
+        SHOWN,
+        TOKENS,
+        check_lines,
+        kind_of,
+        not_known,
+        open_regular,
+        walk,
+        without_links,
+    )
 
 # Numbers that an option takes. A new tokenizer has an id for each byte and for the end token; its
 # trainer allocates memory for all ids that it may have.
@@ -58,26 +68,36 @@ TEST_FOLDERS = {"test", "tests", "idle_test"}
 RULE = 3  # version of what this program does: it does not go on from what another one has left
 
 
-def find_files(paths: list[str], stdlib: bool, unknown: Counter[str] | None = None) -> list[Path]:
+def find_files(
+    paths: list[str],
+    stdlib: bool,
+    unknown: Counter[str] | None = None,
+    as_text: Sequence[str] = (),
+    json_key: str = "text",
+) -> list[Path]:
     """The text files named by `paths` or in folders of them, sorted; UserError if there is none.
 
-    unknown: counts, by their suffix, the files in folders that are not of a known kind.
+    unknown: counts, by their suffix, the files in folders that are not of a known kind. as_text:
+    ends of names of files that are one document each. json_key: of the text in JSON lines.
     """
     found, unknown = set(), Counter() if unknown is None else unknown
     for path in map(Path, paths):
         if str(path) == "-":
             found.add(path)
         elif path.is_dir():
-            found.update(walk(path, set(), unknown))
+            found.update(walk(path, set(), unknown, as_text, json_key))
         elif not path.exists():
             raise UserError(f"{path} does not exist")
-        elif kind_of(path) is None:
+        elif (kind := kind_of(path, as_text)) is None:
             raise not_known(path)
         else:
-            found.add(path.resolve())
+            open_regular(path).close()
+            if kind == ".json":
+                check_lines(path)
+            found.add(without_links(path, as_text))
     if stdlib:
         skip = TEST_FOLDERS | {"site-packages", "dist-packages"}
-        library = walk(Path(sysconfig.get_path("stdlib")), skip, Counter())
+        library = walk(Path(sysconfig.get_path("stdlib")), skip, Counter(), links=True)
         found.update(path for path in library if path.suffix == ".py")
     if not found:
         raise UserError(f"no {SHOWN} file in {' '.join(paths)}")
@@ -122,6 +142,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", metavar="NAME", help="use this one, and train none: a file, a folder, ...")
     add("--tokenizer-mb", type=float, default=100, metavar="MB", help="text to train it on (100)")
     add("--end-token", help="ends every document (that of the tokenizer, or <|endoftext|>)")
+    text = "read files whose names end so as one document each, as .c or .1"
+    add("--as-text", action="append", default=[], metavar="SUFFIX", help=text)
     add("--json-key", default="text", help="key of the text in .jsonl lines (text)")
     add("--hdf5-key", default="tokens", help="array of tokens in .h5 files (tokens)")
     add("--processes", type=int, default=1, help="that encode (1, with threads of the tokenizer)")
@@ -152,7 +174,7 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     began = time.perf_counter()
     unknown = Counter[str]()
-    paths = find_files(options.paths, options.stdlib, unknown)
+    paths = find_files(options.paths, options.stdlib, unknown, options.as_text, options.json_key)
     if unknown:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unknown.items()))
         print(f"not read, because their kind is not known: {kinds}", flush=True)
@@ -236,7 +258,7 @@ def _note_documents(job: PartialJob, settings: Settings, encoder: Encoder) -> No
 
 def check_tokens(paths: list[Path], options: argparse.Namespace) -> int:
     """The number of ids; UserError if files hold tokens, and it is not known of which tokenizer."""
-    arrays = [path for path in paths if kind_of(path) in TOKENS]
+    arrays = [path for path in paths if kind_of(path, options.as_text) in TOKENS]
     if arrays and not options.tokenizer:
         if len(arrays) < len(paths):
             raise UserError(f"{arrays[0]} holds tokens: name their tokenizer with --tokenizer")

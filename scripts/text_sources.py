@@ -1,8 +1,10 @@
 """The texts of files of many formats, of folders of them, and of standard input.
 
     .txt .md .rst .tex .html .htm .py   one document   .gz .bz2 .xz .zst   any of these, compressed
-    .jsonl .ndjson    a document in each line          .csv .parquet .arrow   one in each row
+    .jsonl .ndjson .json   one in each line            .csv .parquet .arrow   one in each row
     .h5 .hdf5         tokens, an array of them         -   standard input, JSON lines
+
+Conversations and texts for an evaluation are JSON lines too, and are read by `objects_of`.
 
 A folder that `datasets` of Hugging Face has saved gives the .arrow files that its state.json lists.
 
@@ -12,20 +14,23 @@ The package pyarrow is needed for .parquet, .arrow and .zst only.
 """
 
 import bz2
+import codecs
 import contextlib
 import csv
 import gzip
 import importlib
 import io
+import itertools
 import json
 import lzma
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,9 +38,10 @@ import h5py
 import numpy as np
 
 from config.messages import UserError
+from corpora.hdf5_files import check_stored, member
 
 WHOLE = (".py", ".txt", ".md", ".rst", ".tex", ".html", ".htm")  # one document each
-LINES = (".jsonl", ".ndjson")
+LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".csv", ".parquet", ".arrow")
 TOKENS = (".h5", ".hdf5")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -47,6 +53,7 @@ LONGEST_LINE = 1 << 29  # bytes; a longer line is refused before it fills the me
 # Bytes of a table that are read at a time, unless one row is larger.
 BATCH_BYTES = 1 << 24
 BATCH_ROWS = 1024
+MOST_READ = 1 << 28  # bytes of chunks that are unpacked together
 TOKENS_READ = 1 << 20  # tokens of an array that are read at a time, unless one row is longer
 # io.UnsupportedOperation, which is a ValueError too, would be a mistake of this program.
 MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
@@ -95,7 +102,7 @@ def reason_of(error: BaseException) -> str:
 
 def _mistakes_of_packages(path: Path) -> tuple[type[Exception], ...]:
     if kind_of(path) in TOKENS:
-        return RuntimeError, TypeError  # h5py
+        return RuntimeError, TypeError, LookupError, ArithmeticError  # h5py
     pyarrow = sys.modules.get("pyarrow")
     return (pyarrow.ArrowException,) if pyarrow else ()
 
@@ -119,11 +126,17 @@ def _suffix(path: Path) -> tuple[str, bool]:
     return suffixes[:-1][-1] if packed else suffixes[-1], packed
 
 
-def kind_of(path: Path) -> str | None:
-    """The suffix that says what a file holds, without compression; None if it is not known."""
+def kind_of(path: Path, as_text: Sequence[str] = ()) -> str | None:
+    """The suffix that says what a file holds, without compression; None if it is not known.
+
+    as_text: ends of names, as ".c", of files that are one document each.
+    """
     suffix, packed = _suffix(path)
     if str(path) == "-":
         return LINES[0]
+    name = path.name[: -len(path.suffix)] if packed else path.name
+    if any(name.endswith(end) for end in as_text):
+        return WHOLE[0]
     return suffix if suffix in KNOWN and not (packed and suffix in TOKENS) else None
 
 
@@ -132,16 +145,50 @@ def not_known(path: Path) -> UserError:
     suffix, _ = _suffix(path)
     if suffix in TOKENS:
         return UserError(f"{path} is an array of tokens, and not read compressed: unpack it first")
-    if suffix == ".json":
-        lines = path.name[: path.name.lower().index(".json")] + ".jsonl"
-        how = f"make a line of each of its records, as by jq -c '.[]' {path.name} > {lines}"
-        return UserError(f"{path} is one JSON value: {how}")
-    return UserError(f"{path} is not one of {SHOWN}")
+    how = f"; --as-text {suffix or path.name} reads such files as one document each"
+    return UserError(f"{path} is not one of {SHOWN}{how}")
 
 
-def walk(folder: Path, skip: set[str], unknown: Counter[str]) -> Iterator[Path]:
+def check_lines(path: Path, key: str | None = None) -> None:
+    """UserError if a file called .json is one JSON value, and not one on each line.
+
+    key: what each line has; then the file is also refused if its first one has no such key.
+    """
+    if str(path) == "-" or _suffix(path)[0] != ".json":
+        return
+    with damage_named(path), open_source(path) as file:
+        first = next((line for line in _lines(file, path) if line.strip()), b"")
+    try:
+        found = json.loads(_without_mark(first))
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and (key is None or key in found):
+        return
+    lines = path.name[: path.name.lower().index(".json")] + ".jsonl"
+    unpack = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
+    cat = unpack.get(path.suffix.lower(), "cat")
+    each = "'.[]'" if _without_mark(first).lstrip()[:1] == b"[" else "."
+    also = "" if each != "." else ", or by '.KEY[]' in place of . if KEY has them"
+    raise UserError(
+        f"{path} is one JSON value: make a line of each of its records, as by "
+        f"{cat} {path.name} | jq -c {each} > {lines}{also}"
+    )
+
+
+def walk(
+    folder: Path,
+    skip: set[str],
+    unknown: Counter[str],
+    as_text: Sequence[str] = (),
+    key: str | None = None,
+    links: bool = False,
+) -> Iterator[Path]:
     """Text files below a folder, except in hidden folders (.git, .venv); counts the others by
     their suffix.
+
+    as_text: see `kind_of`. key: of JSON lines: a file called .json is one of them if its first line
+    has it. links: whether links may lead out of the folder; else UserError, since who made them is
+    perhaps not who reads them.
     """
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
@@ -149,10 +196,43 @@ def walk(folder: Path, skip: set[str], unknown: Counter[str]) -> Iterator[Path]:
         for path in (Path(base, name) for name in files):
             if listed is not None and path.suffix == ".json":
                 continue  # it describes the others
-            if kind_of(path) is None or (listed is not None and path.name not in listed):
+            kind = kind_of(path, as_text)
+            if kind is None or (listed is not None and path.name not in listed):
                 unknown["".join(path.suffixes[-2:]) or path.name] += 1
-            elif path.is_file():
-                yield path.resolve()
+            elif not path.is_file():
+                unknown[f"{path.suffix} that is no file"] += 1
+            elif kind == ".json" and not _are_lines(path, key):
+                unknown[f"{path.suffix} that is not JSON lines"] += 1
+            else:
+                if not links:
+                    _check_within(path, folder)
+                yield without_links(path, as_text)
+
+
+def _are_lines(path: Path, key: str | None) -> bool:
+    try:
+        check_lines(path, key)
+    except UserError:
+        return False
+    return True
+
+
+def without_links(path: Path, as_text: Sequence[str] = ()) -> Path:
+    """The path without links, unless the file that it leads to has another name, as a blob."""
+    found = path.resolve()
+    kinds = [(kind_of(each, as_text), each.suffix in COMPRESSED) for each in (path, found)]
+    return found if kinds[0] == kinds[1] else path.absolute()
+
+
+def _check_within(path: Path, folder: Path) -> None:
+    """UserError for a link that leads out of the folder."""
+    found, inside = path.resolve(), folder.resolve()
+    allowed = [inside]
+    for parent in (inside, *inside.parents):
+        if parent.name == "snapshots":  # the cache of the Hugging Face hub: links to its blobs
+            allowed.append(parent.parent / "blobs")
+    if not any(found.is_relative_to(each) for each in allowed):
+        raise UserError(f"{path} is a link to {found}, outside of {folder}: name that file itself")
 
 
 def _listed(folder: Path) -> list[str] | None:
@@ -173,22 +253,43 @@ def _listed(folder: Path) -> list[str] | None:
     return names
 
 
-def _open(path: Path) -> IO[bytes]:
-    """The contents of a file, without its compression."""
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file; UserError at once for a pipe or a device, which could wait for ever."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    file = open(path, "rb", opener=opener)  # noqa: SIM115 (who asks closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UserError(f"{path} is a pipe or a device, not a file: give - to read standard input")
+    return file
+
+
+@contextlib.contextmanager
+def open_source(path: Path) -> Iterator[IO[bytes]]:
+    """The contents of a file, without its compression; UserError for a pipe or a device."""
     if str(path) == "-":
-        return sys.stdin.buffer
+        yield sys.stdin.buffer
+        return
     suffix = path.suffix.lower()
-    if suffix == ".zst":
-        # zstandard's own reader takes the end of a file that was cut short for the end of its text.
-        stream = package_for("pyarrow", path).input_stream(str(path), compression="zstd")
-        return io.BufferedReader(stream, 1 << 20)
-    opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return opens.get(suffix, open)(path, "rb")
+    with contextlib.ExitStack() as stack:
+        if suffix == ".zst":
+            arrow = package_for("pyarrow", path)
+        raw: Any = stack.enter_context(open_regular(path))
+        if suffix == ".zst":
+            # zstandard's own reader takes the end of a file that was cut short for its text's end.
+            stream = arrow.input_stream(raw, compression="zstd")
+            raw = stack.enter_context(io.BufferedReader(stream, 1 << 20))
+        opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+        if suffix in opens:
+            raw = stack.enter_context(opens[suffix](raw, "rb"))
+        yield raw
 
 
 def blocks_of(path: Path, size: int) -> Iterator[bytes]:
     """The bytes of a file of one document, in blocks of `size`; the last block is empty."""
-    with _open(path) as file:
+    with open_source(path) as file:
         while block := file.read(size):
             yield block
     yield b""
@@ -200,12 +301,12 @@ def blocks_of(path: Path, size: int) -> Iterator[bytes]:
 def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
     """Every text of a file of lines or rows; what is none goes to `bad`."""
     if kind_of(path) in LINES:
-        with _open(path) as file:
-            for number, line in enumerate(_lines(file, path), 1):
-                if line.strip():
-                    text = parse_line(line, f"{path}:{number}", key, bad)
-                    if text is not None:
-                        yield text
+        for place, found in objects_of(path, key, bad):
+            text = found[key]
+            if isinstance(text, str):
+                yield text
+            else:
+                bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
         return
     rows = _rows_of_csv if kind_of(path) == ".csv" else _rows_of_arrow
     for number, text in rows(path, key):
@@ -215,8 +316,30 @@ def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
             bad.add(f"{path}:{number}", f"has a {type(text).__name__} as {key!r}, not a text")
 
 
-def parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> str | None:
-    """The text in a JSON line; None for one that is skipped as bad."""
+def objects_of(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of JSON lines that have a key, each with its FILE:LINE; others go to `bad`.
+
+    Their texts can be written as UTF-8. Lines that are blank are passed over.
+    """
+    check_lines(path)
+    with open_source(path) as file:
+        for number, line in enumerate(_lines(file, path), 1):
+            if number == 1:
+                line = _without_mark(line)
+            if line.strip():
+                place = f"{path}:{number}"
+                found = _parse_line(line, place, key, bad)
+                if found is not None:
+                    yield place, found
+
+
+def _without_mark(line: bytes) -> bytes:
+    """The first line of a file without the mark with which some programs begin UTF-8."""
+    return line.removeprefix(codecs.BOM_UTF8)
+
+
+def _parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> dict[str, Any] | None:
+    """The object in a JSON line; None for one that is skipped as bad."""
     try:
         found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -227,15 +350,16 @@ def parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> str | None:
         return bad.add(place, "is not JSON that can be read: it is nested too deeply")
     if not isinstance(found, dict) or key not in found:
         return bad.add(place, f"has no key {key!r}")
-    text = found[key]
-    if not isinstance(text, str):
-        return bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
+    # What is no text is written as JSON again, to look at all of its texts.
+    value = found[key]
+    text = value if isinstance(value, str) else json.dumps(found, ensure_ascii=False)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        return bad.add(place, f"has half of a character, U+{code:04X}, at place {error.start}")
-    return text
+        where = f", at place {error.start}" if text is value else ""
+        return bad.add(place, f"has half of a character, U+{code:04X}{where}")
+    return found
 
 
 def _lines(file: Any, path: Path) -> Iterator[Any]:
@@ -250,7 +374,7 @@ def _lines(file: Any, path: Path) -> Iterator[Any]:
 
 def _rows_of_csv(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(LONGEST_LINE)
-    with _open(path) as file:
+    with open_source(path) as file:
         decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         table = csv.DictReader(_lines(decoded, path))
         if key not in (table.fieldnames or ()):
@@ -276,7 +400,7 @@ def _rows_of_arrow(path: Path, key: str) -> Iterator[tuple[int, Any]]:
 @contextlib.contextmanager
 def _seekable(path: Path) -> Iterator[IO[bytes]]:
     """A file that is read at any place; a compressed one is unpacked into a temporary file."""
-    with _open(path) as file:
+    with open_source(path) as file:
         if path.suffix.lower() not in COMPRESSED:
             yield file
             return
@@ -332,26 +456,57 @@ def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterat
     """How many tokens each document of an HDF5 file has, and all tokens in blocks. UserError if it
     holds no such array; the blocks raise it for a token that is not below vocab_size.
     """
-    with h5py.File(path) as file:
-        found = file.get(key)
-        if not isinstance(found, h5py.Dataset) or found.dtype.kind not in "iu":
-            raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(file)}")
+    with _open_hdf5(path) as file:
+        found = _array(file, path, key)
         if found.ndim not in (1, 2):
             raise UserError(f"{path}: {key!r} has {found.ndim} dimensions, not 1 or 2")
         if found.ndim == 2:
             lengths = np.full(len(found), found.shape[1])
+        elif "lengths" in file.keys():  # noqa: SIM118
+            lengths = np.asarray(_array(file, path, "lengths"), np.int64)
         else:
-            lengths = np.asarray(file.get("lengths", [len(found)]), np.int64)
-        if lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != found.size:
-            text = f"'lengths' adds up to {lengths.sum()}, but {key!r} has {found.size} tokens"
+            lengths = np.array([len(found)])
+        if lengths.ndim != 1 or (lengths < 0).any():
+            raise UserError(f"{path}: 'lengths' has a negative number, or is no list of numbers")
+        total = sum(lengths.tolist())
+        if total != found.size:
+            text = f"'lengths' adds up to {total}, but {key!r} has {found.size} tokens"
             raise UserError(f"{path}: {text}")
     return lengths, _token_blocks(path, key, vocab_size)
 
 
+@contextlib.contextmanager
+def _open_hdf5(path: Path) -> Iterator[h5py.File]:
+    """An HDF5 file that may come from elsewhere: HDF5 itself opens nothing by a name."""
+    with open_regular(path) as raw, h5py.File(raw, "r") as file:
+        yield file
+
+
+def _array(file: h5py.File, path: Path, key: str) -> h5py.Dataset:
+    """An array of integers that the file itself holds; UserError or ValueError."""
+    names = list(itertools.islice(file, 10))
+    if key.split("/")[0] not in file.keys():  # noqa: SIM118
+        raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
+    found = member(file, key, h5py.Dataset)
+    if found.shape is None or found.dtype.kind not in "iu":
+        raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
+    check_stored(found, path.stat().st_size)
+    return found
+
+
 def _token_blocks(path: Path, key: str, vocab_size: int) -> Iterator[np.ndarray]:
-    with h5py.File(path) as file:
-        found = file[key]
-        rows = max(1, TOKENS_READ // max(1, found.size // max(1, len(found))))
+    with _open_hdf5(path) as file:
+        found = _array(file, path, key)
+        width = found.size // max(1, len(found))
+        rows = max(1, TOKENS_READ // max(1, width))
+        if found.chunks:  # whole chunks, else each would be unpacked again for every block
+            rows = -(-rows // found.chunks[0]) * found.chunks[0]
+        size = rows * width * found.dtype.itemsize
+        if found.chunks and size > max(MOST_READ, width * found.dtype.itemsize):
+            raise UserError(
+                f"{path}: chunks of {key!r} have {found.chunks[0]:,} rows, together {size:,} "
+                "bytes: write it again with fewer rows in a chunk"
+            )
         for begin in range(0, len(found), rows):
             block = found[begin : begin + rows].reshape(-1)
             for token in (block.min(initial=0), block.max(initial=0)):
