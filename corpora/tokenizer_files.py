@@ -130,8 +130,16 @@ def read_object(path: str) -> dict[str, Any]:
     return value
 
 
+def read_template(path: str) -> str:
+    """Return the template in a file; UserError."""
+    text = read_text(path)
+    if text is None:
+        raise UserError(f"cannot read {path}: there is no such file")
+    return text
+
+
 def read_text(path: str) -> str | None:
-    """Return the text of a regular file; None if there is none. A pipe is an error at once."""
+    """Return the text of a regular file; None if there is no file. UserError, also for a pipe."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
@@ -158,7 +166,7 @@ def _template_files(stem: str) -> dict[str, str]:
     if os.path.basename(stem):
         return templates  # PREFIX.tokenizer.json beside others' files
     for path in sorted(Path(stem or ".", "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = read_text(str(path)) or ""
+        templates[path.stem] = read_template(str(path))
     return templates
 
 

@@ -1,199 +1,294 @@
 """Turn conversations into a corpus for `train.py --data PREFIX --answers-only`.
 
-    python scripts/prepare_chats.py --out data/chats --tokenizer FOLDER chats.jsonl
+    python scripts/prepare_chats.py --out data/chats --tokenizer FOLDER chats.jsonl more.jsonl.gz
     python train.py --data data/chats --answers-only --reset-attention --eod-token ID ...
 
-A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}. The
-tokenizer's chat template makes a text of it, and the end token ends it; a conversation is a
-document. OUT.bin and OUT.idx hold the tokens; the pair OUT.targets.bin and .idx, of the same
-lengths, holds 1 for each token that begins in an assistant's message, as the template writes it,
-else 0. The end token counts if the assistant spoke last.
+A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}, and
+may have "tools", "documents" and "chat_template_kwargs" for the template. The tokenizer's chat
+template makes the text of it that transformers' apply_chat_template makes, and the end token ends
+it; a conversation is a document. OUT.bin and OUT.idx hold the tokens; the pair OUT.targets.bin and
+.idx, of the same lengths, holds 1 for each token of an answer, else 0. Answers are what the
+template has in {% generation %}; without that tag, what it writes for a message of the assistant
+after the prompt before it. The end token counts if the assistant spoke last.
+
+A template that came with a model is a program: it runs in a process with limits of time and memory.
 """
 
 import argparse
-import contextlib
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import messages  # first: it ends a Python that is too old
 
 with messages.installed():
-    import jinja2
     import numpy as np
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from config.messages import Parser, UserError
+    from corpora.chat_environment import MARKS_ANSWERS
+    from corpora.chat_templates import ChatTemplate
+    from corpora.encoder import END, Encoder
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
+    from corpora.tokenizer_files import NAME, Settings, read_settings, read_template, write_settings
     from scripts.corpus import check_out, run, write_checksums
-    from scripts.encoders import Encoder, load_encoder
+    from scripts.encoders import load_encoder
+    from scripts.text_sources import BadTexts, damage_named, objects_of
 
-ROLES = ("system", "user", "assistant", "tool")
-
-
-class Template:
-    """A chat template, in a sandbox that reaches no file and no other object."""
-
-    def __init__(self, text: str, tokens: dict[str, str]):
-        """tokens: what the template may name, as eos_token. UserError if it cannot be parsed."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        self.source = text
-        self.tokens = tokens
-        try:
-            self.template = environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the chat template cannot be read: {error}") from None
-
-    def text(self, conversation: list[dict], prompt: bool = False) -> str:
-        """Its text; prompt: with what the template puts before an answer. UserError if it fails."""
-        try:
-            return self.template.render(
-                messages=conversation, add_generation_prompt=prompt, **self.tokens
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"the chat template refuses it: {error}") from None
-
-    def answers(self, conversation: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-        """The whole text, and where the assistant's messages are in it; UserError if the template
-        writes the start of a conversation in another way once it goes on.
-        """
-        whole, spans = self.text(conversation), []
-        for place, message in enumerate(conversation):
-            if message["role"] != "assistant":
-                continue
-            before = self.text(conversation[:place], prompt=True)
-            after = self.text(conversation[: place + 1])
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise UserError(f"the chat template writes message {place + 1} in several ways")
-            spans.append((len(before), len(after)))
-        return whole, spans
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Tokens that end a document in published tokenizers, where their eos_token ends an answer.
+ENDS = (END, "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "</s>")
+Conversation = dict[str, Any]  # messages, tools, documents, variables
 
 
-def _refuse(reason: str) -> None:
-    """Raise an error: the function that templates call `raise_exception`."""
-    raise jinja2.TemplateError(reason)
+# ---- Reading -------------------------------------------------------------------------------------
 
 
-def parse_conversation(line: str) -> list[dict[str, Any]]:
-    """The messages of a line; UserError if it has none, or other things in their place."""
-    try:
-        found = json.loads(line)["messages"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError('no JSON object with "messages"') from None
-    if not isinstance(found, list) or not found:
-        raise UserError('"messages" is not a list of messages')
-    for place, message in enumerate(found, 1):
-        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not fine or message.get("role") not in ROLES:
-            raise UserError(f"message {place} has no content of text, or no role of {ROLES}")
-    return found
+def parse_conversation(found: dict[str, Any], template: str = "") -> Conversation:
+    """The keyword arguments of a conversation for its template; UserError if the line has none.
 
-
-def load_template(file: str | None, folder: Path) -> Template:
-    """The template of a file, else that of the tokenizer's folder, which names the tokens that a
-    template may use; UserError.
+    found: the object of a line. template: its text, which may name further roles.
     """
-    about = folder / "tokenizer_config.json"
-    try:
-        facts = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
-        text = Path(file).read_text(encoding="utf-8") if file else facts.get("chat_template")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file or about}: {error}") from None
-    if not isinstance(text, str):
-        raise UserError(f"{about} has no chat_template of text; give a file as --chat-template")
-    tokens = {}
-    for name, value in facts.items():
-        token = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(token, str):
-            tokens[name] = token
-    return Template(text, tokens)
+    listed = found["messages"]
+    if not isinstance(listed, list) or not listed:
+        raise UserError('"messages" is not a list of messages')
+    for place, message in enumerate(listed, 1):
+        if not isinstance(message, dict) or not _has_content(message):
+            raise UserError(f"message {place} has no content of text, and no tool_calls")
+        role = message.get("role")
+        named = isinstance(role, str) and (f"'{role}'" in template or f'"{role}"' in template)
+        if role not in ROLES and not named:
+            raise UserError(f"message {place} has no role of {ROLES}, or that the template names")
+    conversation: Conversation = {"messages": listed}
+    for name in ("tools", "documents"):
+        value = found.get(name)
+        if isinstance(value, str):  # some data sets have JSON in a text
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise UserError(f'"{name}" is a text, and not one of JSON') from None
+        objects = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        if value is not None and not objects:
+            raise UserError(f'"{name}" is not a list of objects')
+        conversation[name] = value
+    variables = found.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or {"messages", "tools", "documents"} & variables.keys():
+        raise UserError('"chat_template_kwargs" is not an object of further names')
+    conversation["variables"] = variables
+    return conversation
+
+
+def _has_content(message: dict[str, Any]) -> bool:
+    """Whether a message has a text, parts of one, or calls of tools in its place."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return bool(content) and all(isinstance(part, dict) for part in content)
+    calls = message.get("tool_calls")
+    return isinstance(content, str) or (content is None and isinstance(calls, list) and bool(calls))
+
+
+class Lines:
+    """The conversations of all files, copied into a temporary file and read in any order.
+
+    Only their places are held in memory.
+    """
+
+    def __init__(self, paths: list[str], folder: str, template: str):
+        """Copy and check every line; UserError with FILE:LINE. folder: of the temporary file."""
+        self.names: list[str] = []
+        self._starts = [0]
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (see `close`)
+        for path in map(Path, paths):
+            with damage_named(path):
+                for place, found in objects_of(path, "messages", BadTexts()):
+                    try:
+                        conversation = parse_conversation(found, template)
+                    except UserError as error:
+                        raise UserError(f"{place}: {error}") from None
+                    self._file.write(json.dumps(conversation).encode())
+                    self._starts.append(self._file.tell())
+                    self.names.append(place)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Remove the temporary file."""
+        self._file.close()
+
+    def shuffled(self, seed: int) -> Iterator[tuple[str, Conversation]]:
+        """Every conversation with its FILE:LINE, in an order that follows from the seed."""
+        for index in np.random.RandomState(seed).permutation(len(self.names)):
+            begin, end = self._starts[index], self._starts[index + 1]
+            raw = os.pread(self._file.fileno(), end - begin, begin)
+            yield self.names[index], json.loads(raw)
+
+
+# ---- Encoding ------------------------------------------------------------------------------------
+
+
+def load_template(options: argparse.Namespace, settings: Settings) -> tuple[str, str | None]:
+    """The template for conversations, and the one for those with tools if it is another; UserError.
+
+    options: --chat-template, a file or the name of one of several templates.
+    """
+    named = options.chat_template
+    if named is None:
+        plain = settings.template()
+        return plain, settings.templates.get("tool_use")
+    if named in settings.templates:
+        return settings.templates[named], None
+    return read_template(named), None
+
+
+def end_of_documents(name: str, end_token: str | None, settings: Settings, template: str) -> str:
+    """The token that ends a conversation: --end-token, else that of the tokenizer's folder.
+
+    Where the template writes that token within a conversation, as the end of an answer, another one
+    of ENDS that it does not name is taken if the tokenizer has it: the end token also says to
+    --reset-attention where a conversation ends.
+    """
+    if end_token is not None:
+        return end_token
+    encoder = load_encoder(name, None)
+    own = str(encoder.end_token)
+    by_name = settings.tokens.get("eos_token") == own and "eos_token" in template
+    if own not in template and not by_name:
+        return own
+    others = [end for end in ENDS if end != own and end not in template]
+    known = (end for end in others if encoder.tokenizer.token_to_id(end) is not None)
+    return next(known, own)
 
 
 def encode(
-    encoder: Encoder, template: Template, conversation: list[dict]
+    encoder: Encoder, template: ChatTemplate, conversation: Conversation
 ) -> tuple[list[int], np.ndarray]:
     """The tokens of a conversation with its end token, and 1 for each that is of an answer."""
-    text, spans = template.answers(conversation)
-    encoding = encoder.tokenizer.encode(text, add_special_tokens=False)
-    begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
-    answers = np.zeros(len(begins) + 1, np.int64)
-    for begin, stop in spans:
-        answers[:-1] |= (begins >= begin) & (begins < stop)
-    answers[-1] = conversation[-1]["role"] == "assistant"
-    return [*encoding.ids, encoder.end], answers
+    text, spans = template.answers(
+        conversation["messages"],
+        tools=conversation["tools"],
+        documents=conversation["documents"],
+        **conversation["variables"],
+    )
+    encoding = encoder.conversation(text)
+    ids = list(encoding.ids)
+    answers = np.zeros(len(ids) + 1, np.int64)
+    if MARKS_ANSWERS.search(template.source):
+        for begin, stop in spans:  # as transformers marks them, by the first and last character
+            inside = [encoding.char_to_token(place) for place in range(begin, stop)]
+            tokens = [token for token in inside if token is not None]
+            if tokens:
+                answers[tokens[0] : tokens[-1] + 1] = 1
+    else:
+        begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+        for begin, stop in spans:
+            answers[:-1] |= (begins >= begin) & (begins < stop)
+    if ids and ids[-1] == encoder.end:
+        return ids, answers[:-1]  # the template has ended it with that token
+    answers[-1] = conversation["messages"][-1]["role"] == "assistant"
+    return [*ids, encoder.end], answers
+
+
+class Counts:
+    """What the summary says of the conversations that were written."""
+
+    def __init__(self, encoder: Encoder, settings: Settings):
+        self.learned = 0  # tokens of answers
+        self.cut = 0  # conversations with the end token before their end
+        self._end = encoder.end
+        bos = encoder.tokenizer.token_to_id(settings.tokens.get("bos_token") or "")
+        # What all conversations may begin with, so that prompts begin with it too.
+        self.begin = encoder.begin or ([] if bos is None else [bos])
+        self._encoder = encoder
+
+    def add(self, tokens: list[int], answers: np.ndarray) -> None:
+        """Count a conversation."""
+        self.learned += int(answers.sum())
+        self.cut += self._end in tokens[:-1]
+        if tokens[: len(self.begin)] != self.begin:
+            self.begin = []
+
+    def begin_tokens(self) -> list[str]:
+        """The tokens that all conversations begin with."""
+        return [str(self._encoder.tokenizer.id_to_token(id)) for id in self.begin]
+
+
+# ---- Writing -------------------------------------------------------------------------------------
 
 
 def write(options: argparse.Namespace) -> str:
-    """Write both pairs; a line that says what was written. UserError with FILE:LINE."""
+    """Write both pairs; lines that say what was written. UserError with FILE:LINE."""
     source = Path(options.tokenizer)
-    path = source / "tokenizer.json" if source.is_dir() else source
-    encoder = load_encoder(str(path), options.end_token)
-    encoder.tokenizer.encode_special_tokens = False  # those in the template's text are encoded
-    template = load_template(options.chat_template, path.parent)
+    folder = source if source.is_dir() else source.parent
+    settings = read_settings(source if source.name.endswith(NAME) else folder / NAME)
+    plain, for_tools = load_template(options, settings)
+    end = end_of_documents(options.tokenizer, options.end_token, settings, plain)
+    encoder = load_encoder(options.tokenizer, end)
     names = (options.out, options.out + ANSWERS)
+    counts = Counts(encoder, settings)
+    target = os.path.dirname(options.out) or "."
+    os.makedirs(target, exist_ok=True)
+    lines = Lines(options.paths, target, plain)
     marks = IndexedDatasetWriter(names[1], 2)
-    learned = 0
-    with marks, IndexedDatasetWriter(options.out, encoder.vocab_size) as writer:
-        for place, line in _lines(options.paths, options.shuffle_seed):
-            try:
-                tokens, answers = encode(encoder, template, parse_conversation(line))
-            except UserError as error:
-                raise UserError(f"{place}: {error}") from None
-            writer.add_document(tokens)
-            marks.add_document(answers)
-            learned += int(answers.sum())
-        # An older corpus of this name must not remain beside the new marks.
-        for name in names:
-            for suffix in (".idx", ".sha256"):
-                Path(name + suffix).unlink(missing_ok=True)
-        encoder.tokenizer.save(options.out + ".tokenizer.json")
-        settings = {"chat_template": template.source, **template.tokens}
-        Path(options.out + ".tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    templates = [ChatTemplate(plain, settings.tokens)]
+    if for_tools is not None:
+        templates.append(ChatTemplate(for_tools, settings.tokens))
+    try:
+        with marks, IndexedDatasetWriter(options.out, encoder.vocab_size) as writer:
+            for place, conversation in lines.shuffled(options.shuffle_seed):
+                template = templates[0 if conversation["tools"] is None else -1]
+                try:
+                    tokens, answers = encode(encoder, template, conversation)
+                except UserError as error:
+                    raise UserError(f"{place}: {error}") from None
+                writer.add_document(tokens)
+                marks.add_document(answers)
+                counts.add(tokens, answers)
+            # An older corpus of this name must not remain beside the new marks.
+            for name in names:
+                for suffix in (".idx", ".sha256"):
+                    Path(name + suffix).unlink(missing_ok=True)
+            encoder.tokenizer.save(options.out + ".tokenizer.json")
+            used = {"default": plain} | ({"tool_use": for_tools} if for_tools else {})
+            kept = Settings("", used, settings.tokens)
+            about = options.out + ".tokenizer_config.json"
+            write_settings(about, kept, counts.begin_tokens(), str(encoder.end_token))
+    finally:
+        lines.close()
+        for each in templates:
+            each.close()
     for name in names:
         write_checksums(name)
+    resets = "--reset-attention --reset-positions "
+    note = ""
+    if counts.cut:
+        resets = ""
+        note = (
+            f"\nnote: {encoder.end_token} ends the conversations, and is also within "
+            f"{counts.cut:,} of them: with --reset-attention each part of these would be alone; "
+            "--end-token names another one"
+        )
     return (
         f"{options.out}: {writer.documents:,} conversations, {writer.tokens:,} tokens, "
-        f"{learned:,} of answers\ntrain with: --data {options.out} --answers-only "
-        f"--reset-attention --reset-positions --eod-token {encoder.end} --vocab-size "
-        f"{encoder.vocab_size}"
+        f"{counts.learned:,} of answers{note}\ntrain with: --data {options.out} --answers-only "
+        f"{resets}--eod-token {encoder.end} --vocab-size {encoder.vocab_size}"
     )
-
-
-def _lines(paths: list[str], seed: int) -> Iterator[tuple[str, str]]:
-    """Every line that is not blank, with its FILE:LINE, in an order that follows from the seed.
-
-    Only the lines' places are held in memory.
-    """
-    places = []
-    for path in paths:
-        offset = 0
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    places.append((path, offset, number))
-                offset += len(line)
-    with contextlib.ExitStack() as stack:
-        files = {path: stack.enter_context(open(path, "rb")) for path in paths}
-        for index in np.random.RandomState(seed).permutation(len(places)):
-            path, offset, number = places[index]
-            files[path].seek(offset)
-            yield f"{path}:{number}", files[path].readline().decode(errors="replace")
 
 
 def main(arguments: list[str]) -> None:
     """Write the corpus that the arguments say; raises UserError."""
     parser = Parser.described(__doc__)
     add = parser.add_argument
-    add("paths", nargs="+", metavar="FILE", help="JSON lines")
+    add("paths", nargs="+", metavar="FILE", help="JSON lines, also compressed; - for stdin")
     add("--out", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and .targets.*")
     add("--tokenizer", required=True, help="a Hugging Face folder, or a tokenizer.json")
-    add("--chat-template", metavar="FILE", help="a Jinja template (that of the tokenizer's folder)")
-    add("--end-token", default="<|endoftext|>", help="ends every conversation (<|endoftext|>)")
+    text = "a Jinja template, or the name of one of the tokenizer's (that of the tokenizer)"
+    add("--chat-template", metavar="FILE", help=text)
+    text = "ends every conversation (the tokenizer's eos_token, or <|endoftext|> where the template"
+    add("--end-token", help=f"{text} writes the eos_token itself)")
     add("--shuffle-seed", type=int, default=1234, help="seed of the conversations' order (1234)")
     options = parser.parse_args(arguments)
     if not 0 <= options.shuffle_seed < 2**32:

@@ -11,6 +11,7 @@ from checkpointing import hf_export
 from config.command_line import parse
 from config.messages import UserError
 from config.schema import ModelShape
+from corpora.chat_templates import ChatTemplate
 from corpora.objectives import NO_TARGET, Objective
 from corpora.token_files import IndexedDataset
 from scripts import prepare_chats
@@ -104,7 +105,7 @@ def test_training_reads_them_aligned(folder):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[1]", 'c.jsonl:2: no JSON object with "messages"'),
+        ("[1]", "c.jsonl:2 has no key 'messages'"),
         ('{"messages": []}', 'c.jsonl:2: "messages" is not a list of messages'),
         ('{"messages": [{"role": "user"}]}', "c.jsonl:2: message 1 has no content of text"),
         ('{"messages": [{"role": "x", "content": ""}]}', "c.jsonl:2: message 1 .* no role of"),
@@ -146,6 +147,6 @@ def test_an_exported_model_has_the_chat_template_it_was_trained_with(folder):
     assert sorted(ends["eos_token_id"]) == sorted(map(theirs.convert_tokens_to_ids, (END, "</s>")))
     messages = [{"role": "user", "content": "What is a?"}]
     prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    template = prepare_chats.Template(TEMPLATE, {"eos_token": "</s>"})
-    assert prompt == template.text(messages, prompt=True)
+    with ChatTemplate(TEMPLATE, {"eos_token": "</s>"}) as template:
+        assert prompt == template.render(messages, add_generation_prompt=True)
     assert prompt.endswith("<|assistant|>")
