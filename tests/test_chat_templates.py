@@ -58,8 +58,8 @@ TEMPLATES = {
     "tojson": """{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
 {%- for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}
 {%- for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>
-{{ c.function.arguments | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}{{ eos_token }}
-{% endfor %}"""
+{{ c.function.arguments | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}
+{{ eos_token }}{% endfor %}"""
     + PROMPT,
     "loops": """{{ bos_token }}{% set ns = namespace(n=0, last='') %}{% for m in messages %}
     {% if m.role == 'system' %}{% continue %}{% endif %}
@@ -71,12 +71,15 @@ TEMPLATES = {
 {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ m.thinking }}{{ eos_token }}
 {% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
     + PROMPT,
-    "documents": """{{ documents | tojson }}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}
-{% for m in messages %}{{ loop.index0 }}{{ m.role }}: {{ m.content }}{% if not loop.last %}, {% endif %}
+    "documents": """{{ documents | tojson }}
+{% for d in documents or [] %}[{{ d.title }}]{% endfor %}
+{% for m in messages %}{{ loop.index0 }}{{ m.role }}: {{ m.content }}
+{%- if not loop.last %}, {% endif %}
 {% endfor %}{{ strftime_now('%Y') }}{% if unknown is defined %}?{% endif %}{{ extra }}""",
     "macros": """{%- macro show(m) -%}<{{ m.role }}>{% if m.content is string %}{{ m.content }}
 {%- else %}{% for p in m.content or [] %}{{ p.text }}{% endfor %}{% endif %}{%- endmacro -%}
-{% for m in messages[::-1] %}{{ show(m) }}{% endfor %}{{ messages | map(attribute='role') | list }}""",
+{% for m in messages[::-1] %}{{ show(m) }}{% endfor %}
+{{ messages | map(attribute='role') | list }}""",
 }
 
 
@@ -127,9 +130,8 @@ def test_answers_are_marked_as_transformers_marks_them(theirs):
 
 def test_masks_are_those_of_transformers(folder):  # noqa: F811
     """Token by token, with characters of several tokens at the ends."""
-    about = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "chat_template.jinja").write_text(TEMPLATES["generation"])
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": about["eos_token"]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     chats = [CHATS["plain"], CHATS["turns"]]
     lines = [json.dumps({"messages": chat}) for chat in chats]
     (folder / "c.jsonl").write_text("\n".join(lines))
@@ -189,7 +191,8 @@ HOSTILE = {
     "a huge text": ("{{ 'x' * 10 ** 10 }}", "needs too much memory"),
     "a huge text of a message": ("{{ messages[0].content * 10 ** 10 }}", "needs too much memory"),
     "a text that doubles": (
-        "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}"
+        "{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
         "needs too much memory",
     ),
     "a macro that calls itself": (
@@ -265,10 +268,10 @@ def test_many_conversations_share_a_process():
         ('{"messages": [{"role": "user", "content": "café"}]}'.encode("latin-1"), "is not UTF-8"),
         (
             b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
-            r"half of a character, U\+D83D",
+            r"has half of a character, U\+D83D",
         ),
         (b'{"messages": [{"role": "user", "content": "' + b"[" * 9 + b'"}', "is not JSON"),
-        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"[" * 100_000, ".*nested too deeply"),
         (b'{"messages": [{"role": "user", "content": null}]}', "message 1 has no content of text"),
         (b'{"messages": [{"role": "user", "content": ""}], "tools": 7}', '"tools" is not a list'),
     ],

@@ -6,7 +6,9 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
+import shutil
 import subprocess
 import sys
 
@@ -154,3 +156,87 @@ def test_what_is_not_read_says_what_to_do(name, message, tmp_path):
     (tmp_path / name).write_bytes(b"1")
     with pytest.raises(UserError, match=message):
         prepare(tmp_path / "c", tmp_path / name)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files called .json, other names, pipes and links
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["my-corpus.json", "c4-train.00000-of-00001.json.gz"])
+def test_lines_that_are_called_json_are_lines(name, tmp_path):
+    """As Megatron's instructions and C4 call them; a folder has other .json files beside them."""
+    raw = b"\n" + lines_of_json(DOCUMENTS)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    (folder / "config.json").write_text('{"no": "text"}')
+    (folder / "pretty.json").write_text(json.dumps({"text": "a"}, indent=2))
+    for path in (folder, folder / name):
+        prepare(tmp_path / "c", "--vocab-size", 300, path)
+        assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
+
+
+@pytest.mark.parametrize("form", ["list", "long list", "object", "with a key"])
+def test_advice_for_one_json_value_works(form, tmp_path):
+    records = [{"text": text} for text in DOCUMENTS]
+    value = {"object": records[0], "with a key": {"rows": records}}.get(form, records)
+    indent = None if form == "list" else 1
+    (tmp_path / "a.json").write_text(json.dumps(value, indent=indent))
+    with pytest.raises(UserError) as mistake:
+        prepare(tmp_path / "c", "--tokenizer", "bytes", tmp_path / "a.json")
+    command = str(mistake.value).partition("as by ")[2].partition(", or by")[0]
+    assert command.startswith("cat a.json | jq -c ")
+    if form == "with a key":
+        assert "or by '.KEY[]' in place of . if KEY has them" in str(mistake.value)
+        command = command.replace("-c .", "-c '.rows[]'")
+    if shutil.which("jq") is None:
+        pytest.skip("no jq")
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    prepare(tmp_path / "c", "--vocab-size", 300, tmp_path / "a.jsonl")
+    expected = DOCUMENTS[:1] if form == "object" else DOCUMENTS
+    assert sorted(read(tmp_path / "c")[0]) == sorted(expected)
+
+
+def test_files_of_other_names_as_text(tmp_path, capsys):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    texts = {"a.c": "int x;", "man.1.gz": "a page", "LICENSE": "MIT", "b.js": "no"}
+    for name, text in texts.items():
+        raw = text.encode()
+        (folder / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    words = ["--as-text", ".c", "--as-text", ".1", "--as-text", "LICENSE"]
+    prepare(tmp_path / "c", "--vocab-size", 300, *words, folder)
+    assert sorted(read(tmp_path / "c")[0]) == sorted(["int x;", "a page", "MIT"])
+    assert "not read, because their kind is not known: 1 .js" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"b\.js is not one of .*; --as-text \.js reads such files"):
+        prepare(tmp_path / "d", folder / "b.js")
+
+
+def test_pipes_and_links_out_of_a_folder_are_refused_at_once(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a text")
+    os.mkfifo(tmp_path / "b.jsonl")
+    with pytest.raises(UserError, match=r"b\.jsonl is a pipe or a device, not a file: give - to"):
+        prepare(tmp_path / "c", tmp_path / "b.jsonl")
+    os.mkfifo(folder / "b.jsonl")
+    (folder / "link.txt").symlink_to("a.txt")
+    prepare(tmp_path / "c", "--vocab-size", 300, folder)
+    assert read(tmp_path / "c")[0] == ["a text"], "once"
+    (tmp_path / "secret.txt").write_text("a key")
+    (folder / "out.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(UserError, match=r"out\.txt is a link to .*secret\.txt, outside of"):
+        prepare(tmp_path / "c", folder)
+
+
+def test_the_cache_of_the_hub_is_links_to_blobs(tmp_path):
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "0f"
+    snapshot.mkdir(parents=True)
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.mkdir()
+    (blobs / "77aa").write_bytes(lines_of_json(DOCUMENTS))
+    (snapshot / "train.jsonl").symlink_to("../../blobs/77aa")
+    for path in (snapshot, snapshot / "train.jsonl"):
+        prepare(tmp_path / "c", "--vocab-size", 300, path)
+        assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
