@@ -4,9 +4,10 @@
 #     bash scripts/lm_eval.sh CHECKPOINT TOKENIZER TASKS [OPTIONS of lm_eval]
 #     bash scripts/lm_eval.sh runs/demo/checkpoints/step_00000180 data/stories.tokenizer.json arc_easy
 #
-# TASKS: names with commas between them, whose data that program downloads; or FILE.jsonl, whose
-# lines have a "text": perplexity by word and by byte, without a network. The Python is the one on
-# PATH, or that of .venv, that has the packages of requirements-lm-eval.txt.
+# TASKS: names with commas between them, whose data that program downloads; or FILE.jsonl (also
+# .json, .jsonl.gz and so on), whose lines have a "text": perplexity by word and by byte, without a
+# network. Texts begin with the token that documents of the corpus begin with, if there is one. The
+# Python is the one on PATH, or that of .venv, that has the packages of requirements-lm-eval.txt.
 set -euo pipefail
 if [ $# -lt 3 ]; then
     sed -n '4,5s/^# *//p' "$0" >&2
@@ -24,14 +25,16 @@ done
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 tasks="$3"
-if [[ "$3" == *.jsonl ]]; then
+texts=()
+if [[ "$3" =~ \.(jsonl|ndjson|json)(\.(gz|bz2|xz|zst))?$ ]]; then
     [ -f "$3" ] || { echo "error: $3: there is no such file" >&2; exit 2; }
+    texts=("$3" "$folder/texts.jsonl")
     tasks="$folder/texts.yaml"
     export TQDM_DISABLE=1 # a bar for each text
     cat >"$tasks" <<YAML
 task: texts
 dataset_path: json
-dataset_kwargs: {data_files: {test: "$(realpath "$3")"}, cache_dir: "$folder/cache"}
+dataset_kwargs: {data_files: {test: "$folder/texts.jsonl"}, cache_dir: "$folder/cache"}
 output_type: loglikelihood_rolling
 test_split: test
 doc_to_text: ""
@@ -39,5 +42,7 @@ doc_to_target: "{{text}}"
 metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
 YAML
 fi
+begins="$("$python" "$root/scripts/eval_texts.py" "$2" ${texts[@]+"${texts[@]}"})"
 "$python" "$root/checkpoint.py" export --to hf --tokenizer "$2" "$1" "$folder/hf"
-"$python" -m lm_eval run --model hf --model_args "pretrained=$folder/hf" --tasks "$tasks" "${@:4}"
+"$python" -m lm_eval run --model hf --model_args "pretrained=$folder/hf,add_bos_token=$begins" \
+    --tasks "$tasks" "${@:4}"

@@ -1,0 +1,51 @@
+"""What lm_eval.sh needs to know before it evaluates: whether prompts begin with a token, and texts.
+
+    python scripts/eval_texts.py TOKENIZER                 prints True or False
+    python scripts/eval_texts.py TOKENIZER texts.jsonl.gz OUT.jsonl
+
+The first answer is what lm_eval calls add_bos_token: a model is evaluated in the form in which it
+was trained (corpora/encoder.py). With a file of JSON lines its texts are checked as those of a
+corpus, and written as JSON lines that are not compressed.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    from config.messages import Parser, UserError
+    from corpora.encoder import Encoder
+    from corpora.tokenizer_files import load_tokenizer, read_settings
+    from scripts.corpus import run
+    from scripts.text_sources import BadTexts, damage_named, texts_of
+
+
+def write_texts(path: Path, out: str) -> None:
+    """Write the texts of JSON lines; UserError with FILE:LINE for a line that has none."""
+    with damage_named(path), open(out, "w", encoding="utf-8") as file:
+        for text in texts_of(path, "text", BadTexts()):
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    """Print whether prompts begin with a token, and write the texts; raises UserError."""
+    parser = Parser.described(__doc__)
+    parser.add_argument("tokenizer", metavar="TOKENIZER", help="a tokenizer.json")
+    parser.add_argument("texts", nargs="?", metavar="FILE", help="JSON lines with a text in each")
+    parser.add_argument("out", nargs="?", metavar="OUT", help="the file to write them to")
+    options = parser.parse_args(arguments)
+    path = options.tokenizer
+    encoder = Encoder(load_tokenizer(path), read_settings(path), path)
+    if options.texts is not None:
+        if options.out is None:
+            raise UserError(f"{options.texts}: name the file to write its texts to")
+        write_texts(Path(options.texts), options.out)
+    print(bool(encoder.begin))
+
+
+if __name__ == "__main__":
+    run(main)
