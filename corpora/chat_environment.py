@@ -35,7 +35,7 @@ Span = tuple[int, int]
 MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Models' files and clients have called the reasoning of a message by these names.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-MOST_TEXT = 1 << 26  # characters of a rendered conversation
+MOST_TEXT = 1 << 22  # characters of a rendered conversation; a tokenizer takes 100 bytes for each
 
 
 class TemplateError(Exception):
@@ -202,7 +202,9 @@ def _render_once(
         )
         text, spans = texts[0], [tuple(span) for span in found[0]] if marks else []
     if len(text) > MOST_TEXT:
-        raise TemplateError(f"it writes {len(text):,} characters, more than {MOST_TEXT:,}")
+        raise TemplateError(
+            f"the chat template writes {len(text):,} characters, more than {MOST_TEXT:,}"
+        )
     return text, spans
 
 

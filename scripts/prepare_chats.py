@@ -130,6 +130,14 @@ class Lines:
 # ---- Encoding ------------------------------------------------------------------------------------
 
 
+def chat_settings(name: str) -> Settings:
+    """What the files beside the tokenizer say that --tokenizer names; UserError."""
+    path = Path(name)
+    if name == "bytes":
+        return Settings(name)
+    return read_settings(path if path.is_dir() or name.endswith(NAME) else path.parent / NAME)
+
+
 def load_template(options: argparse.Namespace, settings: Settings) -> tuple[str, str | None]:
     """The template for conversations, and the one for those with tools if it is another; UserError.
 
@@ -221,9 +229,7 @@ class Counts:
 
 def write(options: argparse.Namespace) -> str:
     """Write both pairs; lines that say what was written. UserError with FILE:LINE."""
-    source = Path(options.tokenizer)
-    folder = source if source.is_dir() else source.parent
-    settings = read_settings(source if source.name.endswith(NAME) else folder / NAME)
+    settings = chat_settings(options.tokenizer)
     plain, for_tools = load_template(options, settings)
     end = end_of_documents(options.tokenizer, options.end_token, settings, plain)
     encoder = load_encoder(options.tokenizer, end)

@@ -1,5 +1,6 @@
 """One encoder: if this failed, a model would be asked in another form than it has learned."""
 
+import gzip
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from corpora.encoder import END, Encoder
 from corpora.text import Text
 from corpora.token_files import IndexedDataset
 from corpora.tokenizer_files import read_settings
-from scripts import prepare_chats
+from scripts import eval_texts, prepare_chats
 from scripts.encoders import load_encoder
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -151,3 +152,21 @@ def test_ends_and_mistakes(tmp_path):
         with pytest.raises(UserError, match=message):
             Text(str(tmp_path / "c.tokenizer.json"), 300)
     assert Encoder(Tokenizer(models.BPE())).end is None
+
+
+def test_evaluations_take_texts_as_a_corpus_does(tmp_path, capsys):
+    """What lm_eval.sh asks: whether texts have a begin token, and the texts of its file."""
+    folder = folder_of(tmp_path, "BOS $A")
+    prepare(tmp_path / "new", "--tokenizer", folder, tmp_path / "t.jsonl")
+    (tmp_path / "old.tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    capsys.readouterr()
+    packed = tmp_path / "t.json.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "t.jsonl").read_bytes()))
+    out = tmp_path / "out.jsonl"
+    for name, expected in (("new.tokenizer.json", "True\n"), ("old.tokenizer.json", "False\n")):
+        eval_texts.main([str(tmp_path / name), str(packed), str(out)])
+        assert capsys.readouterr().out == expected
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == TEXTS
+    packed.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "\xfc"}\n'))
+    with pytest.raises(UserError, match=r"t\.json\.gz:2 is not UTF-8"):
+        eval_texts.main([str(folder / "tokenizer.json"), str(packed), str(out)])
