@@ -68,9 +68,8 @@ def test_documents_and_prompts_begin_as_transformers_begins_texts(single, tmp_pa
         assert of_corpus.encode(text) == of_folder.encode(text) == document[:-1]
     assert of_corpus.end == end
     assert end in of_folder.ends
-    bos = hf.convert_tokens_to_ids(BOS)
-    doubled = of_corpus.encode(BOS + "ab").count(bos) - of_corpus.encode("ab").count(bos)
-    assert doubled == (bos not in of_corpus.encode("ab"))
+    if single in ("BOS $A", "BOS $A EOS"):
+        assert of_corpus.encode(BOS + "ab") == of_corpus.encode("ab"), "not doubled"
 
 
 def test_a_corpus_from_before_the_note_goes_on_as_it_was(tmp_path):
