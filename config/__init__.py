@@ -3,6 +3,7 @@
 schema          the options of model and layout, `Config` with all options, the axes of the mesh
 run_options     the options of training, data and run
 command_line    flags and TOML to a `Config`, with what was given
+regular_files   opens a file that may be a stranger's: regular files only, of limited size
 families        config.json of transformers in and out (families.toml), shapes of runs
 spelling        models by name (presets.toml), names of Megatron-LM's options (other_names.toml)
 expert_checks   checks of the options of experts

@@ -11,7 +11,6 @@ encoder.py decides.
 
 import json
 import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from config.messages import UserError
+from config.regular_files import MOST_OF_TOKENIZER, read_regular
 
-MOST_BYTES = 1 << 28  # of a tokenizer's file
 NAME = "tokenizer.json"
 
 
@@ -141,18 +140,11 @@ def read_template(path: str) -> str:
 def read_text(path: str) -> str | None:
     """Return the text of a regular file; None if there is no file. UserError, also for a pipe."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
-            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
-                raise UserError(f"cannot read {path}: it is not a regular file")
-            raw = f.read(MOST_BYTES + 1)
+        return read_regular(path, MOST_OF_TOKENIZER).decode("utf-8")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if len(raw) > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES:,} bytes")
-    try:
-        return raw.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8") from None
 

@@ -50,7 +50,7 @@ with messages.installed():
         check_lines,
         kind_of,
         not_known,
-        open_regular,
+        open_file,
         walk,
         without_links,
     )
@@ -91,7 +91,7 @@ def find_files(
         elif (kind := kind_of(path, as_text)) is None:
             raise not_known(path)
         else:
-            open_regular(path).close()
+            open_file(path).close()
             if kind == ".json":
                 check_lines(path)
             found.add(without_links(path, as_text))

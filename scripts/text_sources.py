@@ -17,6 +17,7 @@ import bz2
 import codecs
 import contextlib
 import csv
+import errno
 import gzip
 import importlib
 import io
@@ -25,7 +26,6 @@ import json
 import lzma
 import os
 import shutil
-import stat
 import sys
 import tempfile
 import zlib
@@ -38,6 +38,7 @@ import h5py
 import numpy as np
 
 from config.messages import UserError
+from config.regular_files import open_regular
 from corpora.hdf5_files import check_stored, member
 
 WHOLE = (".py", ".txt", ".md", ".rst", ".tex", ".html", ".htm")  # one document each
@@ -253,17 +254,16 @@ def _listed(folder: Path) -> list[str] | None:
     return names
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_file(path: Path) -> IO[bytes]:
     """Open a file; UserError at once for a pipe or a device, which could wait for ever."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    file = open(path, "rb", opener=opener)  # noqa: SIM115 (who asks closes it)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise UserError(f"{path} is a pipe or a device, not a file: give - to read standard input")
-    return file
+    try:
+        return io.BufferedReader(open_regular(path), 1 << 16)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise UserError(
+            f"{path} is a pipe or a device, not a file: give - to read standard input"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -276,7 +276,7 @@ def open_source(path: Path) -> Iterator[IO[bytes]]:
     with contextlib.ExitStack() as stack:
         if suffix == ".zst":
             arrow = package_for("pyarrow", path)
-        raw: Any = stack.enter_context(open_regular(path))
+        raw: Any = stack.enter_context(open_file(path))
         if suffix == ".zst":
             # zstandard's own reader takes the end of a file that was cut short for its text's end.
             stream = arrow.input_stream(raw, compression="zstd")
@@ -478,7 +478,7 @@ def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterat
 @contextlib.contextmanager
 def _open_hdf5(path: Path) -> Iterator[h5py.File]:
     """An HDF5 file that may come from elsewhere: HDF5 itself opens nothing by a name."""
-    with open_regular(path) as raw, h5py.File(raw, "r") as file:
+    with open_file(path) as raw, h5py.File(raw, "r") as file:
         yield file
 
 
