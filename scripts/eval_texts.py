@@ -19,7 +19,7 @@ from config import messages  # first: it ends a Python that is too old
 with messages.installed():
     from config.messages import Parser, UserError
     from corpora.encoder import Encoder
-    from corpora.tokenizer_files import load_tokenizer, read_settings
+    from corpora.tokenizer_files import NAME, load_tokenizer, read_settings
     from scripts.corpus import run
     from scripts.text_sources import BadTexts, damage_named, texts_of
 
@@ -34,11 +34,13 @@ def write_texts(path: Path, out: str) -> None:
 def main(arguments: list[str]) -> None:
     """Print whether prompts begin with a token, and write the texts; raises UserError."""
     parser = Parser.described(__doc__)
-    parser.add_argument("tokenizer", metavar="TOKENIZER", help="a tokenizer.json")
+    parser.add_argument("tokenizer", metavar="TOKENIZER", help="a tokenizer.json, or its folder")
     parser.add_argument("texts", nargs="?", metavar="FILE", help="JSON lines with a text in each")
     parser.add_argument("out", nargs="?", metavar="OUT", help="the file to write them to")
     options = parser.parse_args(arguments)
     path = options.tokenizer
+    if Path(path).is_dir():
+        path = str(Path(path, NAME))
     encoder = Encoder(load_tokenizer(path), read_settings(path), path)
     if options.texts is not None:
         if options.out is None:

@@ -42,6 +42,7 @@ doc_to_target: "{{text}}"
 metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
 YAML
 fi
+# Whether texts begin with a token, as the documents of the corpus do; and a check of the texts.
 begins="$("$python" "$root/scripts/eval_texts.py" "$2" ${texts[@]+"${texts[@]}"})"
 "$python" "$root/checkpoint.py" export --to hf --tokenizer "$2" "$1" "$folder/hf"
 "$python" -m lm_eval run --model hf --model_args "pretrained=$folder/hf,add_bos_token=$begins" \

@@ -40,7 +40,7 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt 1 --tokenizer nowhere | --tokenizer nowhere: there is no such file
 --prompt 1 --tokenizer dir | --tokenizer dir: there is no such file
 --prompt 1 --tokenizer a-file | cannot read the tokenizer a-file: expected ident at line 1 column 2
---prompt 1 --tokenizer binary.toml | cannot read the tokenizer binary.toml: stream did not contain
+--prompt 1 --tokenizer binary.toml | binary.toml is not UTF-8
 --prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 ranks
 --prompt 1 --max-tokens 5 --pp 3 | tp(1) * pp(3) * dp(?) does not divide 1 ranks
 --prompt 1 --max-tokens 5 --tp 0 | --tp must be at least 1, not 0
