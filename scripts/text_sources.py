@@ -158,9 +158,9 @@ def check_lines(path: Path, key: str | None = None) -> None:
     if str(path) == "-" or _suffix(path)[0] != ".json":
         return
     with damage_named(path), open_source(path) as file:
-        first = next((line for line in _lines(file, path) if line.strip()), b"")
+        first = _first_line(file)
     try:
-        found = json.loads(_without_mark(first))
+        found = json.loads(first)
     except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict) and (key is None or key in found):
@@ -168,12 +168,26 @@ def check_lines(path: Path, key: str | None = None) -> None:
     lines = path.name[: path.name.lower().index(".json")] + ".jsonl"
     unpack = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
     cat = unpack.get(path.suffix.lower(), "cat")
-    each = "'.[]'" if _without_mark(first).lstrip()[:1] == b"[" else "."
+    each = "'.[]'" if first[:1] == b"[" else "."
     also = "" if each != "." else ", or by '.KEY[]' in place of . if KEY has them"
     raise UserError(
         f"{path} is one JSON value: make a line of each of its records, as by "
         f"{cat} {path.name} | jq -c {each} > {lines}{also}"
     )
+
+
+def _first_line(file: IO[bytes]) -> bytes:
+    """The first line that is not blank; of a list, which may be one long line, its beginning."""
+    line = _without_mark(file.readline(BATCH_BYTES))
+    while line and not line.strip():
+        line = file.readline(BATCH_BYTES)
+    line = line.lstrip()
+    while line[:1] == b"{" and not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+        more = file.readline(BATCH_BYTES)
+        if not more:
+            break
+        line += more
+    return line
 
 
 def walk(

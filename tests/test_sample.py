@@ -20,6 +20,7 @@ import sample
 from config import validation
 from config.messages import UserError
 from corpora import text
+from corpora.encoder import END
 from decoding import Choice, choose
 from distributed.launch import Launch
 
@@ -169,7 +170,7 @@ def letters(end: str = "z", before: str = ""):
     tokenizers = pytest.importorskip("tokenizers")
     names = [before + chr(code) for code in (*range(97, 123), *range(200, 304))]
     end = before + end
-    ids = {name: i for i, name in enumerate(names) if name != end} | {text.END: names.index(end)}
+    ids = {name: i for i, name in enumerate(names) if name != end} | {END: names.index(end)}
     first = tokenizers.models.WordLevel(
         ids, unk_token=names[0]
     )  # a token for every character, if `before`
