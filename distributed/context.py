@@ -168,6 +168,11 @@ class Context(Meeting):
         """The name of every rank's node, in rank order."""
         return [place.node for place in self.places]
 
+    def processes_here(self) -> list[tuple[int, int]]:
+        """Return the processes of all ranks on this rank's node: (process id, start in ticks)."""
+        ranks = zip(self.nodes, self.processes)
+        return [process for node, process in ranks if node == self.node]
+
     def group(self, rows: Sequence[tuple[int, ...]], role: str) -> "Group":
         """Make all groups of a role and return this rank's group; collective over all ranks.
 
@@ -425,6 +430,7 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
             context.node,
             context.end_all_ranks,
             monitor,
+            ranks_here=context.processes_here(),
         )
     except OSError as error:
         if monitor:

@@ -4,24 +4,37 @@
     values = opened.part("values")                 # keys with a prefix that nobody can guess
 
 torch's store has no authentication: any program that can connect can read, set and delete every
-key. So rank 0 closes the port when every rank has made all the connections that it will ever need.
-If another program is connected by then, the job ends with an error. Only then rank 0 puts a secret
-into the store. All later keys begin with the secret, so that keys which another program has set
-before are never read, and the ranks show the secret to the watchdog's monitor.
+key. So rank 0 makes a secret and an invitation with the store's address, and gives the invitation
+to the other ranks over a channel that strangers cannot write to:
 
-Rank 0 gives the address to the other ranks over MPI, or under torchrun in torchrun's own store.
+    MPI                         a broadcast
+    torchrun, one node          a file without a name, which only this user can open; torchrun's
+                                store says which file it is
+    torchrun, several nodes     torchrun's own store, which is the only channel there is
+
+The invitation has the secret, except over torchrun's own store, which anyone may read: there it has
+the secret's fingerprint. Every rank connects, and announces itself under a key that only those who
+know the secret can make. When all ranks have done so, rank 0 closes the port. If another program is
+connected by then, the job ends with an error. Only then rank 0 puts the secret into the store. A
+rank takes no secret with another fingerprint, so it does not matter what others have set before.
+All later keys begin with the secret, and the ranks show the secret to the watchdog's monitor.
+
 Each rank has CONNECTIONS connections: a thread that waits for a key keeps a connection busy.
 """
 
+import hashlib
+import hmac
 import json
 import os
 import resource
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -35,8 +48,12 @@ OTHER_FILES = 256  # the most files that a rank has open besides the connections
 PAUSE = 0.05  # seconds between two looks for a value or a closed connection
 SECONDS_TO_CONNECT = 60.0  # limit for a connection to rank 0: the network may need several attempts
 SECONDS_TO_CLOSE = 10.0  # ended connections must vanish from the kernel's list within this time
-KEY = "trine rendezvous"  # rank 0 puts the address under this key into torchrun's store
+TURNS = (
+    20  # a waiting rank announces itself again, and looks at torchrun's store, every TURNS looks
+)
+KEY = "trine rendezvous"  # rank 0 puts the invitation, or its file, under this key of torchrun's store
 SECRET = "secret"  # rank 0 puts the secret under this key into the job's store
+MOST_BYTES = 4096  # an invitation has fewer bytes
 
 
 class Address(NamedTuple):
@@ -44,6 +61,46 @@ class Address(NamedTuple):
 
     host: str
     port: int
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What rank 0 tells the other ranks, so that they find its store and know it.
+
+    host, port: where the store listens. fingerprint: SHA-256 of the secret. secret: the secret, or
+    empty if it comes through the store, after its port has been closed.
+    """
+
+    host: str
+    port: int
+    fingerprint: str
+    secret: str = field(default="", repr=False)
+
+    @property
+    def address(self) -> Address:
+        """Where the store listens."""
+        return Address(self.host, self.port)
+
+    def announcement(self, rank: int) -> str:
+        """Return the key under which a rank announces itself; only who knows the secret can."""
+        return hmac.new(self.secret.encode(), f"rank {rank}".encode(), "sha256").hexdigest()
+
+    def to_json(self) -> str:
+        """Return the invitation as a JSON list."""
+        return json.dumps([self.host, self.port, self.fingerprint, self.secret])
+
+
+def read_invitation(text: bytes | str) -> Invitation:
+    """Return the invitation in a JSON list. Raise ValueError for anything else."""
+    values = json.loads(text)
+    if not isinstance(values, list) or [type(value) for value in values] != [str, int, str, str]:
+        raise ValueError("it is not [host, port, fingerprint, secret]")
+    return Invitation(*values)
+
+
+def fingerprint_of(secret: str) -> str:
+    """Return the SHA-256 of a secret, as hexadecimal text."""
+    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 @dataclass
@@ -56,6 +113,9 @@ class JobStore:
     secret: str = field(repr=False)
     first: Any = None  # torch's store over the first connection
     second: Any = None  # the same store over the second connection
+    # Keeps torchrun's store alive while other ranks may still look at it: rank 0 may be the server
+    # of that store too.
+    channel: Any = None
 
     def part(self, purpose: str, second: bool = False) -> Any:
         """Return the part of the store for one purpose; None for a single process.
@@ -75,28 +135,118 @@ def open_store(launch: Launch, local: Local) -> JobStore:
     """Start the job's store on rank 0 and connect to it; collective over all ranks.
 
     Called once, by rendezvous.meet. Raise UserError if torchrun's port is in use, other programs
-    are connected to the store, or the limit of open files is below the number of connections that
-    rank 0 will have.
+    are connected to the store or have changed torchrun's, or the limit of open files is below the
+    number of connections that rank 0 will have.
     """
     if launch.size == 1:  # no store is needed, but the watchdog's monitor asks for the secret
         return JobStore(new_secret())
     allow_open_files(launch.size)
     server = Server(host_address(local), launch.size) if launch.rank == 0 else None
     if not launch.mpi:
-        # This variable keeps torchrun's store alive until all ranks have met: rank 0 may be the
-        # server of that store too.
-        torchruns_store = _torchruns_store()
-        if server:
-            torchruns_store.set(KEY, json.dumps(server.address))
-        address = Address(*json.loads(torchruns_store.get(KEY)))
-        return meet(address, launch.size, server)
+        channel = TorchrunChannel(_torchruns_store(), local.one_node)
+        invitation = channel.share(server.invitation) if server else channel.receive()
+        opened = meet(invitation, launch.rank, launch.size, server, seldom=channel.check)
+        opened.channel = channel
+        return opened
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    address = world.bcast(server.address if server else None)
+    invitation = world.bcast(server.invitation if server else None)
     # Over libfabric a message moves only while its sender is inside an MPI call. A rank that has
-    # the address may have to forward it, so `meet` goes on calling MPI (Iprobe) while it waits.
-    return meet(address, launch.size, server, world.Iprobe)
+    # the invitation may have to forward it, so `meet` goes on calling MPI (Iprobe) while it waits.
+    return meet(invitation, launch.rank, launch.size, server, world.Iprobe)
+
+
+class TorchrunChannel:
+    """How rank 0 gives the other ranks its invitation under torchrun.
+
+    torchrun's store takes connections and values of every program that can reach it. If all ranks
+    are on one node, it only says which open file of rank 0 has the invitation; every rank checks
+    that the file belongs to this user alone. Between nodes there is no other channel.
+    """
+
+    def __init__(self, store: Any, one_node: bool) -> None:
+        """store: torchrun's store. one_node: whether all ranks of the job are on one node."""
+        self.store = store
+        self.one_node = one_node
+        self._text = ""  # what the store had under KEY when it was set or read
+        self._file: IO[bytes] | None = None  # on rank 0: stays open until all ranks have met
+
+    def share(self, invitation: Invitation) -> Invitation:
+        """Let the other ranks have the invitation, on rank 0; return it as it was shared.
+
+        Raise UserError if another program has set KEY, or if no temporary file can be written.
+        """
+        if self.store.check([KEY]):
+            raise UserError(
+                "torchrun's store has an address of this job's store already: another program has "
+                "put it there, or torchrun has started ranks again (--nnodes MIN:MAX)"
+            )
+        if self.one_node:
+            self._file = _unnamed_file(invitation.to_json().encode())
+            self._text = json.dumps([os.getpid(), self._file.fileno()])
+        else:
+            invitation = replace(invitation, secret="")
+            self._text = invitation.to_json()
+        self.store.set(KEY, self._text)
+        return invitation
+
+    def receive(self) -> Invitation:
+        """Wait for rank 0's invitation and return it, on the other ranks.
+
+        Raise UserError if the store has something else in its place.
+        """
+        text = self.store.get(KEY)
+        self._text = text.decode(errors="replace")
+        try:
+            if not self.one_node:
+                return read_invitation(text)
+            process, descriptor = json.loads(text)
+            return read_invitation(_content_of_own_file(int(process), int(descriptor)))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"torchrun's store has no address of this job's store under {KEY!r}, but "
+                f"{self._text[:80]!r} ({error}): another program has put it there"
+            ) from None
+
+    def check(self) -> None:
+        """Raise UserError if torchrun's store has another invitation by now.
+
+        Then some ranks may have taken the other one, and would wait for the rest for half an hour.
+        """
+        now = _value_now(self.store, KEY)
+        if now != self._text:
+            raise UserError(
+                f"torchrun's store had {self._text[:80]!r} under {KEY!r} and has {now[:80]!r} now: "
+                f"another program connects to MASTER_PORT, or two jobs have the same"
+            )
+
+
+def _unnamed_file(content: bytes) -> IO[bytes]:
+    """Return a new file without a name, open, with mode 600 and this content."""
+    try:
+        file = tempfile.TemporaryFile(buffering=0)
+        os.fchmod(file.fileno(), 0o600)
+        file.write(content)
+    except OSError as error:
+        raise UserError(f"cannot write a temporary file (TMPDIR): {error.strerror}") from None
+    return file
+
+
+def _content_of_own_file(process: int, descriptor: int) -> bytes:
+    """Return the content of a file that a process of this user has open.
+
+    Raise OSError if it cannot be opened, ValueError if it is no file of this user alone.
+    """
+    # The kernel lets only the process's user open this path.
+    path = f"/proc/{process}/fd/{descriptor}"
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(number, "rb") as file:
+        status = os.fstat(number)
+        others = stat.S_IMODE(status.st_mode) & 0o077
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or others:
+            raise ValueError(f"{path} is no file of user {os.geteuid()} alone")
+        return file.read(MOST_BYTES)
 
 
 def new_secret() -> str:
@@ -144,6 +294,7 @@ class Server:
         """Start the server. host: this node's address. size: the number of ranks."""
         import torch.distributed as dist
 
+        self.secret = new_secret()
         listener = socket.create_server((host, 0), backlog=max(128, CONNECTIONS * size))
         self.address = Address(host, listener.getsockname()[1])
         self.descriptor = listener.detach()
@@ -158,6 +309,11 @@ class Server:
             timeout=TIMEOUT,
             master_listen_fd=self.descriptor,
         )
+
+    @property
+    def invitation(self) -> Invitation:
+        """The invitation to this store, with the secret."""
+        return Invitation(*self.address, fingerprint_of(self.secret), self.secret)
 
     def close_port(self, connections: int) -> None:
         """Accept no new connection from here on; called when every rank has connected.
@@ -189,46 +345,75 @@ class Server:
 
 
 def meet(
-    address: Address,
+    invitation: Invitation,
+    rank: int,
     size: int,
-    server: Server | None,
+    server: Server | None = None,
     act: Callable[[], Any] = lambda: None,
+    seldom: Callable[[], Any] = lambda: None,
 ) -> JobStore:
     """Connect to the store and wait until all ranks have connected; collective over all ranks.
 
-    address: where the store listens. size: the number of ranks. server: the server of the store, on
-    rank 0; None on the other ranks. act: called repeatedly while this rank waits.
+    invitation: rank 0's, the same on all ranks. rank, size: this rank, and the number of ranks.
+    server: the server of the store, on rank 0; None on the other ranks. act: called at every look
+    while this rank waits; seldom: called every TURNS looks. Raise UserError if the store cannot be
+    reached, or if other programs are connected to it.
     """
     import torch.distributed as dist
 
     stores = [server.store] if server else []  # the server's object is rank 0's first connection
-    _check_reachable(address)
+    _check_reachable(invitation.address)
     while len(stores) < CONNECTIONS:
-        timeout = TIMEOUT
-        store = dist.TCPStore(address.host, address.port, wait_for_workers=False, timeout=timeout)
+        address = invitation.address
+        store = dist.TCPStore(*address, wait_for_workers=False, timeout=TIMEOUT)
         store.check(["x"])  # returns when the server has accepted the connection
         stores.append(store)
     store = stores[0]
-    store.add("met", 1)
-    if server:
-        while store.add("met", 0) < size:  # the sum: the number of ranks that have connected
-            act()
-            time.sleep(PAUSE)
-        server.close_port(CONNECTIONS * size)
-        store.set(SECRET, new_secret())
-    while not store.check([SECRET]):
+
+    def secret() -> str | None:
+        """Return the secret that the store has, if it is rank 0's."""
+        found = _value_now(store, SECRET)
+        return found if fingerprint_of(found) == invitation.fingerprint else None
+
+    silent = list(range(size)) if server else []  # the ranks that have not announced themselves
+    turn = 0
+    while not (found := secret()):
+        if turn % TURNS == 0:  # again and again, since another program may delete the key
+            store.set(invitation.announcement(rank), "")
+            seldom()
+        turn += 1
+        silent = [one for one in silent if not store.check([invitation.announcement(one)])]
+        if server and not silent:
+            server.close_port(CONNECTIONS * size)
+            store.set(SECRET, server.secret)
+            continue
         act()
         time.sleep(PAUSE)
-    return JobStore(store.get(SECRET).decode(), *stores)
+    seldom()
+    return JobStore(found, *stores)
+
+
+def _value_now(store: Any, key: str) -> str:
+    """Return the value of a key, or an empty text if there is none, without waiting for it.
+
+    `check` and then `get` would wait for half an hour if another program deleted the key between.
+    """
+    return store.compare_set(key, "", "").decode(errors="replace")
 
 
 def _check_reachable(address: Address) -> None:
-    """Raise OSError if the address, at which rank 0 listens, cannot be reached.
+    """Raise UserError if the address, at which rank 0 listens, cannot be reached.
 
     The connection is closed again at once. Without this check torch would try to connect for half
     an hour, and print its stack at each attempt.
     """
-    socket.create_connection((address.host, address.port), SECONDS_TO_CONNECT).close()
+    try:
+        socket.create_connection(address, SECONDS_TO_CONNECT).close()
+    except OSError as error:
+        raise UserError(
+            f"{node_name()} cannot reach the store of this job at {address.host}:{address.port}: "
+            f"{error.strerror or error}"
+        ) from None
 
 
 def _torchruns_store() -> Any:

@@ -23,6 +23,7 @@ from distributed.job_store import open_store
 from distributed.launch import Launch, Local, cores_asked_for, find_local
 from distributed.placement import Place
 from distributed.store import StoreExchange
+from watchdog.heartbeat import start_time
 
 MEETING_TIMEOUT = timedelta(seconds=SECONDS_TO_MEET)
 
@@ -47,6 +48,8 @@ class Meeting:
     group_store: Any = None  # the part of the store in which process groups meet
     # The secret by which the ranks and the watchdog's monitor recognise one another.
     monitor_key: str = field(default="", repr=False)
+    # The process of every rank, in rank order: its id, and its start in ticks since its node's boot.
+    processes: list[tuple[int, int]] = field(default_factory=list)
 
 
 def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeting:
@@ -74,9 +77,13 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         this_place = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
         seconds = MEETING_TIMEOUT.total_seconds()
         exchange = StoreExchange(store, launch.rank, launch.size, "places", seconds=seconds)
-        gathered = exchange.gather("place", dataclasses.asdict(this_place))
+        process = os.getpid(), start_time(os.getpid())
+        here = {"place": dataclasses.asdict(this_place), "process": process}
+        gathered = exchange.gather("place", here)
         # The cores of a Place are a tuple, of which JSON has made a list.
-        places = [Place(**place | {"cores": tuple(place["cores"])}) for place in gathered]
+        described = [rank["place"] for rank in gathered]
+        places = [Place(**place | {"cores": tuple(place["cores"])}) for place in described]
+        processes = [tuple(rank["process"]) for rank in gathered]
         faulthandler.cancel_dump_traceback_later()  # all ranks have met
         try:
             placement.check_devices(places)
@@ -108,6 +115,7 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         second_store=opened.part("values", second=True),
         group_store=opened.part("groups"),
         monitor_key=opened.secret,
+        processes=processes,
     )
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,6 @@ from strangers import HOST, Strangers
 
 from config.messages import UserError
 from distributed import job_store
-from distributed.job_store import JobStore
 from watchdog import handshake, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.handshake import Process
@@ -98,20 +98,33 @@ def test_140_strangers_change_nothing(tmp_path):
 # ---- The store -----------------------------------------------------------------------------------
 
 
-def meet(server: job_store.Server) -> list[JobStore]:
+def meet(server: job_store.Server, invitation: job_store.Invitation | None = None):
     """The stores of two ranks, both in this process."""
+    invitation = invitation or server.invitation
     with ThreadPoolExecutor(2) as pool:
-        ranks = [(server.address, 2, server), (server.address, 2, None)]
-        return [rank.result() for rank in [pool.submit(job_store.meet, *one) for one in ranks]]
+        first = pool.submit(job_store.meet, invitation, 0, 2, server)
+        second = pool.submit(job_store.meet, invitation, 1, 2)
+        return [first.result(120), second.result(120)]
 
 
-def test_a_closed_store_is_the_ranks_alone():
+def stranger_in(server: job_store.Server) -> dist.TCPStore:
+    return dist.TCPStore(HOST, server.address.port, wait_for_workers=False)
+
+
+# Whether the ranks have the secret before they meet, or (torchrun between nodes) its fingerprint.
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_closed_store_is_the_ranks_alone(knows):
     server = job_store.Server(HOST, 2)
-    stranger = dist.TCPStore(HOST, server.address.port, wait_for_workers=False)
+    planted = "a" * 64
+    stranger = stranger_in(server)
     stranger.set("values/value", "from a stranger")
+    stranger.set(job_store.SECRET, planted)
+    stranger.set(f"{planted}/values/value", "from a stranger")
+    stranger.add("met", -5)
     del stranger
-    opened = meet(server)
-    assert opened[0].secret == opened[1].secret
+    invitation = server.invitation if knows else replace(server.invitation, secret="")
+    opened = meet(server, invitation)
+    assert opened[0].secret == opened[1].secret == server.secret
     assert not opened[0].part("values").check(["value"])
     opened[0].part("values").set("value", "1")
     assert opened[1].part("values", second=True).get("value") == b"1"
@@ -122,19 +135,83 @@ def test_a_closed_store_is_the_ranks_alone():
     time.sleep(0.5)
     after = psutil.Process().cpu_times()
     assert after.system - before.system < 0.3  # the server's thread does not spin
+    with pytest.raises(UserError, match=r"cannot reach the store of this job at 127\.0\.0\.1"):
+        job_store.meet(server.invitation, 1, 2)
 
 
 def test_a_stranger_in_the_store_ends_the_start(monkeypatch):
     monkeypatch.setattr(job_store, "SECONDS_TO_CLOSE", 0.2)
     server = job_store.Server(HOST, 1)
-    stranger = dist.TCPStore(HOST, server.address.port, wait_for_workers=False)
+    stranger = stranger_in(server)
     with pytest.raises(UserError, match="has 3 connections, and its ranks have 2: another program"):
-        job_store.meet(server.address, 1, server)
-    assert not stranger.check([job_store.SECRET])
+        job_store.meet(server.invitation, 0, 1, server)
+    assert stranger.compare_set(job_store.SECRET, "", "") == b""
+    assert server.secret not in str([stranger.get(key) for key in stranger.list_keys()])
+
+
+def test_a_stranger_does_not_take_the_place_of_a_late_rank():
+    """Who knows no secret cannot announce a rank, with as many connections as a rank has."""
+    server = job_store.Server(HOST, 2)
+    strangers = [stranger_in(server) for _ in range(job_store.CONNECTIONS)]
+    replayed = replace(server.invitation, secret="")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(job_store.meet, server.invitation, 0, 2, server)
+        for stranger in strangers:
+            stranger.add("met", 5)
+            stranger.set(replayed.announcement(1), "")
+        time.sleep(10 * job_store.PAUSE)
+        for key in strangers[0].list_keys():  # rank 0's announcement too: it comes again
+            strangers[0].delete_key(key)
+        time.sleep(10 * job_store.PAUSE)
+        assert strangers[0].compare_set(job_store.SECRET, "", "") == b""
+        assert not first.done()
+        del stranger
+        strangers.clear()
+        second = pool.submit(job_store.meet, server.invitation, 1, 2)
+        assert first.result(120).secret == second.result(120).secret == server.secret
+
+
+def test_under_torchrun_a_file_of_this_user_has_the_invitation(tmp_path):
+    """torchrun's store takes values of everybody: it only names the file."""
+    host = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    invitation = job_store.Server(HOST, 2).invitation
+    channels = [job_store.TorchrunChannel(host, one_node=True) for _ in range(2)]
+    assert channels[0].share(invitation) == invitation
+    assert channels[1].receive() == invitation
+    named = host.get(job_store.KEY)
+    assert invitation.secret.encode() not in named
+    for channel in channels:
+        channel.check()
+    with pytest.raises(UserError, match="has an address of this job's store already"):
+        job_store.TorchrunChannel(host, one_node=True).share(invitation)
+    readable = (tmp_path / "readable").open("w+")
+    readable.write(invitation.to_json())
+    readable.flush()
+    piped = os.pipe()
+    planted = [b"", b"[1]", b"{}", b"[" * 5000, b'["a", "b"]', invitation.to_json().encode()]
+    planted += [json.dumps([os.getpid(), number]) for number in (readable.fileno(), *piped, 9999)]
+    for text in planted:
+        host.set(job_store.KEY, text)
+        with pytest.raises(UserError, match="another program has put it there"):
+            channels[1].receive()
+        with pytest.raises(UserError, match="another program connects to MASTER_PORT"):
+            channels[0].check()
+    host.delete_key(job_store.KEY)
+    with pytest.raises(UserError, match="another program connects to MASTER_PORT"):
+        channels[0].check()
+
+
+def test_between_nodes_torchruns_store_has_no_secret():
+    host = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    invitation = job_store.Server(HOST, 2).invitation
+    shared = job_store.TorchrunChannel(host, one_node=False).share(invitation)
+    assert job_store.TorchrunChannel(host, one_node=False).receive() == shared
+    assert shared == replace(invitation, secret="")
+    assert invitation.secret.encode() not in host.get(job_store.KEY)
 
 
 @pytest.mark.slow
-def test_torchruns_store_has_the_address_and_no_secret(tmp_path):
+def test_torchruns_store_has_no_secret(tmp_path):
     """It takes connections of all programs."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     with socket.create_server((HOST, 0)) as free:
@@ -148,7 +225,8 @@ def test_torchruns_store_has_the_address_and_no_secret(tmp_path):
         wait_at(job, "step")
         client = dist.TCPStore("localhost", port, wait_for_workers=False)
         (key,) = (key for key in client.list_keys() if key.endswith(job_store.KEY))
-        assert [type(part) for part in json.loads(client.get(key))] == [str, int]
+        process, _ = json.loads(client.get(key))  # and the number of its open file
+        assert psutil.Process(process).uids().real == os.getuid()
         go(job, "step")
         assert job.status() == 0, job.text[-4000:]
         assert len(job.rows) == 30
@@ -212,6 +290,52 @@ def test_a_process_of_another_user_is_not_killed(monkeypatch):
         assert sleeper.poll() is None
         monkeypatch.undo()
         heartbeat.kill_process(sleeper.pid, started)
+
+
+def test_a_rank_kills_ranks_of_its_job_alone(capfd):
+    """Whatever the monitor says: one that a stranger runs knows the secret here."""
+    with socket.create_server((HOST, 0)) as monitors:
+        address = (*monitors.getsockname(), KEY)
+        connects = f"import socket; s = socket.create_connection({address[:2]}); input()"
+        command = [sys.executable, "-c", connects]
+        rank = subprocess.Popen(command, stdin=subprocess.PIPE)
+        accepted = [monitors.accept()]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE)
+        accepted.append(monitors.accept())
+        sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+        all_of_them = [rank, other, *sleepers]
+        kill = [(process.pid, heartbeat.start_time(process.pid)) for process in all_of_them]
+        ended: list[int] = []
+        watchdog = heartbeat.Watchdog(
+            FlightRecorder(), address, 0, "here", ended.append, ranks_here=[kill[0], kill[2]]
+        )
+        accepted.append(monitors.accept())
+        connection, _ = monitors.accept()
+        connection.sendall(heartbeat.encode({"end": 1, "kill": kill}))
+        assert rank.wait(30) == -signal.SIGKILL
+        while not ended:
+            time.sleep(0.01)
+        watchdog.close()
+        alive = [process.poll() is None for process in all_of_them]
+        assert alive == [False, True, True, True]
+        said = capfd.readouterr().err
+        assert said.count("which is no rank of this job: it is left alone") == 2
+        for process in all_of_them[1:]:
+            process.kill()
+            process.wait()
+
+
+def test_the_monitor_kills_only_a_process_that_is_connected_to_it(tmp_path):
+    """A hello with the secret may name any process."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    address, process = heartbeat.start_monitor(HOST, "here", 1, str(tmp_path), 60.0, KEY)
+    named = Process(0, "here", sleeper.pid, heartbeat.start_time(sleeper.pid))
+    for kind in ("stacks", "rank"):
+        handshake.connect(address, kind, named).close()
+    assert process.wait(60) == 0
+    assert sleeper.poll() is None
+    sleeper.kill()
+    sleeper.wait()
 
 
 class Door:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -92,6 +92,9 @@ class Watchdog:
 
     end: ends this process, and under MPI all ranks, with a status. monitor: the monitor's process,
     on the rank that started it. That rank kills a stopped monitor before it leaves the job.
+    ranks_here: the processes (id, start) of the other ranks on this node. If the monitor asks this
+    rank to kill a process, it kills only one of these, and only if that process is connected to the
+    same monitor.
     """
 
     def __init__(
@@ -102,12 +105,15 @@ class Watchdog:
         node: str,
         end: End,
         monitor: subprocess.Popen | None = None,
+        ranks_here: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Connect to the monitor and start the thread; raise OSError if it cannot be reached."""
         self.recorder = recorder
         self.rank = rank
         self.node = node
         self.end = end
+        self._address = address
+        self._ranks_here = {tuple(process) for process in ranks_here}
         self._monitor = monitor  # the monitor's process, on the rank that started it
         self._lock = threading.Lock()  # one message at a time is sent
         self._closing = False  # whether this rank has left the job (`_leaves_first`)
@@ -269,8 +275,26 @@ class Watchdog:
             self._send_status(message["inspect"])
         elif "end" in message:
             for pid, started in message["kill"]:
-                kill_process(pid, started)
+                self._kill(pid, started)
             self._end(message["end"])
+
+    def _kill(self, pid: int, started: int) -> None:
+        """Kill the process of another rank on this node; refuse any other process.
+
+        Whatever the monitor says: the process must be one that the ranks have named to each other
+        when they met, and must have a connection to this rank's monitor, as every rank has.
+        """
+        host, port, _ = self._address
+        if (pid, started) in self._ranks_here:
+            if is_connected(pid, host, port):
+                kill_process(pid, started)
+        else:
+            text = (
+                f"rank {self.rank} on {self.node}: the monitor asked for the end of process {pid}, "
+            )
+            text += "which is no rank of this job: it is left alone"
+            with contextlib.suppress(OSError):  # nobody reads the output
+                print(text, file=sys.stderr, flush=True)
 
     def _send_status(self, processes: dict[str, tuple[int, int]]) -> None:
         """Answer "inspect": send this rank's stacks and records to the monitor.
@@ -396,6 +420,26 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def is_connected(pid: int, host: str, port: int) -> bool:
+    """Return whether a process of this node has a TCP connection to host:port (IPv4).
+
+    host: an address in numbers. The kernel lists the process's connections; if it has ended or
+    belongs to another user, the answer is False.
+    """
+    with contextlib.suppress(OSError):
+        # The kernel writes an address as the hexadecimal number that the machine reads from its bytes.
+        number = int.from_bytes(socket.inet_aton(host), sys.byteorder)
+        remote = f"{number:08X}:{port:04X}"
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        # A row: number, local address, remote address, ..., inode of the socket.
+        inodes = {row[9] for row in rows if row[2] == remote}
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # it has closed this one meanwhile
+                if os.readlink(entry.path).removeprefix("socket:[").rstrip("]") in inodes:
+                    return True
+    return False
 
 
 def kill_process(pid: int, started: int) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from watchdog import hang_report
 from watchdog.handshake import Entrance, Process, receive_all
 from watchdog.hang_report import Case, Ranks, WaitGraph, find_culprits
-from watchdog.heartbeat import encode, kill_process, process_state
+from watchdog.heartbeat import encode, is_connected, kill_process, process_state
 
 # --hang-timeout by default: MIN_HANG_TIMEOUT seconds or MEDIAN_STEPS median steps, the longer.
 MIN_HANG_TIMEOUT = 300.0
@@ -79,6 +79,9 @@ class Rank:
     node: str = ""
     pid: int = 0
     started: int = 0  # when its process began, in ticks since the node's boot
+    # Whether it is on the monitor's node and the kernel says that this process is connected to the
+    # monitor: only then the monitor kills it.
+    connected_here: bool = False
     connection: socket.socket | None = None  # for messages
     groups: list[tuple[str, list[int]]] = field(default_factory=list)  # role and members of each
     coordinates: dict[str, int] = field(default_factory=dict)  # its position on each mesh axis
@@ -147,6 +150,7 @@ class Monitor:
         self.began = self.checked = time.monotonic()  # checked: the last search for a hang
         self.poll = select.epoll()
         self.listening = listener.fileno()
+        self.address: tuple[str, int] = listener.getsockname()
         self.entrance = Entrance(listener, job.size, job.key, self.poll)
         self.connections: dict[int, Connection] = {}  # by descriptor
 
@@ -202,6 +206,8 @@ class Monitor:
             rank.pid = process.pid
             rank.started = process.started
             rank.connection = sock
+            here = process.node == self.job.node
+            rank.connected_here = here and is_connected(process.pid, *self.address)
 
     def _read(self, number: int) -> None:
         """Handle what has arrived on the connection with this descriptor; close it at its end."""
@@ -406,7 +412,7 @@ class Monitor:
         while self.connections and time.monotonic() < until:  # a rank that ends closes its own
             self._receive()
         for rank in self.ranks.values():  # on its own node the monitor kills ranks that still run
-            if rank.node == self.job.node:
+            if rank.connected_here:
                 kill_process(rank.pid, rank.started)
 
 
