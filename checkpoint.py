@@ -15,6 +15,9 @@ import signal
 import sys
 from typing import Any
 
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+
 from config import messages  # imported first, because it refuses a Python that is too old
 from distributed.parent_death import signal_at_parents_death
 

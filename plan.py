@@ -11,6 +11,7 @@ add a question, add a line to QUESTIONS.
 
 import gc
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from config import messages  # imported first, since it ends with an error if Python is too old
 from config.command_line import options_help, parse_request

@@ -18,10 +18,14 @@ Exit status: 0 if all is well; 1 if operations do not meet, or memory does not s
 """
 
 import json
+import os
 import sys
 import time
 from argparse import Namespace
 from dataclasses import replace
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from config.command_line import parse_request
 from config.messages import Parser, UserError, check_file, exit_with, write_file

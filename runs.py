@@ -15,8 +15,12 @@ numerics/ has the answers; only the last command needs torch, and none needs a G
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from config import messages  # imported first: it prints an error if Python is too old
 from config.messages import Parser, UserError
@@ -72,7 +76,7 @@ def _diff(given: argparse.Namespace) -> int:
         messages.write_file(given.picture, page)
     if given.json:
         text = json.dumps(result, indent=1)
-    print(text)
+    print(messages.printable(text))
     return int(result["differs"])
 
 
@@ -80,7 +84,7 @@ def _show(given: argparse.Namespace) -> int:
     """Print one run on one screen, for `runs.py show`; return the exit status 0."""
     from numerics import page
 
-    print(page.text(given.run))
+    print(messages.printable(page.text(given.run)))
     return 0
 
 
@@ -90,7 +94,7 @@ def _chart(given: argparse.Namespace) -> int:
 
     curves = chart.read_curves(given.runs)
     if given.text:
-        print(chart.bars(curves))
+        print(messages.printable(chart.bars(curves)))
     else:
         messages.write_file(given.out, chart.page(curves))
         print(f"written: {given.out}")
@@ -105,7 +109,7 @@ def _list(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps({"runs": rows, "notes": notes}, indent=1))
     else:
-        print(table.text(rows, notes))
+        print(messages.printable(table.text(rows, notes)))
     return 0
 
 

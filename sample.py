@@ -10,6 +10,8 @@ on; without a tokenizer, prompts and output are token ids. --prompt may be given
 """
 
 import argparse
+import atexit
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,6 +21,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from config import messages  # imported first, because it refuses a Python that is too old
 
@@ -157,12 +162,26 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
         "zero": 0,
         "overlap_param_gather": False,
         "watchdog": ranks > 1,
-        # The folder of the watchdog's reports.
-        "out": os.path.join(tempfile.gettempdir(), f"trine-sample-{os.getuid()}"),
+        "out": _report_folder() if ranks > 1 else ".",
     }
     if options.eval_data:
         values["eval_data"] = options.eval_data
     return validation.check(command_line.build(values), ranks)
+
+
+def _report_folder() -> str:
+    """Return a new folder of this user alone for the watchdog's report; removed at exit if empty.
+
+    A folder of a known name in a shared place could be made by somebody else, or be their link.
+    """
+    folder = tempfile.mkdtemp(prefix="trine-sample-")
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):  # it has a report
+            os.rmdir(folder)
+
+    atexit.register(remove)
+    return folder
 
 
 def run(task: Task, context: Context) -> Iterator[str]:

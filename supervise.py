@@ -18,9 +18,13 @@ finished; 75 queue the job again; that of the ranks otherwise, such as 2, a user
 """
 
 import math
+import os
 import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from config import messages  # imported first, because it refuses a Python that is too old
 

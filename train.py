@@ -9,12 +9,16 @@ dp follows from the number of ranks. `--help` lists the options that people use 
 data` those of one group, `--help all` every option.
 """
 
+import os
 import signal
 import sys
 
 if __name__ == "__main__":
     # A signal that arrives during the imports below is delivered when Signals() can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from config import messages  # imported first, because it refuses a Python that is too old
 from distributed.early_end import StartWatch, ending_all_ranks

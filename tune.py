@@ -12,7 +12,11 @@ results.csv and layouts.svg.
 """
 
 import argparse
+import os
 import sys
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 from config import messages  # imported first, because it refuses a Python that is too old
 

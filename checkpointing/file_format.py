@@ -27,13 +27,11 @@ Global shapes of the tensors (d: head size, f: MLP width, h: hidden size, V: voc
 """
 
 import contextlib
-import errno
 import functools
 import io
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +39,8 @@ from typing import Any
 import h5py
 import numpy as np
 from isal import isal_zlib  # zlib's CRC-32, several times as fast
+
+from config import regular_files
 
 INDEX = "index.h5"
 SHARD = re.compile(r"rank_[0-9]{5,}\.h5")
@@ -288,19 +288,11 @@ def checksum(file: io.FileIO) -> tuple[int, int]:
 
 
 def open_regular(path: str) -> io.FileIO:
-    """Open a regular file to read.
+    """Open a regular file of a checkpoint to read; no link is followed.
 
     Raise OSError, without waiting, if the path is a link, a pipe, a device or a folder.
     """
-
-    def opener(path: str, flags: int) -> int:
-        # The path may become a link or a pipe after lstat: the flags keep `open` from following
-        # or waiting then.
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-    return open(path, "rb", buffering=0, opener=opener)
+    return regular_files.open_regular(path, follow=False)
 
 
 def flush(path: str) -> None:

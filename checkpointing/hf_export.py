@@ -35,6 +35,7 @@ from checkpointing.writer import origin
 from config import families
 from config.command_line import make_model
 from config.messages import UserError
+from config.regular_files import MOST_OF_TOKENIZER, read_regular
 from config.schema import ModelShape
 
 # ---- config.json ---------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
     from tokenizers import Tokenizer
 
     try:
-        loaded = Tokenizer.from_file(tokenizer)
+        loaded = Tokenizer.from_str(read_regular(tokenizer, MOST_OF_TOKENIZER).decode())
     except Exception as error:  # the library has no exception of its own
         raise UserError(f"cannot read the tokenizer {tokenizer}: {error}") from None
     if loaded.get_vocab_size() > model.vocab_size:

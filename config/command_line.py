@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from config.messages import Parser, UserError, check_decoded
 from config.needs import check_used, unused_rotary
+from config.regular_files import open_regular
 from config.run_options import Run
 from config.schema import GROUPS, Config, ModelShape
 from config.validation import check_shape
@@ -365,7 +366,7 @@ def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
 def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     """Return the contents of a TOML file, which messages call `name`; UserError if not TOML."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             text = file.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
             raise UserError(f"{name} is not TOML: it has more than {MOST_BYTES:,} bytes")

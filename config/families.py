@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from config.messages import UserError
+from config.regular_files import MOST_OF_OBJECT, open_regular
 from config.schema import ModelShape
 from config.validation import ROTARY_SCALING, rotary_scaling
 
-MOST_BYTES = 2**26  # the most bytes that are read of a JSON file
 WINDOW = 4096  # tokens of Mistral's attention window if config.json has no sliding_window
 OF_MLP_ALONE = "mlp_only_layers"  # config.json's list of the numbers of the blocks without experts
 # Some options have other values in config.json than here. For each of these options the table has
@@ -276,19 +276,14 @@ def _read_json(path: str) -> dict[str, Any]:
     return read_object(path)
 
 
-def _open(path: str) -> BinaryIO:
-    """Open a file for reading bytes: the default of `read_object`."""
-    return open(path, "rb")
-
-
-def read_object(path: str, opened: Callable[[str], BinaryIO] = _open) -> dict[str, Any]:
+def read_object(path: str, opened: Callable[[str], BinaryIO] = open_regular) -> dict[str, Any]:
     """Return the object in a JSON file; UserError if the file is no JSON or holds no object.
 
     opened: a function that opens the file for reading bytes.
     """
     try:
         with opened(path) as file:
-            value = json.loads(file.read(MOST_BYTES))
+            value = json.loads(file.read(MOST_OF_OBJECT))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from config.messages import UserError
+from config.regular_files import open_regular
 
 FORMAT = 2  # the version of an entry's format: entries of another version are not used
 HEADER_BYTES = 256  # more than the header of a .npy file with few dimensions
@@ -56,7 +57,7 @@ class MappedFile:
         """
         self.path = path
         self._map = None
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             self.size = os.fstat(file.fileno()).st_size
             if self.size:  # an empty file cannot be mapped
                 self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)

@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from config.messages import UserError
+from config.regular_files import open_regular
 from corpora.mapped_files import ArrayCache, MappedFile
 
 MAGIC = b"MMIDIDX\0\0"
@@ -273,7 +274,8 @@ def _open(path: str) -> int:
     Samples are read in random order, so the bytes after a cut are not needed soon.
     """
     with _opening(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_regular(path) as file:
+            descriptor = os.dup(file.fileno())
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     return descriptor
 

@@ -152,9 +152,11 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
 def place_of_rank() -> tuple[str, str] | None:
     """Return this rank and the number of ranks from the launcher's variables; None for one rank."""
     # Each pair of PLACES names two variables: of the rank, and of the number of ranks. The first
-    # pair, RANK and WORLD_SIZE, counts only under torchrun.
+    # pair, RANK and WORLD_SIZE, counts only under torchrun, or after the others if they are set
+    # with the address at which the ranks meet.
     first = 0 if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    for rank, size in PLACES[first:]:
+    by_variables = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    for rank, size in PLACES[first:] + PLACES[: first * by_variables]:
         if os.environ.get(size, "1") != "1":
             return os.environ.get(rank, ""), os.environ[size]
     return None

@@ -48,10 +48,9 @@ OTHER_FILES = 256  # the most files that a rank has open besides the connections
 PAUSE = 0.05  # seconds between two looks for a value or a closed connection
 SECONDS_TO_CONNECT = 60.0  # limit for a connection to rank 0: the network may need several attempts
 SECONDS_TO_CLOSE = 10.0  # ended connections must vanish from the kernel's list within this time
-TURNS = (
-    20  # a waiting rank announces itself again, and looks at torchrun's store, every TURNS looks
-)
-KEY = "trine rendezvous"  # rank 0 puts the invitation, or its file, under this key of torchrun's store
+# A waiting rank announces itself again, and looks at torchrun's store, every TURNS looks.
+TURNS = 20
+KEY = "trine rendezvous"  # torchrun's store has the invitation, or its file, under this key
 SECRET = "secret"  # rank 0 puts the secret under this key into the job's store
 MOST_BYTES = 4096  # an invitation has fewer bytes
 
@@ -225,7 +224,7 @@ class TorchrunChannel:
 def _unnamed_file(content: bytes) -> IO[bytes]:
     """Return a new file without a name, open, with mode 600 and this content."""
     try:
-        file = tempfile.TemporaryFile(buffering=0)
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open until all have met)
         os.fchmod(file.fileno(), 0o600)
         file.write(content)
     except OSError as error:

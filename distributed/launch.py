@@ -5,7 +5,9 @@
     local = find_local(launch)         # the rank's place on its node, from MPI or from variables
 
 `discover` looks for torchrun's variables first, then for the variables of MPI's mpirun, then for a
-Slurm step of several tasks; without any of these this is a single process. Launcher and MPI must
+Slurm step of several tasks, then for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with which
+others start torch; without any of these this is a single process, unless other variables say that
+there are several. Launcher and MPI must
 agree on rank and size: otherwise a job of four ranks silently becomes four jobs of one rank that
 overwrite one another. Each mistake that leads to such a disagreement has its own error message.
 
@@ -16,15 +18,25 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.messages import UserError
-from distributed.early_end import StartWatch
+from distributed.early_end import StartWatch, node_name
 from distributed.placement import allowed_cores, threads_asked_for
 
+# With these variables each rank finds the others, whoever has set them: torch's env:// rendezvous.
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The first words of variables of launchers that give a rank, but not the number of ranks.
+ONLY_RANKS = ("PALS",)
+SHARED_MEMORY = "/dev/shm"
+# MPICH 5.0 makes a file of this size for each rank of a node; with UCX, files of these sizes more.
+MPICH_BYTES = 1_065_000
+BYTES_OF_RANK = 5_500_000
+UCX_BYTES = 20_000_000
 # The thread of stop_conditions.Signals needs this time to handle a signal that has arrived already.
 SECONDS_FOR_SIGNALS = 0.02
 
@@ -71,7 +83,45 @@ def discover(env: Mapping[str, str] = os.environ) -> Launch:
         return Launch("mpirun", *_rank_and_size(env, "PMI_RANK", "PMI_SIZE"), mpi=True)
     if in_step and _slurm_tasks(env) > 1:
         return Launch("srun", _number(env, "SLURM_PROCID"), _slurm_tasks(env), mpi=True)
+    # A PyTorchJob, and launchers like torchrun's, set these variables and no others.
+    if set(RENDEZVOUS) <= env.keys() and env["WORLD_SIZE"] != "1":
+        return Launch("variables", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
+    _refuse_unknown_launcher(env)
     return Launch("python")
+
+
+def _refuse_unknown_launcher(env: Mapping[str, str]) -> None:
+    """Raise UserError if variables say that this process is one of several, of no known launcher.
+
+    Each of them would train alone, on the same samples. Launchers name the variables differently,
+    but in pairs with the same first word: WORLD_SIZE and RANK, FLUX_JOB_SIZE and FLUX_TASK_RANK,
+    JSM_NAMESPACE_SIZE and JSM_NAMESPACE_RANK, PALS_RANKID alone. Slurm's are known (check_launch).
+    """
+    ranks = {}  # by the first word of the name, a variable with the number of this process
+    sizes = {}  # and a variable with the number of processes
+    for name, value in sorted(env.items()):
+        words = name.split("_")
+        family = words[0] if len(words) > 1 else ""
+        # Numbers on a node, or of nodes, do not say whether there are several processes.
+        is_partial = {"LOCAL", "NODE", "GROUP", "UNIVERSE", "CROSS", "SLURM", "ROLE"} & set(words)
+        if is_partial or not (value.isascii() and value.isdecimal() and len(value) < 10):
+            continue
+        family = "" if name == "WORLD_SIZE" else family
+        if words[-1] in ("RANK", "RANKID", "PROCID"):
+            ranks[family] = name
+        elif words[-1] in ("SIZE", "NPROCS", "NRANKS", "NTASKS", "RANKS"):
+            sizes[family] = name
+    for family, rank in ranks.items():
+        size = sizes.get(family)
+        several = int(env[size]) > 1 if size else int(env[rank]) > 0 or family in ONLY_RANKS
+        if several:
+            of = f" of {env[size]} ({size})" if size else ""
+            raise UserError(
+                f"this process is number {env[rank]} ({rank}){of} of a launcher that is not known "
+                f"here, and would train alone: start the ranks with srun, mpirun or torchrun, or "
+                f"set {', '.join(RENDEZVOUS)} and, for several ranks on a node, LOCAL_RANK and "
+                f"LOCAL_WORLD_SIZE; to train alone, unset {rank}"
+            )
 
 
 def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
@@ -102,12 +152,18 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
     tasks = _slurm_tasks(env)
     for read in (threads_asked_for, job_nodes, cores_asked_for):
         read()  # a wrong variable raises its UserError now, before the slow imports
-    if launch.launcher == "torchrun":
-        _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
+    if launch.launcher in ("torchrun", "variables"):
+        if launch.launcher == "torchrun" or "LOCAL_WORLD_SIZE" in env:
+            _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
+        elif _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0:
+            raise UserError(
+                f"LOCAL_RANK is {env['LOCAL_RANK']}, so there are several ranks on this node: set "
+                f"LOCAL_WORLD_SIZE, their number, too"
+            )
         if launch.size > 1:
             _number(env, "MASTER_PORT")
             if not env.get("MASTER_ADDR"):
-                raise UserError("torchrun's MASTER_ADDR is not set, where the ranks meet")
+                raise UserError("MASTER_ADDR is not set, where the ranks meet")
         # mpirun or srun may have started several torchruns. If each of them believes that it is the
         # only one, they are separate runs in the same folder.
         names = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
@@ -200,7 +256,11 @@ def find_local(launch: Launch) -> Local:
     if launch.launcher == "torchrun":  # it binds no cores, so all ranks of a node share them
         rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
-    return Local(0, 1, True, 1, 0)  # a single process: rank 0 of 1, and no rank shares its cores
+    if launch.launcher == "variables" and "LOCAL_WORLD_SIZE" in os.environ:
+        rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return Local(rank, size, launch.size == size, size, rank)
+    # A rank that is alone on its node, as in a pod: no rank shares its cores.
+    return Local(0, 1, launch.size == 1, 1, 0)
 
 
 def _local_by_mpi(launch: Launch) -> Local:
@@ -224,6 +284,8 @@ def _local_by_mpi(launch: Launch) -> Local:
     if launch.launcher == "mpirun of Open MPI" and "Open MPI" not in library:
         raise UserError(f"{launch.launcher} started {launch.size} tasks; {advice}")
     if not MPI.Is_initialized():
+        if "MPICH" in library:
+            _check_shared_memory(launch)
         if launch.launcher == "srun":
             _prefer_libfabric(MPI.Get_library_version())
         with _ended_by_signals():
@@ -260,6 +322,33 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)
+
+
+def _check_shared_memory(launch: Launch) -> None:
+    """Raise UserError if /dev/shm of this node is too small for MPICH; print a note if it is small.
+
+    MPICH would write beyond the end of this memory, and die of a bus error in MPI_Init.
+    Only the first rank of a node looks, since it makes the file, and only before MPI_Init.
+    """
+    env = os.environ
+    first = env.get("MPI_LOCALRANKID", env.get("SLURM_LOCALID", "0")) == "0"
+    if not first or not os.path.isdir(SHARED_MEMORY):
+        return
+    names = [name for name in ("MPI_LOCALNRANKS",) if name in env]
+    ranks = _number(env, names[0]) if names else 1
+    status = os.statvfs(SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    advice = "give the container more (docker run --shm-size=1g), or mount a larger tmpfs"
+    if free < (needed := ranks * MPICH_BYTES):
+        raise UserError(
+            f"{SHARED_MEMORY} of {node_name()} has {free / 1e6:.1f} MB free, and MPI needs "
+            f"{needed / 1e6:.1f} MB there for {ranks} ranks: {advice}"
+        )
+    total = status.f_blocks * status.f_frsize
+    if total < (usual := UCX_BYTES + ranks * BYTES_OF_RANK):
+        text = f"note: {SHARED_MEMORY} of {node_name()} has {total / 1e6:.1f} MB, and MPI may need "
+        text += f"{usual / 1e6:.1f} MB there for {ranks} ranks; if it dies of a bus error, {advice}"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _unlink_shared_memory() -> None:

@@ -4,6 +4,7 @@ record   reads the folder of a run; options in which runs differ
 table    all runs of a folder, one line each
 page     one run on one screen
 chart    losses of several runs as a picture or as text
+checks   types and sizes of values that a file says
 traces   the files of --trace-numerics, and the differences of two files, tensor by tensor
 places   which ranks compute a tensor of a trace, by which operations, and from which samples
 diff     why two runs differ

@@ -23,7 +23,7 @@ from config.messages import UserError, number_ranges
 from config.schema import Layout
 from numerics.places import described, place
 from numerics.record import Record, differing, last_two_parts, option_lines, options, read_steps
-from numerics.traces import EPSILON, Pair, Row, Trace, read
+from numerics.traces import EPSILON, TINY, Pair, Row, Trace, read
 from planner import run_files
 
 # Columns of metrics.jsonl that are compared, and their names in the text.
@@ -103,7 +103,7 @@ def _compare_metrics(records: list[Record]) -> dict[str, Any]:
     epsilon = 0.0  # the relative rounding of a number in the coarser precision of the two runs
     for record in records:
         rows.append({row["iteration"]: row for row in record.steps})
-        precision = record.facts["config"]["training"]["precision"]
+        precision = record.facts["config"].get("training", {}).get("precision", "fp32")
         epsilon = max(epsilon, EPSILON.get(precision, EPSILON["fp32"]))
     if epsilon > EPSILON["fp32"]:
         # A rule of thumb: the mean of many 16-bit numbers has a sixteenth of a number's rounding.
@@ -135,7 +135,7 @@ def _first_difference(rows: list[Rows], name: str, unit: float) -> dict[str, Any
         if a is None or b is None or a == b:
             continue
         explained = min(0.1, unit * (4 + step))
-        relative = abs(a - b) / max(abs(a), abs(b))
+        relative = abs(a - b) / max(abs(a), abs(b), TINY)
         if not relative <= explained:  # also true if a value is NaN
             return {
                 "step": step,
@@ -235,7 +235,12 @@ def _tensor(pair: Pair, records: list[Record]) -> dict[str, Any] | None:
     places = []
     layouts = []
     for trace, record in zip((pair.a, pair.b), records):
-        blocks = record.facts["blocks_per_stage"]
+        blocks = record.facts.get("blocks_per_stage")
+        if not blocks or len(blocks) != trace.stages:
+            raise UserError(
+                f"{record.folder}/run.json has the blocks of {len(blocks or ())} stages, and its "
+                f"trace is of {trace.stages}"
+            )
         places.append(place(first, trace.about, blocks))
         layouts.append(trace.about["layout"])
     result = {

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import UserError
+from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import GROUPS, ModelShape
 from distributed.run_lock import in_use
+from numerics.checks import fits, is_row, is_texts, is_whole
 from planner import run_files
 from telemetry.row_file import earlier_parts, read_rows
 
@@ -44,12 +46,15 @@ class Record:
 
     @property
     def spikes(self) -> list[dict[str, Any]]:
-        """The rows of spikes.jsonl, then of its earlier parts; each file is in order of time."""
+        """The rows of spikes.jsonl, then of its earlier parts; each file is in order of time.
+
+        Rows without a step are left out. Raise UserError if a file cannot be read.
+        """
         rows: list[dict[str, Any]] = []
         for ending in self.parts:
             file = self.folder / f"spikes.jsonl{ending}"
-            if file.exists():
-                rows += read_rows(file.read_bytes())
+            if os.path.lexists(file):
+                rows += [row for row in _rows_in(file) if is_whole(row.get("iteration"))]
         return rows
 
     def last(self, name: str) -> Any:
@@ -116,7 +121,7 @@ def read(folder: Path, whole: bool = True) -> Record:
     missing = 0
     unknown: list[str] = []
     for group, defaults in DEFAULTS.items():
-        recorded = config.get(group, {})
+        recorded = _group(folder, config, group)
         missing += len(defaults.keys() - recorded.keys())
         unknown += sorted(recorded.keys() - defaults.keys())
     if missing:
@@ -124,6 +129,7 @@ def read(folder: Path, whole: bool = True) -> Record:
         notes.append(f"{whose} lacks {missing} options, whose defaults are taken")
     if unknown:
         notes.append(f"{folder}/run.json has options of another version: {', '.join(unknown)}")
+    _check_facts(folder, facts)
     # Read the newest part, and then the earlier parts from the newest to the oldest. Of each
     # earlier part, keep only the rows before the first step of the part that follows it.
     rows = _read_part(folder / "metrics.jsonl", whole, notes)
@@ -142,6 +148,38 @@ def read(folder: Path, whole: bool = True) -> Record:
     return Record(folder, facts, rows, steps, endings, notes)
 
 
+def _group(folder: Path, config: dict[str, Any], group: str) -> dict[str, Any]:
+    """Return the recorded options of a group; raise UserError if a value has another type."""
+    recorded = config.get(group, {})
+    if not isinstance(recorded, dict):
+        raise UserError(f"{folder}/run.json: {group} is {recorded!r:.80}, not a table of options")
+    for field in fields(GROUPS[group]):
+        if not fits(field, value := recorded.get(field.name)):
+            raise UserError(
+                f"{folder}/run.json: the option {field.name} is {value!r:.80}, which has another "
+                f"type than the option"
+            )
+    return recorded
+
+
+def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """Raise UserError if a fact besides the options has another type than a run writes."""
+    right = {
+        "cluster": lambda value: isinstance(value, dict) and is_whole(value.get("ranks", 1), 1),
+        "versions": lambda value: isinstance(value, dict),
+        "started": lambda value: isinstance(value, str),
+        "parameters": is_whole,
+        "command": is_texts,
+        "blocks_per_stage": lambda value: isinstance(value, list) and all(map(is_whole, value)),
+    }
+    for name, is_right in right.items():
+        if facts.get(name) is not None and not is_right(facts[name]):
+            raise UserError(f"{folder}/run.json: {name} is {facts[name]!r:.80}")
+    training = facts["config"].get("training", {})
+    if training.get("steps") is None and training.get("train_samples") is None:
+        raise UserError(f"{folder}/run.json has neither steps nor train_samples")
+
+
 def last_two_parts(folder: Path) -> list[Record]:
     """Return two records of a run: before its last start in its folder, and since that start.
 
@@ -154,6 +192,9 @@ def last_two_parts(folder: Path) -> list[Record]:
     parts = []
     for ending in (earlier[-1].suffix, ""):
         facts = run_files.facts_of(str(folder / f"run.json{ending}"))
+        for group in DEFAULTS:
+            _group(folder, facts["config"], group)
+        _check_facts(folder, facts)
         notes: list[str] = []
         rows = _read_part(folder / f"metrics.jsonl{ending}", True, notes)
         steps = _rows_of_steps(rows)
@@ -174,7 +215,7 @@ def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]
     whole: read all rows; otherwise the first row, the newest validation and LAST_ROWS.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_regular(path, MOST_OF_ROWS).splitlines(keepends=True)
     except OSError as error:
         notes.append(f"cannot read {path}: {error.strerror}")
         return []
@@ -185,10 +226,18 @@ def _read_part(path: Path, whole: bool, notes: list[str]) -> list[dict[str, Any]
         validations = [line for line in lines if b'"validation_loss"' in line]
         first_line = lines[:1]
         lines = first_line + validations[-1:] + lines[1:][-LAST_ROWS:]
-    rows = [row for row in read_rows(b"".join(lines)) if "iteration" in row]
+    rows = [row for row in read_rows(b"".join(lines)) if is_row(row)]
     if len(rows) < len(lines):
         notes.append(f"{path}: {len(lines) - len(rows)} lines are damaged and not read")
     return rows
+
+
+def _rows_in(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON rows; raise UserError if it cannot be read."""
+    try:
+        return read_rows(read_regular(file, MOST_OF_ROWS))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
 
 
 def options(facts: dict[str, Any]) -> dict[str, Any]:

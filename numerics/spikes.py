@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import number_ranges
+from numerics.checks import is_spike
 from numerics.record import read
 
 MOST_LAYERS = 3  # the text names this many layers of a spike, those whose norm grew most
@@ -19,10 +20,10 @@ def compare(run: Path) -> dict[str, Any]:
 
     A row has the growth of each layer's gradient norm too. Raise UserError if the folder is no run.
     """
-    rows = []
-    for row in read(run).spikes:
-        rows.append(row | {"growth": _growth(row)})
-    return {"run": str(run), "spikes": rows, "differs": bool(rows)}
+    found = read(run).spikes
+    rows = [row | {"growth": _growth(row)} for row in found if is_spike(row)]
+    left_out = len(found) - len(rows)
+    return {"run": str(run), "spikes": rows, "left_out": left_out, "differs": bool(found)}
 
 
 def _growth(row: dict[str, Any]) -> dict[str, float]:
@@ -52,6 +53,8 @@ def text(found: dict[str, Any]) -> str:
     --on-spike, with the layers whose gradient norm grew most and the entropy of the tokens.
     """
     lines = [f"{found['run']}: {len(found['spikes'])} spikes"]
+    if found["left_out"]:
+        lines.append(f"note: {found['left_out']} rows of spikes.jsonl are no spikes, and left out")
     for row in found["spikes"]:
         lines.append(f"step {row['iteration']}: loss {row['loss']}, spike of {row['of']}")
         lines += _lines_of_documents(row)

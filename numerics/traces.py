@@ -22,10 +22,12 @@ after. Masters are the weights that the optimizer updates. The tolerances are:
                         values may have any update, as that of keys follows rounding alone
 """
 
+import io
 import json
+import math
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,14 @@ from typing import Any
 import numpy as np
 
 from config.messages import UserError
+from config.regular_files import open_regular
+from config.schema import Layout
+from numerics.checks import fits, is_texts, is_whole
 
 FORMAT = 2
+MOST_BYTES = 2**28  # the most bytes of an array of a trace, which telemetry keeps below 1 MB
+MOST_SAMPLES = 2**24  # the most samples of a step
+MOST_RANKS = 2**20  # the most ranks of a run
 # The relative distance of 1.0 from the next larger number, by precision.
 EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 # The tolerance is this factor times the response. The response measures a small change of all
@@ -77,18 +85,97 @@ class Trace:
         self.responses = responses[: len(names)]
         self.of_gradients = responses[len(names) :]
 
+    @property
+    def stages(self) -> int:
+        """The number of stages of the run's pipeline."""
+        return Layout(**self.about["layout"]).stages
+
 
 def read(path: Path) -> Trace:
     """Read a file of --trace-numerics; raise UserError if it is another file, or another format."""
     try:
-        with np.load(path) as arrays:
-            about = json.loads(arrays["about"].tobytes())
-            if about.get("format") != FORMAT:
-                found = f"{path} has format {about.get('format')}"
-                raise UserError(f"{found}, but this program reads format {FORMAT}")
-            return Trace(about, arrays["values"], arrays["response"])
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            about = json.loads(_array(archive, "about", "u1", 1).tobytes())
+            if not isinstance(about, dict) or about.get("format") != FORMAT:
+                found = about.get("format") if isinstance(about, dict) else about
+                raise UserError(
+                    f"{path} has format {found!r:.80}, but this program reads format {FORMAT}"
+                )
+            _check_about(about)
+            values = _array(archive, "values", "f8", 2)
+            responses = _array(archive, "response", "f8", 1)
+        _check_sizes(about, values, responses)
+        return Trace(about, values, responses)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, EOFError, RecursionError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is no file of --trace-numerics: {error}") from None
+
+
+def _array(archive: zipfile.ZipFile, name: str, kind: str, axes: int) -> np.ndarray:
+    """Return an array of a .npz file, of numpy's type `kind` and with this number of axes.
+
+    Raise ValueError, before memory is taken, if the array is compressed (a trace never is, and a
+    small file could unpack to any size), or if its header does not fit the bytes that are there.
+    """
+    member = archive.getinfo(f"{name}.npy")
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size > MOST_BYTES:
+        raise ValueError(f"{name} is compressed, or has {member.file_size:,} bytes")
+    data = archive.read(member)
+    header = io.BytesIO(data)
+    if np.lib.format.read_magic(header) != (1, 0):
+        raise ValueError(f"{name} has another version of numpy's format")
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(header)
+    if len(shape) != axes or dtype != np.dtype(kind) or is_fortran:
+        raise ValueError(f"{name} has the shape {shape} of {dtype}")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{name} has the shape {shape}")
+    if math.prod(shape) * dtype.itemsize != len(data) - header.tell():
+        raise ValueError(f"{name} has {len(data):,} bytes, which are not {shape} of {dtype}")
+    return np.frombuffer(data, dtype, offset=header.tell()).reshape(shape)
+
+
+def _check_about(about: dict[str, Any]) -> None:
+    """Raise ValueError if a fact of a trace has another type or size than a run writes."""
+    layout = about.get("layout")
+    known = {field.name: field for field in fields(Layout)}
+    right = {
+        "activations": is_texts,
+        "parameters": is_texts,
+        "kinds": lambda value: is_texts(value) and len(value) >= 2,
+        "bins": lambda value: is_whole(value, 1, MOST_SAMPLES),
+        "samples": lambda value: is_whole(value, 1, MOST_SAMPLES),
+        "step": is_whole,
+        "response_step": is_whole,
+        "precision": lambda value: isinstance(value, str) and value in EPSILON,
+        "optimizer": lambda value: value is None or isinstance(value, str),
+        "layout": lambda value: isinstance(value, dict) and value.keys() <= known.keys(),
+    }
+    for name, is_right in right.items():
+        if not is_right(about.get(name)):
+            raise ValueError(f"{name} is {about.get(name)!r:.80}")
+    for name, value in (layout or {}).items():
+        if not fits(known[name], value):
+            raise ValueError(f"{name} of the layout is {value!r:.80}")
+    sizes = Layout(**about["layout"])
+    axes = sizes.axes.values()
+    ranks = math.prod(axes) if all(is_whole(size, 1, MOST_RANKS) for size in axes) else 0
+    if not is_whole(ranks, 1, MOST_RANKS) or not is_whole(sizes.micro_batch_size, 1):
+        raise ValueError(f"the layout is {about['layout']!r:.80}")
+    if not is_whole(sizes.stages_per_rank, 1, MOST_RANKS):
+        raise ValueError(f"the layout has {sizes.stages_per_rank!r:.80} stages on a rank")
+
+
+def _check_sizes(about: dict[str, Any], values: np.ndarray, responses: np.ndarray) -> None:
+    """Raise ValueError unless the arrays have a row for each tensor that `about` names."""
+    activations, parameters = len(about["activations"]), len(about["parameters"])
+    rows = activations * about["bins"] + len(about["kinds"]) * parameters
+    if values.shape[0] != rows or values.shape[1] <= PROJECTIONS:
+        raise ValueError(f"its sketches are {values.shape}, and its facts name {rows} tensors")
+    if len(responses) != activations + parameters:
+        raise ValueError(
+            f"it has {len(responses)} responses for {activations + parameters} tensors"
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from config import families
 from config.command_line import build, check_option
 from config.messages import UserError
+from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import GROUPS, Config, ModelShape
 from planner.hardware import Machine
 from planner.job import Job
@@ -192,9 +193,12 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     file cannot be read or is not JSON.
     """
     try:
-        lines = file.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = read_regular(file, MOST_OF_ROWS).splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not lines of JSON: {error}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{file} has lines that are no JSON objects")
+    return rows

@@ -27,6 +27,7 @@ from checkpointing.index import Index
 from config import messages, validation
 from config.command_line import parse
 from config.messages import UserError
+from config.regular_files import read_regular
 
 # Options that sbatch may not be given, since the stage sets them; long and short.
 OURS = ("--nodes", "-N", "--ntasks", "-n", "--export")
@@ -36,7 +37,7 @@ SECONDS_TO_ASK_AGAIN = (1, 2, 4, 0)  # Slurm; after a time limit there are 30 s 
 def read(path: str) -> dict[str, Any]:
     """The file that plan.py wrote; UserError if it is not one."""
     try:
-        tree = json.loads(Path(path).read_text())
+        tree = json.loads(read_regular(path))
         if not {"stages", "model", "batches", "sbatch"} <= set(tree):
             raise ValueError("keys are missing")
     except (OSError, ValueError, TypeError) as error:

@@ -8,11 +8,11 @@ otherwise the launcher chooses them.
 """
 
 import subprocess
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.command_line import read_toml
 from config.messages import Parser, UserError
 from config.run_options import Run
 from distributed.launch import SlurmJob, slurm_job
@@ -35,8 +35,8 @@ def run_options(words: Sequence[str]) -> dict[str, str]:
         parser.add_argument(name)
     flags, _ = parser.parse_known_args(list(words))
     try:
-        tree = tomllib.loads(Path(flags.config).read_text()) if flags.config else {}
-    except (OSError, ValueError, RecursionError):
+        tree = read_toml(flags.config, flags.config) if flags.config else {}
+    except UserError:
         tree = {}
     # In the file an option stands at the top or in a table, such as [run].
     tables = [tree, *(value for value in tree.values() if isinstance(value, dict))]

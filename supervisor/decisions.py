@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import printable
+from config.regular_files import MOST_OF_ROWS, read_regular
 from supervisor.evidence import LOST, REFUSED, SPIKE, Evidence
 from telemetry.row_file import RowFile, read_rows
 
@@ -290,7 +291,7 @@ def read_entries(path: Path) -> list[Entry]:
     """Return the entries of a journal's file; rows that are cut short or malformed are left out."""
     entries = []
     with contextlib.suppress(OSError):  # there is no file before the first decision
-        for row in read_rows(path.read_bytes()):
+        for row in read_rows(read_regular(path, MOST_OF_ROWS)):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
                 entries.append(_entry(row))
     return entries

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import NO_ROOM
+from config.regular_files import MOST_OF_OBJECT, open_regular, read_regular
 from distributed.run_lock import free_bytes
 from telemetry.row_file import read_object, read_rows
 
@@ -193,7 +194,7 @@ def _list(case: dict[str, Any], name: str) -> list:
 def _read(file: Path) -> bytes:
     """Return the contents of a file; empty if the file cannot be read."""
     try:
-        return file.read_bytes()
+        return read_regular(file, MOST_OF_OBJECT)
     except OSError:
         return b""
 
@@ -201,7 +202,7 @@ def _read(file: Path) -> bytes:
 def _end_of_metrics(out: str) -> tuple[int, bytes]:
     """Return the size of metrics.jsonl and its last bytes; (0, b"") if it cannot be read."""
     try:
-        with open(Path(out, "metrics.jsonl"), "rb") as file:
+        with open_regular(Path(out, "metrics.jsonl")) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             return size, file.read()

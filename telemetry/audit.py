@@ -37,6 +37,7 @@ from checkpointing import folders
 from checkpointing.checkpoints import Checkpoints
 from checkpointing.state import Progress, checkpoints_folder
 from config.messages import NodeError
+from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import Config, coordinates
 from data import Batch
 from distributed.collectives import MAX, Group
@@ -435,7 +436,7 @@ def last_clean(path: Path, begin: int) -> int:
     """
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        rows = read_rows(path.read_bytes())
+        rows = read_rows(read_regular(path, MOST_OF_ROWS))
     clean = [-1]  # the steps whose audits found nothing
     for row in [*rows, {"iteration": begin}]:  # the last row stands for the start that begins now
         step = row.get("iteration")

@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import torch
 
+from config.regular_files import read_regular
 from config.schema import Config
 from data import Batch
 from distributed.context import Context
@@ -86,8 +87,8 @@ def _earlier(config: Config) -> str | None:
         return None
     # If run.json cannot be read, the passes are measured again.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        with open(os.path.join(config.run.out, "run.json"), "rb") as file:
-            earlier = read_object(file.read())["config"]
+        text = read_regular(os.path.join(config.run.out, "run.json"))
+        earlier = read_object(text)["config"]
         now = json.loads(json.dumps(asdict(config)))  # JSON turns tuples into lists, as in run.json
         earlier_layout = {"cp": 1} | earlier["layout"]  # older files have no cp
         names = ["tp", "cp", "pp", "micro_batch_size", "sequence_parallel", "recompute"]

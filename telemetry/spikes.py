@@ -33,6 +33,7 @@ from torch import Tensor
 from checkpointing.checkpoints import Checkpoints
 from checkpointing.state import Progress
 from config.messages import NodeError, UserError
+from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import Config
 from data import Samples
 from telemetry.log import Log
@@ -52,7 +53,7 @@ def passing_over(config: Config) -> Config:
     """
     rows: list[dict[str, Any]] = []
     with suppress(FileNotFoundError):  # a run without a spike has no such file
-        rows = read_rows(Path(config.run.out, "spikes.jsonl").read_bytes())
+        rows = read_rows(read_regular(Path(config.run.out, "spikes.jsonl"), MOST_OF_ROWS))
     ranges = [tuple(row["passed_over"]) for row in rows if "passed_over" in row]
     return replace(config, passed_over=tuple(ranges))
 
@@ -200,7 +201,7 @@ def earlier_steps(out: str, done: int) -> list[tuple[float, float]]:
     """
     rows_by_step: dict[int, dict[str, Any]] = {}
     for path in earlier_parts(Path(out, "metrics.jsonl")):
-        for row in read_rows(path.read_bytes()):
+        for row in read_rows(read_regular(path, MOST_OF_ROWS)):
             if "loss" in row or "skipped_samples" in row:  # a step's row, not an evaluation's
                 rows_by_step[row["iteration"]] = row
     rows = [rows_by_step[step] for step in sorted(rows_by_step) if step <= done]

@@ -175,6 +175,8 @@ class Session:
         launcher = self.runner.launch_command(options.gpus)[0]
         check_folder("--out", self.config.run.out)
         self.store = TrialStore(self.out / "trials.jsonl")
+        if self.store.note:
+            print(f"note: {self.store.note}", file=sys.stderr)
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
         if not shutil.which(launcher):
             raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")

@@ -23,11 +23,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import psutil
 
 from config.messages import UserError, printable
+from config.regular_files import MOST_OF_ROWS, read_regular
 from tuner import search_space
 from tuner.search import LEAST_NOISE
 
@@ -165,7 +166,7 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
     status, reason, rows = classify(exit_status, log, out, steps, runner.time_limit)
     facts: dict[str, Any] = {}  # stays empty if train.py ended before it had written run.json
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        facts = json.loads((out / "run.json").read_text())
+        facts = json.loads(read_regular(out / "run.json"))
     figures = _figures(rows) if status == "ok" else {"seconds": []}
     return Trial(
         candidate.key,
@@ -317,7 +318,7 @@ def classify(
     written: list[str] = []
     if metrics.exists():
         # The text after the last line's end is empty, or a line that was not written completely.
-        *written, _ = metrics.read_text().split("\n")
+        *written, _ = read_regular(metrics, MOST_OF_ROWS).decode().split("\n")
     rows = [row for row in map(json.loads, written) if "loss" in row]
     for row in rows:
         if not math.isfinite(row["loss"]):
@@ -359,21 +360,39 @@ def _last_line(log: str, pattern: str) -> str:
 # ---- The file of trials --------------------------------------------------------------------------
 
 
+def _checked(trial: Trial) -> Trial:
+    """Return the trial; raise TypeError if a value has another type than a trial's."""
+    for f in fields(Trial):
+        value = getattr(trial, f.name)
+        kind = get_origin(f.type) or f.type
+        if kind is list and isinstance(value, list):
+            right = all(isinstance(item, int | float) for item in value)
+        elif kind is float:
+            right = isinstance(value, int | float)
+        elif kind in (str, int, list, dict):
+            right = isinstance(value, kind)
+        else:  # a type or None
+            right = isinstance(value, f.type)
+        if not right or isinstance(value, bool):
+            raise TypeError(f"{f.name} is {value!r:.80}")
+    return trial
+
+
 class TrialStore:
     """A file with a JSON line per trial; each trial is on the disk before the next trial starts."""
 
     def __init__(self, path: Path):
         """Read the trials of earlier searches from the file, if it exists.
 
-        Fields of a trial that this version does not know are dropped. Raise UserError if the file
-        has other contents than trials.
+        Fields of a trial that this version does not know are dropped. note: a sentence about a line
+        that was left out, or empty. Raise UserError if the file has other contents than trials.
         """
         self.path = path
         self.trials: list[Trial] = []
         text = ""
         try:
-            if path.exists():
-                text = path.read_text()
+            if os.path.lexists(path):
+                text = read_regular(path, MOST_OF_ROWS).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the trials in {path}: {error}") from None
         *lines, incomplete_line = text.split("\n")
@@ -381,11 +400,13 @@ class TrialStore:
             try:
                 values = json.loads(line)
                 known = {f.name: values[f.name] for f in fields(Trial) if f.name in values}
-                self.trials.append(Trial(**known))
+                self.trials.append(_checked(Trial(**known)))
             except (ValueError, TypeError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}, is no trial: {error}") from None
         # If a search was killed while it wrote a line, remove this line, since others are appended.
+        self.note = ""
         if incomplete_line:
+            self.note = f"{path}, line {len(lines) + 1}, was cut off and is left out"
             path.write_text("".join(line + "\n" for line in lines))
 
     def add(self, trial: Trial) -> None:

@@ -429,7 +429,7 @@ def is_connected(pid: int, host: str, port: int) -> bool:
     belongs to another user, the answer is False.
     """
     with contextlib.suppress(OSError):
-        # The kernel writes an address as the hexadecimal number that the machine reads from its bytes.
+        # The kernel writes an address as the number, in hexadecimal, that its bytes are here.
         number = int.from_bytes(socket.inet_aton(host), sys.byteorder)
         remote = f"{number:08X}:{port:04X}"
         rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
