@@ -26,10 +26,11 @@ import os
 import shutil
 import stat
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -71,8 +72,7 @@ class MappedFile:
         mapping from the end of the header on.
         """
         header = io.BytesIO(self.bytes[:HEADER_BYTES].tobytes())
-        np.lib.format.read_magic(header)
-        shape, _, kind = np.lib.format.read_array_header_1_0(header)
+        shape, _, kind = read_header(header)
         flat = np.frombuffer(self.bytes, kind, math.prod(shape), header.tell())
         return flat.reshape(shape)
 
@@ -84,6 +84,22 @@ class MappedFile:
         if self._map is not None and self._map.size() < self.size:
             now = f"it has {self._map.size()} bytes and had {self.size}"
             raise UserError(f"{self.path} was cut short while the run reads it: {now}")
+
+
+def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, Fortran order and type of an array in NumPy's format, up to its elements.
+
+    Raise ValueError, and nothing else, for anything that is no header of version 1.0.
+    """
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("it has another version of NumPy's format")
+    try:
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    except (SyntaxError, tokenize.TokenError, RecursionError, TypeError) as error:
+        raise ValueError(f"its header is damaged: {error}") from None
+    if min(shape, default=0) < 0:
+        raise ValueError(f"its header says {shape}")
+    return shape, is_fortran, dtype
 
 
 def why_others_could_write(path: str) -> str:

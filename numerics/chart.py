@@ -63,7 +63,7 @@ def _curve(record: Record, label: str) -> Curve:
     loss = np.array([row["loss"] for row in steps])
     tokens = np.array([row["consumed_tokens"] for row in steps])
     seconds = np.array([row["seconds"] for row in steps])
-    tflops = np.array([row["tflops_model"] for row in steps])
+    tflops = np.array([row.get("tflops_model") or np.nan for row in steps])
     ranks = record.facts.get("cluster", {}).get("ranks", 1)
     # A row has the rate of a rank, in TFLOPs per second; the sum over ranks and steps is needed.
     flops = tflops * 1e12 * seconds * ranks

@@ -41,7 +41,7 @@ def fits(field: Field[Any], value: Any) -> bool:
         return is_whole(value, -MOST)
     if field.type is float:
         return is_number(value)
-    return isinstance(value, str) or _is_list(value)
+    return isinstance(value, str) or (field.type is not str and _is_list(value))
 
 
 def _is_list(value: Any) -> bool:

@@ -98,7 +98,7 @@ def _events(record: Record) -> dict[str, Any]:
     """
     folder = record.folder
     not_finite = [row for row in record.steps if not math.isfinite(row["loss"])]
-    skipped = [row for row in record.steps if row["skipped"]]
+    skipped = [row for row in record.steps if row.get("skipped")]
     checkpoints = folder.glob("checkpoints/step_????????")
     steps_of_events = {
         "spikes": {row["iteration"] for row in record.spikes},

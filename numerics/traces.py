@@ -37,6 +37,7 @@ import numpy as np
 from config.messages import UserError
 from config.regular_files import open_regular
 from config.schema import Layout
+from corpora.mapped_files import read_header
 from numerics.checks import fits, is_texts, is_whole
 
 FORMAT = 2
@@ -123,9 +124,7 @@ def _array(archive: zipfile.ZipFile, name: str, kind: str, axes: int) -> np.ndar
         raise ValueError(f"{name} is compressed, or has {member.file_size:,} bytes")
     data = archive.read(member)
     header = io.BytesIO(data)
-    if np.lib.format.read_magic(header) != (1, 0):
-        raise ValueError(f"{name} has another version of numpy's format")
-    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(header)
+    shape, is_fortran, dtype = read_header(header)
     if len(shape) != axes or dtype != np.dtype(kind) or is_fortran:
         raise ValueError(f"{name} has the shape {shape} of {dtype}")
     if any(size < 0 for size in shape):

@@ -8,12 +8,16 @@ choose another expert. Such a flip changes the loss more than any rounding. The 
 takes the choices of the first, in whatever layout, so that what still differs is arithmetic. Two
 runs that both record can be compared by their files: equal bytes are equal choices.
 
-The file is an array in NumPy's format .npy: (samples of the run, blocks, seq_length, k), uint16. An
-element is 1 + the number of an expert; the k experts of a token ascend. An element is 0 if no
-expert was written: the block has no experts, or the run has not come so far. A sample's index is
-its number in the run, so the file does not depend on the layout. Read experts.py first.
+The file is an array in NumPy's format .npy: (samples of the run, blocks, seq_length, k + 1),
+uint16. The first k elements of a token are 1 + the number of an expert, and ascend; the last is
+their checksum with the token's place (`checksums`). All are 0 if no expert was written: the block
+has no experts, or the run has not come so far. A sample's index is its number in the run, so the
+file does not depend on the layout. Files of older versions have k elements, without a checksum;
+they are read, and a resumed run goes on writing them. Read experts.py first.
 """
 
+import math
+import mmap
 import os
 
 import numpy as np
@@ -21,10 +25,15 @@ import torch
 from torch import Tensor
 
 from config.messages import UserError
+from config.regular_files import open_regular
 from config.schema import Config
+from corpora.mapped_files import read_header
 from data import first_of_micro_batch
 from experts import Router
 from parallel import ParamFactory
+
+PRIME = 65_521  # the largest prime below 2**16, so that a checksum fits an element
+BASE = 40_503  # of the polynomial of a checksum
 
 
 class RoutingFile:
@@ -42,21 +51,26 @@ class RoutingFile:
         self.experts = model.experts
         self.pinned = config.run.pin_routing is not None
         self.path = config.run.routing_file or ""
-        shape_of_sample = (model.layers, model.seq_length, model.experts_per_token)
+        self.k = model.experts_per_token
+        shape_of_sample = (model.layers, model.seq_length, self.k + 1)
         shape = (config.total_samples, *shape_of_sample)
         is_missing = not self.pinned and not os.path.exists(self.path)
         if is_missing and self.mesh.rank == 0:
             _make(self.path, shape)
         # This all-reduce is a barrier: the other ranks open the file when rank 0 has made it.
         self.mesh.world.at_once.all_reduce(torch.zeros((), device=factory.device)).wait()
-        self.table = _opened(self.path)
+        self.table, self.offset = _opened(self.path)
         samples, *axes_of_sample = self.table.shape
         # A run may read a file with more samples than the run has.
         is_long_enough = samples == shape[0] or (self.pinned and samples > shape[0])
-        if not is_long_enough or tuple(axes_of_sample) != shape_of_sample:
+        without_checksums = (*shape_of_sample[:2], self.k)
+        if not is_long_enough or tuple(axes_of_sample) not in (shape_of_sample, without_checksums):
             axes = "samples, blocks, seq-length, experts-per-token"
+            if axes_of_sample[-1] == self.k + 1:
+                axes_of_sample[-1] = self.k  # without the checksum
+            needed = (shape[0], *without_checksums)
             raise UserError(
-                f"{self.path} has {self.table.shape} ({axes}), but this run has {shape}"
+                f"{self.path} has {(samples, *axes_of_sample)} ({axes}), but this run has {needed}"
             )
         # The table is mapped for reading only. --record-routing writes through this descriptor.
         self.descriptor = -1 if self.pinned else os.open(self.path, os.O_WRONLY)
@@ -95,15 +109,36 @@ class RoutingFile:
         with pwrite and not through a memory map: on some shared file systems a map writes whole
         pages, and so would overwrite what other nodes have written to the same page.
         """
-        _, blocks, length, k = self.table.shape
+        _, blocks, length, width = self.table.shape
+        stored = chosen + 1
+        if width > self.k:
+            stored = np.column_stack([stored, checksums(stored, sample, block, positions)])
         # Each range of adjacent positions is one write: 0 1 2 6 7 is cut at index 3.
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-        for adjacent, experts in zip(np.split(positions, cuts), np.split(chosen, cuts)):
-            # The index of the first element in the array (samples, blocks, length, k).
-            element = ((sample * blocks + block) * length + int(adjacent[0])) * k
-            data = (experts + 1).astype("<u2").tobytes()
-            # The array begins at `offset` in the file, and an element has 2 bytes.
-            os.pwrite(self.descriptor, data, self.table.offset + 2 * element)
+        for adjacent, experts in zip(np.split(positions, cuts), np.split(stored, cuts)):
+            # The index of the first element in the array (samples, blocks, length, width).
+            element = ((sample * blocks + block) * length + int(adjacent[0])) * width
+            data = experts.astype("<u2").tobytes()
+            # The elements begin at `offset` in the file, and an element has 2 bytes.
+            os.pwrite(self.descriptor, data, self.offset + 2 * element)
+
+
+def checksums(
+    stored: np.ndarray,
+    sample: np.ndarray | int,
+    block: int,
+    positions: np.ndarray,
+) -> np.ndarray:
+    """Return the checksum of each token's elements and place, (n,), from 1 to PRIME.
+
+    stored: (n, k), 1 + the numbers of the experts. sample: of each token, or of all. positions:
+    (n,). The sum of all values times powers of BASE, modulo a prime: no change of a single value
+    leaves it as it is, and neither does an exchange of two tokens in general.
+    """
+    total = np.zeros(len(stored), np.int64)
+    for value in (sample, block, positions, *stored.T):
+        total = (total * BASE + np.asarray(value, np.int64)) % PRIME
+    return total + 1
 
 
 def _make(path: str, shape: tuple[int, ...]) -> None:
@@ -112,20 +147,32 @@ def _make(path: str, shape: tuple[int, ...]) -> None:
     try:
         with open(path, "xb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            file.truncate(file.tell() + 2 * int(np.prod(shape)))
+            file.truncate(file.tell() + 2 * math.prod(shape))
     except OSError as error:
         raise UserError(f"--record-routing {path}: {error.strerror}") from None
 
 
-def _opened(path: str) -> np.memmap:
-    """Return a file of --record-routing as an array that is mapped for reading, or UserError."""
+def _opened(path: str) -> tuple[np.ndarray, int]:
+    """Return a file of --record-routing, mapped for reading, and where its elements begin.
+
+    Raise UserError, before anything is mapped, if it is no regular file, or if its header does not
+    fit the bytes that are there.
+    """
     try:
-        table = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError) as error:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            shape, is_fortran, dtype = read_header(file)
+            offset = file.tell()
+            if dtype != np.dtype("<u2") or len(shape) != 4 or is_fortran:
+                raise ValueError(f"it has {len(shape)} axes of {dtype}, not 4 of uint16")
+            if min(shape) < 0 or offset + 2 * math.prod(shape) != size:
+                raise ValueError(f"its header says {shape}, and it has {size:,} bytes")
+            if not size - offset:
+                return np.zeros(shape, np.uint16), offset
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} is no file of --record-routing: {error}") from None
-    if table.dtype != np.uint16 or table.ndim != 4:
-        raise UserError(f"{path} has {table.ndim} axes of {table.dtype}, not 4 of uint16")
-    return table
+    return np.frombuffer(mapped, "<u2", offset=offset).reshape(shape), offset
 
 
 class BlockRouting:
@@ -160,11 +207,27 @@ class BlockRouting:
         positions = file.positions[indices // samples]
         if file.pinned:
             # (T, k): 1 + the number of an expert, or 0 where no expert was written
-            elements = file.table[first_sample + sample_of_token, self.block, positions]
-            experts = elements.astype(np.int64) - 1
+            place = first_sample + sample_of_token, self.block, positions
+            elements = file.table[place].astype(np.int64)
+            experts = elements[:, : file.k] - 1
             if (experts < 0).any():
                 last = first_sample + samples - 1
                 raise UserError(f"--pin-routing {file.path} has no experts for sample {last}")
+            if elements.shape[1] > file.k:
+                right = checksums(elements[:, : file.k], *place)
+                if (wrong := elements[:, file.k] != right).any():
+                    damaged = first_sample + int(sample_of_token[wrong][0])
+                    raise UserError(
+                        f"--pin-routing {file.path} is damaged: the experts of sample {damaged} in "
+                        f"block {self.block} do not have their checksum"
+                    )
+            # The k experts of a token are different, and ascend.
+            if (np.diff(experts, axis=-1) <= 0).any():
+                last = first_sample + samples - 1
+                raise UserError(
+                    f"--pin-routing {file.path} is damaged: the experts of a token up to sample "
+                    f"{last} in block {self.block} do not ascend"
+                )
             if (experts >= file.experts).any():
                 numbers = f"expert {experts.max()}, but this run has experts({file.experts})"
                 raise UserError(f"--pin-routing {file.path} has {numbers}")

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -176,6 +177,41 @@ def test_choices_of_another_run_that_do_not_fit_are_refused(tmp_path):
         run_of_one_rank(pin_routing=path, steps=3)
     with pytest.raises(UserError, match=r"has expert 3, but this run has experts\(2\)"):
         run_of_one_rank(pin_routing=path, steps=2, experts=2)
+    table = np.load(path)
+    np.save(path, table[..., :2])  # as older versions wrote it, without checksums
+    run_of_one_rank(pin_routing=path, steps=2)
+    for change, reason in {
+        (0, 0, 3, 1): "the experts of sample 0 in block 0 do not have their checksum",
+        (1, 2, 5, 2): "the experts of sample 1 in block 2 do not have their checksum",
+    }.items():
+        flipped = table.copy()
+        flipped[change] ^= 1
+        np.save(path, flipped)
+        with pytest.raises(UserError, match=reason):
+            run_of_one_rank(pin_routing=path, steps=2)
+    swapped = table.copy()
+    swapped[0, 0, [3, 4]] = table[0, 0, [4, 3]]  # two tokens, each with its checksum
+    np.save(path, swapped)
+    with pytest.raises(UserError, match="do not have their checksum"):
+        run_of_one_rank(pin_routing=path, steps=2)
+    for experts in ([2, 2], [3, 1]):  # the same one twice; descending
+        older = table[..., :2].copy()
+        older[0, 0, 3] = experts
+        np.save(path, older)
+        with pytest.raises(UserError, match=r"is damaged: the experts of a token .* do not ascend"):
+            run_of_one_rank(pin_routing=path, steps=2)
+    for shape in ((10**18, 4, 16, 3), (2**63, 4, 16, 3), (-1, 4, 16, 3), (16, 4, 16, 4)):
+        with open(path, "wb") as file:
+            header = {"descr": "<u2", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(table.tobytes())
+        with pytest.raises(UserError, match="is no file of --record-routing: its header says"):
+            run_of_one_rank(pin_routing=path, steps=2)
+    os.unlink(path)
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=r"is no file of --record-routing: .*not a regular file"):
+        run_of_one_rank(pin_routing=path, steps=2)
+    os.unlink(path)
     Path(path).write_text("no array")
     with pytest.raises(UserError, match="is no file of --record-routing"):
         run_of_one_rank(pin_routing=path, steps=2)
