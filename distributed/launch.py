@@ -29,6 +29,9 @@ from distributed.early_end import StartWatch, node_name
 from distributed.placement import allowed_cores, threads_asked_for
 
 # With these variables each rank finds the others, whoever has set them: torch's env:// rendezvous.
+BY_VARIABLES = (
+    "RANK and WORLD_SIZE"  # the launcher of a Launch, if these variables are all there is
+)
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The first words of variables of launchers that give a rank, but not the number of ranks.
 ONLY_RANKS = ("PALS",)
@@ -85,7 +88,7 @@ def discover(env: Mapping[str, str] = os.environ) -> Launch:
         return Launch("srun", _number(env, "SLURM_PROCID"), _slurm_tasks(env), mpi=True)
     # A PyTorchJob, and launchers like torchrun's, set these variables and no others.
     if set(RENDEZVOUS) <= env.keys() and env["WORLD_SIZE"] != "1":
-        return Launch("variables", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
+        return Launch(BY_VARIABLES, *_rank_and_size(env, "RANK", "WORLD_SIZE"))
     _refuse_unknown_launcher(env)
     return Launch("python")
 
@@ -152,7 +155,7 @@ def check_launch(launch: Launch, env: Mapping[str, str] = os.environ) -> str | N
     tasks = _slurm_tasks(env)
     for read in (threads_asked_for, job_nodes, cores_asked_for):
         read()  # a wrong variable raises its UserError now, before the slow imports
-    if launch.launcher in ("torchrun", "variables"):
+    if launch.launcher in ("torchrun", BY_VARIABLES):
         if launch.launcher == "torchrun" or "LOCAL_WORLD_SIZE" in env:
             _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
         elif _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0:
@@ -256,7 +259,7 @@ def find_local(launch: Launch) -> Local:
     if launch.launcher == "torchrun":  # it binds no cores, so all ranks of a node share them
         rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
-    if launch.launcher == "variables" and "LOCAL_WORLD_SIZE" in os.environ:
+    if launch.launcher == BY_VARIABLES and "LOCAL_WORLD_SIZE" in os.environ:
         rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
     # A rank that is alone on its node, as in a pod: no rank shares its cores.
@@ -285,7 +288,7 @@ def _local_by_mpi(launch: Launch) -> Local:
         raise UserError(f"{launch.launcher} started {launch.size} tasks; {advice}")
     if not MPI.Is_initialized():
         if "MPICH" in library:
-            _check_shared_memory(launch)
+            check_shared_memory()
         if launch.launcher == "srun":
             _prefer_libfabric(MPI.Get_library_version())
         with _ended_by_signals():
@@ -324,7 +327,7 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _check_shared_memory(launch: Launch) -> None:
+def check_shared_memory() -> None:
     """Raise UserError if /dev/shm of this node is too small for MPICH; print a note if it is small.
 
     MPICH would write beyond the end of this memory, and die of a bus error in MPI_Init.
@@ -334,8 +337,7 @@ def _check_shared_memory(launch: Launch) -> None:
     first = env.get("MPI_LOCALRANKID", env.get("SLURM_LOCALID", "0")) == "0"
     if not first or not os.path.isdir(SHARED_MEMORY):
         return
-    names = [name for name in ("MPI_LOCALNRANKS",) if name in env]
-    ranks = _number(env, names[0]) if names else 1
+    ranks = _number(env, "MPI_LOCALNRANKS") if "MPI_LOCALNRANKS" in env else 1
     status = os.statvfs(SHARED_MEMORY)
     free = status.f_bavail * status.f_frsize
     advice = "give the container more (docker run --shm-size=1g), or mount a larger tmpfs"

@@ -3,7 +3,9 @@
 import re
 import shutil
 import socket
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from ranks import (
@@ -17,7 +19,8 @@ from ranks import (
 )
 
 from config.messages import UserError
-from distributed.launch import Launch, check_launch, discover
+from distributed import launch as launch_of_rank
+from distributed.launch import BY_VARIABLES, Launch, check_launch, discover
 
 # The start of a run alone.
 START = [
@@ -67,6 +70,88 @@ START = [
 )
 def test_the_launcher_is_read_from_its_variables(environment, expected):
     assert discover(environment) == expected
+
+
+PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
+
+
+def test_variables_for_torch_start_ranks():
+    """As a PyTorchJob sets them; LOCAL_RANK and LOCAL_WORLD_SIZE for several ranks on a node."""
+    launch = discover(PYTORCHJOB)
+    assert launch == Launch(BY_VARIABLES, 1, 2)
+    check_launch(launch, PYTORCHJOB)
+    check_launch(launch, PYTORCHJOB | {"LOCAL_RANK": "0"})
+    check_launch(launch, PYTORCHJOB | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(
+        UserError, match=r"LOCAL_RANK is 1, so there are several .* LOCAL_WORLD_SIZE"
+    ):
+        check_launch(launch, PYTORCHJOB | {"LOCAL_RANK": "1"})
+    with pytest.raises(UserError, match="RANK is 2, which is not below WORLD_SIZE, 2"):
+        discover(PYTORCHJOB | {"RANK": "2"})
+    assert discover(PYTORCHJOB | {"RANK": "0", "WORLD_SIZE": "1"}) == Launch("python")
+    # A launcher that is known goes first.
+    assert discover(PYTORCHJOB | {"PMI_RANK": "0", "PMI_SIZE": "4"}).launcher == "mpirun"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "1"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "0"},
+        {"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"},
+        {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_LOCAL_RANK": "3"},
+        {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "0"},
+    ],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_a_rank_of_an_unknown_launcher_does_not_train_alone(environment):
+    with pytest.raises(UserError, match="would train alone: start the ranks with srun, mpirun or"):
+        discover(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+        {"HISTSIZE": "1000", "GRID_SIZE": "4", "PAGE_RANK": "x"},
+        {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "OMPI_UNIVERSE_SIZE": "8"},
+        {"PMIX_RANK": "0", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"},
+    ],
+    ids=str,
+)
+def test_other_variables_refuse_nothing(environment):
+    assert discover(environment) == Launch("python")
+
+
+def test_python_without_the_programs_folder(tmp_path):
+    """python -P, and PYTHONSAFEPATH in the environment of ranks."""
+    command = [sys.executable, "-P", str(ROOT / "train.py"), "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("trine ")
+
+
+def test_a_small_dev_shm_is_one_sentence_with_both_sizes(monkeypatch, capsys):
+    sizes = SimpleNamespace(f_frsize=4096, f_bavail=256, f_blocks=1024)
+    monkeypatch.setattr(launch_of_rank.os, "statvfs", lambda path: sizes)
+    monkeypatch.setenv("MPI_LOCALRANKID", "0")
+    monkeypatch.setenv("MPI_LOCALNRANKS", "4")
+    check = launch_of_rank.check_shared_memory
+    with pytest.raises(UserError, match=r"/dev/shm of .* has 1.0 MB free, and MPI needs 4.3 MB"):
+        check()
+    sizes.f_bavail = 2048
+    sizes.f_blocks = 4096
+    check()
+    assert "/dev/shm of" in (said := capsys.readouterr().err)
+    assert "has 16.8 MB, and MPI may need 42.0 MB there for 4 ranks" in said
+    monkeypatch.setenv("MPI_LOCALRANKID", "1")
+    sizes.f_bavail = 0
+    check()
+    assert capsys.readouterr().err == ""
 
 
 def test_launcher_and_mpi_must_agree():

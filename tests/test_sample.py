@@ -331,3 +331,13 @@ def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
             sample.prepare_task(sample.parse([str(runs["gpt2"]), *more]), 1)
         assert sentence in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_the_report_of_several_ranks_goes_into_a_new_folder(monkeypatch, tmp_path):
+    """A folder of a known name in a shared place could be somebody else's, or a link of theirs."""
+    monkeypatch.setattr(sample.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"trine-sample-{sample.os.getuid()}").symlink_to(tmp_path)
+    folders = [Path(sample._report_folder()) for _ in range(2)]
+    assert folders[0] != folders[1]
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+    assert all(not folder.is_symlink() for folder in folders)
