@@ -52,8 +52,10 @@ def _is_list(value: Any) -> bool:
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped")
 # A row of a step has these columns too.
 OF_STEP = ("consumed_samples", "consumed_tokens", "seconds", "tokens_per_second")
-NUMBERS = ("loss", "grad_norm", "learning_rate", "seconds", "tokens_per_second", "tflops_model")
-NUMBERS += ("mfu", "peak_memory_bytes", "validation_loss")
+NUMBERS = (
+    *("loss", "grad_norm", "learning_rate", "seconds", "tokens_per_second", "tflops_model"),
+    *("mfu", "peak_memory_bytes", "validation_loss"),
+)
 
 
 def is_row(row: dict[str, Any]) -> bool:

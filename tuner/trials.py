@@ -23,7 +23,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, cast, get_origin
 
 import psutil
 
@@ -372,7 +372,7 @@ def _checked(trial: Trial) -> Trial:
         elif kind in (str, int, list, dict):
             right = isinstance(value, kind)
         else:  # a type or None
-            right = isinstance(value, f.type)
+            right = isinstance(value, cast(Any, f.type))
         if not right or isinstance(value, bool):
             raise TypeError(f"{f.name} is {value!r:.80}")
     return trial
