@@ -29,7 +29,10 @@ def open_regular(path: str | Path, follow: bool = True) -> io.FileIO:
     def opener(path: str, flags: int) -> int:
         # A device is not opened at all, since even that may act on it. The path may become another
         # file after `stat`: O_NONBLOCK keeps `open` from waiting then, and `fstat` looks again.
-        _check_regular(os.stat(path, follow_symlinks=follow), path)
+        status = os.stat(path, follow_symlinks=follow)
+        if follow and stat.S_ISDIR(status.st_mode):  # a frequent mistake, with words of its own
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        _check_regular(status, path)
         no_links = 0 if follow else os.O_NOFOLLOW
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | no_links)
         try:
@@ -44,8 +47,6 @@ def open_regular(path: str | Path, follow: bool = True) -> io.FileIO:
 
 def _check_regular(status: os.stat_result, path: str | Path) -> None:
     """Raise OSError if the status is not that of a regular file."""
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", path)
 

@@ -81,7 +81,9 @@ def is_spike(row: dict[str, Any]) -> bool:
     """
     if not is_whole(row.get("iteration")) or not isinstance(row.get("of"), str):
         return False
-    if not is_number(row.get("loss")) or not isinstance(row.get("samples"), list):
+    # A loss that is not finite is null in the row.
+    has_loss = row.get("loss") is None or is_number(row["loss"])
+    if not has_loss or not isinstance(row.get("samples"), list):
         return False
     for sample in row["samples"]:
         spans = sample.get("text") if isinstance(sample, dict) else None

@@ -51,11 +51,27 @@ def passing_over(config: Config) -> Config:
     Earlier starts of the run have written them to spikes.jsonl, with the action skip or rollback.
     Called on every rank before the data set is built.
     """
+    path = Path(config.run.out, "spikes.jsonl")
     rows: list[dict[str, Any]] = []
-    with suppress(FileNotFoundError):  # a run without a spike has no such file
-        rows = read_rows(read_regular(Path(config.run.out, "spikes.jsonl"), MOST_OF_ROWS))
-    ranges = [tuple(row["passed_over"]) for row in rows if "passed_over" in row]
+    try:
+        with suppress(FileNotFoundError):  # a run without a spike has no such file
+            rows = read_rows(read_regular(path, MOST_OF_ROWS))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    ranges = []
+    for row in rows:
+        if "passed_over" in row:
+            ranges.append(_range_of(row["passed_over"], path))
     return replace(config, passed_over=tuple(ranges))
+
+
+def _range_of(samples: Any, path: Path) -> tuple[int, int]:
+    """Return the range [A, B) of samples in a row of `path`; UserError if it is no such range."""
+    if isinstance(samples, list) and [type(value) for value in samples] == [int, int]:
+        first, end = samples
+        if 0 <= first <= end:
+            return first, end
+    raise UserError(f"{path} has a row whose passed_over is {samples!r:.80}, not [A, B]")
 
 
 class SpikeMonitor(LossMonitor):
