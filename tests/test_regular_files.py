@@ -19,7 +19,7 @@ from config.families import read_object
 from config.messages import UserError
 from config.regular_files import open_regular, read_regular
 from corpora.mapped_files import MappedFile
-from corpora.text import load_tokenizer
+from corpora.tokenizer_files import load_tokenizer
 from numerics import spikes, traces
 from numerics.record import read
 from planner.run_files import rows_of
