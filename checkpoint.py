@@ -52,7 +52,7 @@ if __name__ == "__main__":
         continue_in_child()
 
 with messages.installed():
-    from checkpointing import folders
+    from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
     from config.families import FAMILIES
     from config.messages import Parser, UserError
@@ -92,6 +92,9 @@ def show(folder: str) -> str:
         shapes = index.shapes
         kinds = ", ".join(f"{kind} {index.dtypes[kind]}" for kind in index.kinds)
         total = sum(math.prod(shape) for shape in shapes.values())
+        record = model_record.read(folder)
+        if record is not None:
+            lines += model_record.describe(record)
         lines.append(f"{len(shapes)} tensors of {total:,} elements, each with: {kinds}")
         lines += [f"  {name:48} {' x '.join(map(str, shape))}" for name, shape in shapes.items()]
     return "\n".join(lines)
@@ -104,7 +107,7 @@ def run_command(arguments: list[str]) -> None:
     if options.command == "import":
         from checkpointing.hf_export import import_weights
 
-        import_weights(options.source, options.target)
+        import_weights(options.source, options.target, print)
         print(f"weights of {options.source} are in {options.target}, their shape in its run.json;")
         print(f"to begin training with them: --resume {options.target} --load-weights-only")
         return
@@ -120,8 +123,6 @@ def run_command(arguments: list[str]) -> None:
     if options.command == "export":
         from checkpointing.hf_export import export_weights
 
-        if options.tokenizer is None:
-            print("without a tokenizer; --tokenizer PREFIX.tokenizer.json adds that of the data")
         files = export_weights(
             folder,
             options.target,
@@ -131,6 +132,8 @@ def run_command(arguments: list[str]) -> None:
             options.family,
         )
         print(f"{options.target}: {', '.join(files)}")
+        if "tokenizer.json" not in files:
+            print("without a tokenizer: the checkpoint has none, and --tokenizer names none")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,7 +148,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
     command.add_argument("--family", choices=tuple(FAMILIES), help="default: the first that fits")
     command.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes")
-    command.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to add")
+    command.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a folder or a tokenizer.json, in place of the checkpoint's own",
+    )
     command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
     command.add_argument("target", metavar="OUT", help="a new folder")
     command = commands.add_parser("import", help="weights from transformers")

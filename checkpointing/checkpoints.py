@@ -119,6 +119,9 @@ class Checkpoints:
     def save_to_stop(self, progress: Progress) -> bool:
         return self._checkpointer().save_to_stop(progress)
 
+    def ends(self) -> tuple[int, ...]:
+        return self._made.ends() if self._made else ()
+
     def close(self) -> None:
         if self._made:
             self._made.close()

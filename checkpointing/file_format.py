@@ -3,6 +3,8 @@
     checkpoints/step_00001000/
         rank_00000.h5 ...   what each rank wrote: /weights, /exp_avg, ..., one flat array per kind
         index.h5            every whole tensor by name, as a virtual dataset over those files
+        model_record.json   ids of special tokens, context length, window (model_record.py)
+        tokenizer.json ...  the tokenizer's files, as they came, if the model has a tokenizer
         manifest.json       bytes and CRC-32 of every file, and its own SHA-256 (folders.py)
 
     h5py.File("step_00001000/index.h5")["weights/blocks.3.mlp.up.weight"][...]
@@ -44,6 +46,13 @@ from config import regular_files
 
 INDEX = "index.h5"
 SHARD = re.compile(r"rank_[0-9]{5,}\.h5")
+RECORD = "model_record.json"
+# The files that tokenizers have in folders of Hugging Face. model_record.py reads the first three.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model"),
+)
 CHUNK = 2**20  # bytes that are checksummed and written at once: they fit into the CPU's cache
 PAGE = 4096  # arrays begin at multiples of this number of bytes in their files
 
@@ -273,6 +282,14 @@ def _create_virtual_dataset(
     kind_type = h5py.h5t.py_create(dtype, logical=True)
     group = file.require_group(kind).id
     h5py.h5d.create(group, name.encode(), kind_type, h5py.h5s.create_simple(shape), properties)
+
+
+def write_file(path: str, contents: bytes) -> tuple[int, int]:
+    """Write a file and flush it to the disk; return its bytes and CRC-32."""
+    with open(path, "wb") as file:
+        file.write(contents)
+    flush(path)
+    return checksum_file(path)
 
 
 def checksum_file(path: str) -> tuple[int, int]:

@@ -20,7 +20,15 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from checkpointing.file_format import INDEX, SHARD, checksum, flush, open_regular
+from checkpointing.file_format import (
+    INDEX,
+    RECORD,
+    SHARD,
+    TOKENIZER_FILES,
+    checksum,
+    flush,
+    open_regular,
+)
 from config.messages import UserError
 from config.run_options import unused_number
 
@@ -106,7 +114,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     has_files = isinstance(files, dict) and all(map(_is_entry, files.items()))
     if not _is_count(step) or not has_files:
         raise UserError(f"{path} does not have a step and files with bytes and crc32")
-    if len(files) < 2 or INDEX not in files:
+    if INDEX not in files or not any(map(SHARD.fullmatch, files)):
         raise UserError(f"{path} lists {len(files)} files; {INDEX} and a shard are needed")
     if step_of(folder) not in (-1, step):
         raise UserError(f"{folder} holds step {step}, not the step of its name")
@@ -124,7 +132,7 @@ def _is_entry(item: tuple[str, Any]) -> bool:
     item: (name of a checkpoint's file, {"bytes": ..., "crc32": ...}).
     """
     name, entry = item
-    has_name = name == INDEX or SHARD.fullmatch(name)
+    has_name = name in (INDEX, RECORD, *TOKENIZER_FILES) or SHARD.fullmatch(name)
     has_keys = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
     return bool(has_name and has_keys and all(map(_is_count, entry.values())))
 

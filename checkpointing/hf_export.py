@@ -19,36 +19,47 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from checkpointing import file_format, folders
+from checkpointing import file_format, folders, model_record
 from checkpointing.hf_rules import Rule, rules
 from checkpointing.index import Index, check_shapes
+from checkpointing.model_record import ModelRecord
 from checkpointing.state import Progress
 from checkpointing.writer import origin
 from config import families
 from config.command_line import make_model
 from config.messages import UserError
-from config.regular_files import MOST_OF_TOKENIZER, read_regular
 from config.schema import ModelShape
 
 # ---- config.json ---------------------------------------------------------------------------------
 
 
-def hf_config(model: ModelShape, dtype: torch.dtype, name: str | None = None) -> dict[str, Any]:
+def hf_config(
+    model: ModelShape,
+    dtype: torch.dtype,
+    name: str | None = None,
+    record: ModelRecord | None = None,
+) -> dict[str, Any]:
     """Return the contents of a model's config.json; UserError if no family has the model.
 
-    dtype: the type of the exported weights. name: the name of a family, see hf_rules.rules.
+    dtype: the type of the exported weights. name: the name of a family; None: that of `record`, or
+    else the first that has the model. record: what the model is beyond its shape, if it is known.
     """
-    # Without these two fields transformers would take the family's default ids of the tokens that
-    # begin and end a text, which belong to another tokenizer.
-    config = families.to_config(model, name) | {"bos_token_id": None, "eos_token_id": None}
+    came = record.config if record else {}
+    config = families.to_config(model, name, came)
+    # Without these fields transformers would take the family's default ids, which belong to another
+    # tokenizer: the row of a pad token gets no gradient, and its default in OLMo 2 is token 1.
+    config |= {token: came.get(token) for token in families.TOKENS}
+    if record and model.positions != "learned":
+        length = families.FAMILIES[config["model_type"]].fields["seq_length"][0]
+        config[length] = max(record.context_length, model.seq_length)
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -83,18 +94,22 @@ def export_weights(
 
     source: a checkpoint whose files have been checked. dtype: a key of DTYPES; None: the type in
     which the weights were saved. shard_bytes: the most bytes of a file, and so of the memory; a
-    larger tensor has its own file. tokenizer: path of a tokenizer.json. family: a name in
-    families.toml; None: the first family that has the model. Raise UserError if no family has the
-    model, or if the folder `target` exists. Called by `checkpoint.py export`.
+    larger tensor has its own file. tokenizer: path of a tokenizer.json, or a folder with one; None:
+    the tokenizer that the checkpoint has, if any. family: a name in families.toml; None: that of
+    the imported model, or else the first family that has the model. Raise UserError if no family
+    has the model, or if the folder `target` exists. Called by `checkpoint.py export`.
     """
+    record = model_record.read(source)
     with Index(source) as index, new_folder(target) as folder:
         model = make_model(index.attributes("model"), index.path)
-        torch_dtype = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
-        all_rules = rules(model, family)
-        shapes = index.shapes
-        config = hf_config(model, torch_dtype, family)
+        record = record or model_record.without_tokenizer(model.seq_length)
         if tokenizer:
-            config |= copy_tokenizer(tokenizer, folder, model)
+            record = record.with_tokenizer(model_record.tokenizer_files(tokenizer))
+        torch_dtype = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
+        config = hf_config(model, torch_dtype, family, record)
+        all_rules = rules(model, config["model_type"])
+        shapes = index.shapes
+        write_tokenizer(record, folder, model)
         files = _group(all_rules, shapes, torch_dtype.itemsize, shard_bytes)
         count = len(files)
         file_of: dict[str, str] = {}  # for each of their tensors, the name of its file
@@ -108,6 +123,8 @@ def export_weights(
             total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * torch_dtype.itemsize
             _write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
         _write_json(folder, "config.json", config)
+        if record.generation is not None:
+            _write_json(folder, model_record.GENERATION, record.generation)
         return sorted(os.listdir(folder))
 
 
@@ -152,58 +169,21 @@ def _umask() -> int:
     return mask
 
 
-def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
-    """Write tokenizer.json and tokenizer_config.json to a folder for an exported model.
+def write_tokenizer(record: ModelRecord, folder: str, model: ModelShape) -> None:
+    """Write the files of a model's tokenizer, as they came, to the folder of an exported model.
 
-    Return the fields for its config.json: the ids of the tokens that end a text, if there are any.
-    tokenizer: path of a tokenizer.json. The chat template and the tokens that it names are read
-    from PREFIX.tokenizer_config.json beside PREFIX.tokenizer.json, where prepare_chats.py writes
-    them, or from tokenizer_config.json beside tokenizer.json.
+    If they have no tokenizer_config.json that names a class, as the files of a corpus, transformers
+    gets one. Raise UserError if the tokenizer has more tokens than the model.
     """
-    from tokenizers import Tokenizer
-
-    try:
-        loaded = Tokenizer.from_str(read_regular(tokenizer, MOST_OF_TOKENIZER).decode())
-    except Exception as error:  # the library has no exception of its own
-        raise UserError(f"cannot read the tokenizer {tokenizer}: {error}") from None
-    if loaded.get_vocab_size() > model.vocab_size:
-        raise UserError(
-            f"{tokenizer} has {loaded.get_vocab_size()} tokens, the model {model.vocab_size}"
-        )
-    shutil.copy(tokenizer, os.path.join(folder, "tokenizer.json"))
-    settings = _chat_settings(tokenizer) | {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.seq_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    end = loaded.token_to_id("<|endoftext|>")
-    # The end of a document is the eos_token unless the tokenizer's settings have another, such as
-    # the token with which a chat template ends an answer.
-    if end is not None:
-        settings.setdefault("eos_token", "<|endoftext|>")
-    _write_json(folder, "tokenizer_config.json", settings)
-    # A generation is to end at the eos_token of the settings and at the end of a document.
-    end_of_answer = loaded.token_to_id(str(settings.get("eos_token")))
-    ends = sorted({token for token in (end_of_answer, end) if token is not None})
-    if not ends:
-        return {}
-    return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-
-
-def _chat_settings(tokenizer: str) -> dict[str, Any]:
-    """Return the chat template and the special tokens in the tokenizer_config.json beside a file.
-
-    tokenizer: path of the file, a tokenizer.json. The result has the values by the names of the
-    settings, such as "eos_token"; it is empty if there is no tokenizer_config.json.
-    """
-    if not tokenizer.endswith("tokenizer.json"):
-        return {}
-    beside = tokenizer.removesuffix("tokenizer.json") + "tokenizer_config.json"
-    if not os.path.isfile(beside):
-        return {}
-    settings = families.read_object(beside, file_format.open_regular)
-    names = [name for name in settings if name == "chat_template" or name.endswith("_token")]
-    return {name: settings[name] for name in names}
+    files = dict(record.files)
+    if "tokenizer.json" in files:
+        size = model_record.vocabulary(files)
+        if size > model.vocab_size:
+            raise UserError(f"the tokenizer.json has {size} tokens, the model {model.vocab_size}")
+        files |= model_record.complete_settings(files, record.context_length)
+    for name, contents in files.items():
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(contents)
 
 
 def _write_json(folder: str, name: str, value: dict) -> None:
@@ -239,15 +219,23 @@ def new_folder(target: str) -> Iterator[str]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def import_weights(source: str, target: str) -> ModelShape:
+def import_weights(
+    source: str, target: str, note: Callable[[str], None] = lambda line: None
+) -> ModelShape:
     """Write the weights of a transformers folder as a checkpoint at step 0 in `target`.
 
-    The checkpoint has fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. Return the
-    model's shape. Raise UserError if a file is missing, if Trine does not have such a model, or if
-    a weight is not finite. Called by `checkpoint.py import`.
+    The checkpoint has fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. It also holds
+    what the model is beyond its shape (model_record.py). Return the model's shape. note: is called
+    with lines on what is limited, not read or not kept. Raise UserError if a file is missing, if
+    Trine does not have such a model, or if a weight is not finite. Called by `checkpoint.py
+    import`.
     """
     config = _read_json(source, "config.json")
-    model = model_shape(config, os.path.join(source, "config.json"))
+    where = os.path.join(source, "config.json")
+    model = model_shape(config, where)
+    record = _record_of(source, config, where)
+    for line in _notes(source, config, record, where):
+        note(line)
     slices = _open_tensors(source)
     # A hostile file may give billions of layers: refuse it before `rules` lists their tensors.
     if model.layers > len(slices):
@@ -292,11 +280,48 @@ def import_weights(source: str, target: str) -> ModelShape:
         shard = file_format.ShardFile(name, total, crc, {"weights": dtype}, parts)
         image = file_format.index_image(shapes, [shard])
         index = file_format.write_index(checkpoint, image, _attributes(model, source))
-        folders.write_manifest(checkpoint, 0, {name: (total, crc), file_format.INDEX: index})
-        _write_json(folder, "run.json", {"config": {"model": dataclasses.asdict(model)}})
-        if os.path.lexists(os.path.join(source, "tokenizer.json")):
-            shutil.copyfile(_path_in(source, "tokenizer.json"), f"{folder}/tokenizer.json")
+        files = {name: (total, crc), file_format.INDEX: index}
+        for name, contents in record.contents().items():
+            files[name] = file_format.write_file(os.path.join(checkpoint, name), contents)
+        folders.write_manifest(checkpoint, 0, files)
+        facts = {"config": {"model": dataclasses.asdict(model)}, "window": record.window}
+        _write_json(folder, "run.json", facts)
+        for name, contents in record.files.items():  # so that FOLDER is a tokenizer's folder, too
+            file_format.write_file(os.path.join(folder, name), contents)
     return model
+
+
+def _record_of(source: str, config: dict[str, Any], where: str) -> ModelRecord:
+    """Return what the model of a transformers folder is beyond its shape.
+
+    config: the contents of its config.json, whose path is `where`. Raise UserError if a file is a
+    link to elsewhere or holds something else than it should.
+    """
+    generation = None
+    if os.path.lexists(os.path.join(source, model_record.GENERATION)):
+        generation = _read_json(source, model_record.GENERATION)
+
+    def opened(path: str) -> BinaryIO:
+        return file_format.open_regular(_path_in(source, os.path.basename(path)))
+
+    files = model_record.files_beside(os.path.join(source, ""), opened)
+    length = families.context_length(config, where)
+    return model_record.from_config(config, generation, files, length, where)
+
+
+def _notes(source: str, config: dict[str, Any], record: ModelRecord, where: str) -> Iterator[str]:
+    """Yield lines on what an import limits, what it keeps without reading, and what it leaves."""
+    if record.window is not None:
+        yield (
+            f"the model has a sliding window of {record.window} tokens: longer texts are neither "
+            "trained nor sampled here"
+        )
+    if unread := families.unread(config, where):
+        yield f"{where} has fields that are kept and change nothing here: {', '.join(unread)}"
+    known = {"config.json", model_record.GENERATION, INDEX, *file_format.TOKENIZER_FILES}
+    names = (name for name in os.listdir(source) if not name.endswith(".safetensors"))
+    if others := sorted(name for name in names if name not in known):
+        yield f"not taken from {source}: {', '.join(others)}"
 
 
 def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
@@ -356,6 +381,7 @@ def _open_tensors(folder: str) -> dict[str, Any]:
     """
     files = [SINGLE]
     if not os.path.lexists(os.path.join(folder, SINGLE)):
+        _check_no_pickles(folder)
         weight_map = _read_json(folder, INDEX).get("weight_map")  # the file of each tensor
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
         valid = [isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in files]
@@ -374,6 +400,24 @@ def _open_tensors(folder: str) -> dict[str, Any]:
     if not types <= {"F64", "F32", "F16", "BF16"}:
         raise UserError(f"{folder} has tensors of {', '.join(sorted(types))}; floats are needed")
     return slices
+
+
+def _check_no_pickles(folder: str) -> None:
+    """Raise UserError if a folder has weights as pickled files (.bin) and no safetensors.
+
+    The sentence says how transformers converts them: unpickling a file of a stranger may execute
+    anything, so it is not done here.
+    """
+    if os.path.lexists(os.path.join(folder, INDEX)):
+        return
+    pickled = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
+    if pickled:
+        raise UserError(
+            f"{folder} has no {SINGLE}, only {', '.join(pickled[:3])}, which are not read here, as "
+            "a pickled file may execute anything; transformers converts them: "
+            f"AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(NEW_FOLDER), and "
+            "the same with AutoTokenizer"
+        )
 
 
 def _match(folder: str, slices: dict[str, Any], all_rules: list[Rule]) -> dict[str, Any]:

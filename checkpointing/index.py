@@ -182,7 +182,7 @@ class Index:
                 raise ValueError(f"its tensors are {needed} bytes, the files {sum(files.values())}")
             if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
                 raise ValueError(f"{', '.join(self.kinds)} have different tensors")
-            shards = sorted(files.keys() - {INDEX})
+            shards = sorted(filter(SHARD.fullmatch, files))
             for name in shards[rank::size]:  # each rank checks every `size`-th shard
                 arrays = self._arrays_in(name)
                 types = {kind: array.dtype for kind, array in arrays.items()}

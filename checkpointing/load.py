@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from checkpointing import folders
+from checkpointing import folders, model_record
 from checkpointing.index import Index, check_files
+from checkpointing.model_record import ModelRecord
 from checkpointing.state import (
     Progress,
     checkpoints_folder,
@@ -76,11 +77,12 @@ class Loader:
     print_line: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        """Set the fields that do not come from the caller; `resume` fills in the last two."""
+        """Set the fields that do not come from the caller; `resume` fills in the last three."""
         self.run = self.config.run
         self.parent = checkpoints_folder(self.config)
         self.chosen: str | None = None  # the folder that was loaded
         self.damaged: list[str] = []  # names of newer checkpoints that could not be loaded
+        self.record: ModelRecord | None = None  # what the loaded model is beyond its shape
 
     def resume(self) -> Progress:
         """Load the checkpoint that --resume asks for, and return its progress.
@@ -97,6 +99,7 @@ class Loader:
         with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
+            self.record = self._read_record(index, folder)
             if weights_only:  # otherwise `_check_model` has made sure that all shapes are equal
                 self._check_tensors(index, folder)
             self._read(index, ("weights",) if weights_only else self._kinds_of(index, folder))
@@ -176,6 +179,20 @@ class Loader:
         if not self.run.load_weights_only:
             raise UserError(sentence)
         self.print_line(sentence)
+
+    def _read_record(self, index: Index, folder: str) -> ModelRecord:
+        """Return what the checkpoint's model is beyond its shape; only rank 0 reads its tokenizer.
+
+        Raise UserError if this run's samples are longer than the model's sliding window. An old
+        checkpoint has no record: then nothing is known but the length of its samples.
+        """
+        record = model_record.read(folder, with_files=self.mesh.rank == 0)
+        if record is None:
+            length = int(index.attributes("model")["seq_length"])
+            return model_record.without_tokenizer(length)
+        length = self.config.model.seq_length
+        record.check_length(length, f"{folder}: seq-length({length})")
+        return record
 
     def _check_tensors(self, index: Index, folder: str) -> None:
         """Compare names and shapes of the checkpoint's tensors with those of this run's model.

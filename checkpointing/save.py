@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from checkpointing import folders
+from checkpointing import folders, model_record
 from checkpointing.file_format import Attributes
+from checkpointing.model_record import ModelRecord
 from checkpointing.state import (
     Progress,
     bytes_of_a_save,
@@ -101,6 +102,10 @@ class Checkpointer:
         # On rank 0, the progress at the newest complete save that led to the present state; None:
         # there is none. After a resume from an older checkpoint the newer ones do not count.
         self.newest: Progress | None = None
+        # What the model is beyond its shape, on rank 0; the others have none.
+        self.record: ModelRecord | None = None
+        if self.is_rank_0:
+            self.record = self._record_of_data()
         self._pending: PendingSave | None = None  # the running save, until its end is printed
         self._thread: threading.Thread | None = None  # writes the pending save, if asynchronous
         self._stopping = False  # True: training has ended, and messages do not say "goes on"
@@ -216,6 +221,8 @@ class Checkpointer:
         attributes = self._attributes(progress) if self.is_rank_0 else {}  # of index.h5
         shards = shards_to_write(self.optimizer)
         save = PendingSave(progress, self.kinds, hidden, attributes, shards, began)
+        if self.record is not None:
+            save.record_files = self.record.contents()
         save.checks = ("replicas",) if self._check_replicas else ()  # the manifest names them
         self._pending = save  # `_report` prints later how the save ended
         if self.run.async_save:
@@ -313,6 +320,8 @@ class Checkpointer:
             self.config, self.mesh, self.optimizer, self.exchange, self.samples, self.print_line
         )
         progress = loader.resume()
+        if loader.record is not None and self.record is not None:
+            self.record = loader.record.after_training(self.record)
         self.begin_pinning()
         self.saves.step = progress.iteration
         if loader.chosen:  # `why` is printed when the first save moves later checkpoints away
@@ -433,6 +442,22 @@ class Checkpointer:
         if self.newest is None:
             return "there is none yet"
         return f"the newest is {folders.folder_name(self.newest.iteration)}"
+
+    def _record_of_data(self) -> ModelRecord:
+        """Return the record of a model that only this run trains: the tokenizer of its data.
+
+        Training needs no tokenizer: if it cannot be read, a line says so. Called on rank 0 only.
+        """
+        try:
+            return model_record.of_corpora(self.config)
+        except UserError as error:
+            self.print_line(f"checkpoints of this run have no tokenizer: {error}")
+            return model_record.without_tokenizer(self.config.model.seq_length)
+
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids of the tokens that end a text of this model. Collective."""
+        own = self.record.ends if self.record is not None else ()
+        return tuple(self.exchange.agree(own, lambda values: values[0]))
 
     def _attributes(self, progress: Progress) -> Attributes:
         """Return the attributes of index.h5 by group, then by name. Called on rank 0 only."""

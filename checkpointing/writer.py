@@ -88,6 +88,8 @@ class PendingSave:
     shards: list[ParamShard]  # the shards that this rank writes
     began: float  # time.perf_counter() when the save began
     checks: tuple[str, ...] = ()  # names of the checks that this state has passed
+    # The contents of model_record.json and of the tokenizer's files; only rank 0 has them.
+    record_files: dict[str, bytes] = field(default_factory=dict)
     pause: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # the seconds from `began` to the end of this rank's part
     bytes: int = 0  # the size of all files together; only rank 0 knows it
@@ -237,6 +239,9 @@ class Writer:
         files = {shard.file: (shard.bytes, shard.crc32) for shard in shards}
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
+        for name, contents in save.record_files.items():
+            path = os.path.join(save.hidden, name)
+            files[name] = file_format.write_file(path, contents)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
         # After a resume from a checkpoint that is not the newest, the first save moves the newer
         # ones to another folder: training did not go on from them.

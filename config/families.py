@@ -25,13 +25,13 @@ from config.regular_files import MOST_OF_OBJECT, open_regular
 from config.schema import ModelShape
 from config.validation import ROTARY_SCALING, rotary_scaling
 
-WINDOW = 4096  # tokens of Mistral's attention window if config.json has no sliding_window
 OF_MLP_ALONE = "mlp_only_layers"  # config.json's list of the numbers of the blocks without experts
 # Some options have other values in config.json than here. For each of these options the table has
 # our value for each of theirs. If several of theirs mean the same, the first of them is written.
 _VALUES: dict[str, dict[Any, Any]] = {
     "activation": {
         "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu": "gelu",
         "relu": "relu",
@@ -39,6 +39,25 @@ _VALUES: dict[str, dict[Any, Any]] = {
         "swish": "swiglu",
     },
     "block": {True: "parallel", False: "pre-norm"},
+}
+# The fields with the ids of special tokens, in the order of a family's `tokens`. The id of the end
+# may be a list of ids, each of which ends a text.
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# The fields with a model's sliding window.
+WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+# The fields of rotary positions. The last three may stand beside or inside of the first two.
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_type")
+FULL = "full_attention"  # in layer_types; "sliding_attention" is a block with a window
+# Fields that a config.json of any family may have: the values that they must have if present,
+FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
+ABSENT = ("quantization_config", "pruned_heads")  # must be null, empty or missing,
+# and those that are kept, but that no logit depends on.
+UNUSED = {
+    *("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"),
+    *("dtype", "torch_dtype", "use_cache", "initializer_range", "attention_dropout"),
+    *("is_decoder", "id2label", "label2id", "problem_type", "task_specific_params", "num_labels"),
+    *("chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict"),
+    *("tokenizer_class", "finetuning_task", "do_sample", "max_length", "gradient_checkpointing"),
 }
 
 
@@ -60,8 +79,12 @@ class Family:
     derived: list[str] = field(default_factory=list)
     fixed: dict[str, Any] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
-    window: bool | None = None
+    tokens: tuple[Any, ...] = ("none", "none", "none")
+    unused: list[str] = field(default_factory=list)
+    window: tuple[str, int] | None = None
+    window_switch: bool = False
     transposed: bool = False
     qkv: str = "head"
     skipped_rows: int = 0
@@ -147,6 +170,8 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     the message shows which options the nearest family needs.
     """
     candidates = FAMILIES if name is None else {name: FAMILIES[name]}
+    if name is None and model.experts > 1:  # a family without experts is never near
+        candidates = {key: family for key, family in FAMILIES.items() if "experts" in family.fields}
     obstacles = {family.name: family.obstacles(model) for family in candidates.values()}
     # `min` returns the first family without obstacles, if there is one.
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
@@ -168,12 +193,21 @@ def export_note(model: ModelShape) -> str | None:
     return None
 
 
-def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
+def to_config(
+    model: ModelShape, name: str | None = None, came: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the fields of a config.json that describe the model's shape.
 
-    name: the name of the family to write; None: the first family that fits. Raise UserError if the
-    model cannot be represented exactly. Called when a checkpoint is exported.
+    name: the name of the family to write; None: that of `came` if it has the model, or else the
+    first family that fits. came: the config.json that the model came with, if it was imported: if
+    it is of the family to write, its other fields are returned too, such as its sliding window.
+    Raise UserError if the model cannot be represented exactly. Called when a checkpoint is
+    exported.
     """
+    came = came or {}
+    if name is None and came.get("model_type") in FAMILIES:
+        own = FAMILIES[came["model_type"]]
+        name = None if own.obstacles(model) else own.name
     family = family_of(model, name)
     config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     config |= family.fixed | family.written
@@ -191,7 +225,29 @@ def to_config(model: ModelShape, name: str | None = None) -> dict[str, Any]:
         config[OF_MLP_ALONE] = list(range(model.first_dense_layers))
     if model.positions == "rotary":
         config |= _rope_fields(model, family)
-    return config
+    return config | _fields_that_came(family, values, came)
+
+
+def _fields_that_came(
+    family: Family, values: dict[str, Any], came: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of an imported model's config.json that do not describe its shape.
+
+    family: the family that is written. values: the model's options by name. came: the contents of
+    that config.json. A field with another spelling of the same value, such as "gelu_fast", keeps
+    it. Return an empty dictionary if `came` is of another family.
+    """
+    if came.get("model_type") != family.name:
+        return {}
+    spelled = {}
+    for ours, translations in _VALUES.items():
+        for name in family.fields.get(ours, ())[:1]:
+            theirs = came.get(name)
+            if isinstance(theirs, (str, bool)) and translations.get(theirs) == values[ours]:
+                spelled[name] = theirs
+    shape = {name for names in family.fields.values() for name in names}
+    written = {*shape, *ROPE, *family.fixed, "model_type", "architectures", "dtype", "torch_dtype"}
+    return {name: value for name, value in came.items() if name not in written} | spelled
 
 
 def _rope_fields(model: ModelShape, family: Family) -> dict[str, Any]:
@@ -228,7 +284,7 @@ def read(path: str, seq_length: int | None = None) -> tuple[dict[str, Any], list
     model = config["config"].get("model") if isinstance(config["config"], dict) else None
     if not isinstance(model, dict):
         raise UserError(f"{file} has no [config][model]: it is no run.json")
-    return model, []
+    return model, _beyond(config.get("window"), seq_length)
 
 
 def of_run(folder: str) -> str | None:
@@ -299,51 +355,182 @@ def from_config(
     """Return the options of ModelShape in a config.json, and sentences on what cannot be trained.
 
     config: the contents of the file. where: the file's name in messages. seq_length: the tokens of
-    the samples that are to be trained. Raise UserError if the family is unknown or a field that
-    the family needs is missing.
+    the samples that are to be trained. A field that is missing has the value that transformers
+    gives it. Raise UserError if the family is unknown, if a field that the family needs is missing,
+    or if two names of one field have different values.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None:
-        name = config.get("model_type")
-        raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
+    family = _family_in(config, where)
     # An option that config.json does not give has the first value that the family allows.
     options = {ours: allowed[0] for ours, allowed in family.options.items()}
-    # A sentence for each field of config.json whose value the engine does not have: `fixed` has the
-    # fields with only one possible value, `absent` the fields that must not be there.
-    lacks = [
-        f"{name} is {config[name]!a:.80}; here it is {value}"
-        for name, value in family.fixed.items()
-        if config.get(name, value) != value
-    ]
-    lacks += [
-        f"{name} is {config[name]!a:.80}; here there is none"
-        for name in family.absent
-        if config.get(name) is not None
-    ]
-    # The first of these fields is of transformers 5, the second of transformers 4.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{where}: the rotary positions are {rope!a:.80}, not an object")
+    lacks = _lacks(config, family)
+    rope = _rope(config, where)
     # transformers 5 has the base and the fraction inside of rope_parameters. `named` is the config
     # with these two under the names that they have in transformers 4.
     named = dict(config)
     for ours, key in (("rotary_base", "rope_theta"), ("rotary_fraction", "partial_rotary_factor")):
         if ours in family.fields and rope.get(key) is not None:
-            named[family.fields[ours][0]] = rope[key]
+            named |= dict.fromkeys(family.fields[ours], rope[key])
+    fraction = named.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    if "rotary_fraction" not in family.fields and fraction not in (None, 1.0):
+        lacks.append(f"partial_rotary_factor is {fraction!a:.80}; here it is 1.0")
     # An option has the value in the file, or the family's default, or is derived from others later.
     for ours, names in family.fields.items():
         given = [name for name in names if named.get(name) is not None]  # the names in this file
+        other = next((name for name in given if named[name] != named[given[0]]), None)
+        if other:
+            raise UserError(
+                f"{where}: {given[0]} is {named[given[0]]!a:.80}, but {other} is "
+                f"{named[other]!a:.80}, and they are one field"
+            )
+        is_null = any(name in named for name in names) and not given
         if ours == "rotary_scaling":
             _read_scaling(rope, options, lacks, where)
         elif given:
             name = given[0]
             _take(ours, name, named[name], family, options, lacks)
-        elif ours in family.defaults:
+        elif ours in family.defaults and not (is_null and ours in family.derived):
             options[ours] = family.defaults[ours]
         elif ours not in family.derived:
             raise UserError(f"{where} has no {names[0]!r}")
-    _limit_length(config, family, options, lacks, seq_length)
+    _limit_length(config, options, lacks, where, seq_length)
     return options, lacks
+
+
+def _family_in(config: dict[str, Any], where: str) -> Family:
+    """Return the family of a config.json; UserError, which names the file `where`, if unknown."""
+    name = config.get("model_type")
+    family = FAMILIES.get(str(name))
+    if family is None:
+        raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
+    return family
+
+
+def _lacks(config: dict[str, Any], family: Family) -> list[str]:
+    """Return a sentence for each field of a config.json whose value the engine does not have."""
+    lacks = [
+        f"{name} is {config[name]!a:.80}; here it is {value}"
+        for name, value in (FIXED | family.fixed).items()
+        if config.get(name, value) != value
+    ]
+    lacks += [
+        f"{name} is {config[name]!a:.80}; here there is none"
+        for name in (*ABSENT, *family.absent)
+        if config.get(name) not in (None, {})
+    ]
+    lacks += [
+        f"{name} is {config[name]!a:.80}; here it is {other}({config.get(other)!a:.80})"
+        for name, other in family.same.items()
+        if config.get(name) is not None and config[name] != config.get(other)
+    ]
+    return lacks
+
+
+def _rope(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the object with the numbers of rotary positions in a config.json, or an empty one.
+
+    transformers 4 writes it as rope_scaling, transformers 5 as rope_parameters; if a file has both,
+    transformers takes the first. Raise UserError, which names the file `where`, if it is no object.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{where}: the rotary positions are {rope!a:.80}, not an object")
+    return rope
+
+
+def unread(config: dict[str, Any], where: str) -> list[str]:
+    """Return the names of the fields of a config.json that nothing here knows, sorted.
+
+    transformers ignores such fields too unless a model's own code reads them. where: the file's
+    name in messages. Raise UserError if the family is unknown.
+    """
+    family = _family_in(config, where)
+    known = {*UNUSED, *FIXED, *ABSENT, *TOKENS, *WINDOW, *ROPE, *family.unused}
+    known |= {*family.fixed, *family.absent, *family.written, *family.same}
+    known |= {name for names in family.fields.values() for name in names}
+    return sorted(config.keys() - known)
+
+
+def context_length(config: dict[str, Any], where: str) -> int:
+    """Return the tokens of the longest text that a model is made for, by its config.json.
+
+    A sliding window does not shorten it. where: the file's name in messages.
+    """
+    family = _family_in(config, where)
+    names = family.fields["seq_length"]
+    found = next((config[name] for name in names if config.get(name) is not None), None)
+    length = family.defaults["seq_length"] if found is None else found
+    if type(length) is not int or length < 1:
+        raise UserError(f"{where}: {names[0]} is {length!a:.80}, not a number of tokens")
+    return length
+
+
+def token_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the ids of a model's special tokens by the names in TOKENS, as transformers has them.
+
+    config: the contents of a config.json; an id that it does not give is that of transformers'
+    class. An id is a number or None, and that of the end may be a list of numbers. Raise UserError,
+    which names the file `where`, if the family is unknown or an id is something else.
+    """
+    family = _family_in(config, where)
+    defaults = dict(zip(TOKENS, family.tokens, strict=True))
+    ids = {
+        name: config.get(name, None if default == "none" else default)
+        for name, default in defaults.items()
+    }
+    check_token_ids(ids, where)
+    return ids
+
+
+def check_token_ids(ids: dict[str, Any], where: str) -> None:
+    """Raise UserError if an id of a special token is neither a number nor null.
+
+    ids: the contents of a config.json or generation_config.json, in which the end may have a list
+    of numbers. where: the file's name in messages.
+    """
+    for name in TOKENS:
+        value = ids.get(name)
+        several = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if value is not None and not all(type(token) is int for token in several):
+            raise UserError(f"{where}: {name} is {value!a:.80}, and no id of a token")
+
+
+def window(config: dict[str, Any], where: str) -> int | None:
+    """Return the tokens of a model's sliding attention window; None if no block has a window.
+
+    config: the contents of a config.json. A block with a window of W tokens reads no token that is
+    W or more positions before the present one. Raise UserError, which names the file `where`, if
+    the window is no number of tokens.
+    """
+    family = _family_in(config, where)
+    if family.window is None:
+        return None
+    which, default = family.window
+    if family.window_switch and not config.get("use_sliding_window", False):
+        return None
+    tokens = config.get("sliding_window", default)
+    if not tokens:  # null, or 0, which transformers writes for Qwen2-MoE
+        return None
+    if type(tokens) is not int or tokens < 0:
+        raise UserError(f"{where}: sliding_window is {tokens!a:.80}, not a number of tokens")
+    return tokens if which == "all" or _has_windows(config, family, which, where) else None
+
+
+def _has_windows(config: dict[str, Any], family: Family, which: str, where: str) -> bool:
+    """Return whether a block of the model has a window, if its family gives some blocks windows.
+
+    which: "layer_types": the blocks that this field names, or from max_window_layers on if there is
+    no such field; "every second": the even blocks before max_window_layers instead.
+    """
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list):
+            raise UserError(f"{where}: layer_types is {kinds!a:.80}, not a list")
+        return any(kind != FULL for kind in kinds)
+    first = config.get("max_window_layers", 28)
+    layers = next((config[n] for n in family.fields["layers"] if config.get(n) is not None), 0)
+    if type(first) is not int or type(layers) is not int:
+        raise UserError(f"{where}: max_window_layers is {first!a:.80}, and layers {layers!a:.80}")
+    return first > 0 if which == "every second" else layers > first
 
 
 def _take(
@@ -399,6 +586,14 @@ def _read_scaling(
             f"rotary positions are scaled by {kind!a:.80}; here: {', '.join(ROTARY_SCALING)}"
         )
         return
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known |= {name for names in ROTARY_SCALING.values() for name in names}
+    known.add("original_max_position_embeddings")  # unused unless the kind of scaling needs it
+    unknown = sorted(rope.keys() - known)
+    if unknown:
+        lacks.append(
+            f"rotary positions have {', '.join(map(ascii, unknown)):.80}; here they do not"
+        )
     # If the file has no number of positions before scaling, the model's whole length is meant.
     numbers: dict[str, Any] = {"original_max_position_embeddings": options.get("seq_length")}
     numbers |= rope
@@ -415,22 +610,30 @@ def _read_scaling(
 
 def _limit_length(
     config: dict[str, Any],
-    family: Family,
     options: dict[str, Any],
     lacks: list[str],
+    where: str,
     seq_length: int | None,
 ) -> None:
     """Limit the option seq_length to the tokens of the model's sliding attention window.
 
     The engine has no sliding window; samples that are not longer than the window do not need it.
     seq_length: --seq-length, the tokens of the samples that are to be trained, if it is given; if
-    they exceed the window, `lacks` receives a sentence. family.window is None for a family without
-    windows; otherwise it says whether the window is used if config has no use_sliding_window.
+    they exceed the window, `lacks` receives a sentence. where: the file's name in messages.
     """
-    window = config.get("sliding_window", WINDOW) if family.window is not None else None
-    if not isinstance(window, int) or not config.get("use_sliding_window", family.window):
+    tokens = window(config, where)
+    if tokens is None:
         return
-    if seq_length is not None and seq_length > window:
-        lacks.append(f"sliding_window({window}) is shorter than seq-length({seq_length})")
+    lacks += _beyond(tokens, seq_length)
     if isinstance(options["seq_length"], int):  # another type is refused later
-        options["seq_length"] = min(options["seq_length"], window)
+        options["seq_length"] = min(options["seq_length"], tokens)
+
+
+def _beyond(tokens: Any, seq_length: int | None) -> list[str]:
+    """Return a sentence if samples of --seq-length tokens exceed a window of so many tokens.
+
+    tokens: None if there is no window. seq_length: None if --seq-length is not given.
+    """
+    if not isinstance(tokens, int) or seq_length is None or seq_length <= tokens:
+        return []
+    return [f"sliding_window({tokens}) is shorter than seq-length({seq_length})"]

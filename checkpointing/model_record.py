@@ -1,0 +1,350 @@
+"""What a model is beyond its shape: special tokens, context length, window, tokenizer, template.
+
+    record = from_config(config, generation, files, length, where)      when a model is imported
+    record = read(checkpoint_folder)             of a checkpoint; None: it has none
+    record = record.after_training(of_corpora(config))    what the checkpoints of a run hold
+
+A checkpoint holds it as model_record.json (RECORD) and, beside that, the files of the tokenizer as
+they came (TOKENIZER_FILES); the manifest lists them. Runs carry it from checkpoint to checkpoint,
+sample.py ends texts and writes chats by it, and an export writes it back. A checkpoint from before
+version 0.3 has none, and is read as before. This module does not import torch.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from checkpointing import file_format, folders
+from checkpointing.file_format import RECORD, TOKENIZER_FILES
+from config import families
+from config.messages import UserError
+from config.schema import Config
+from corpora.text import END, find_tokenizer, prefixes_of
+
+MOST_BYTES = 2**27  # the most bytes that are read of a tokenizer's file
+GENERATION = "generation_config.json"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """What a model is beyond its shape.
+
+    config: the config.json that an imported model came with, where the ids of special tokens
+    (families.TOKENS) are those that transformers takes; of other models these ids only.
+    context_length: the tokens of the longest text that the model is made for. generation: the
+    generation_config.json that came with the model; None: there was none. files: the contents of
+    the tokenizer's files, by name.
+    """
+
+    config: dict[str, Any]
+    context_length: int
+    generation: dict[str, Any] | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def window(self) -> int | None:
+        """The tokens of the model's sliding window, the longest text that the engine computes as
+        the model is meant; None if it has no window.
+        """
+        if "model_type" not in self.config:
+            return None
+        return families.window(self.config, RECORD)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a generated text, each of them, as in transformers' generate()."""
+        source = self.config if self.generation is None else self.generation
+        return _several(source.get("eos_token_id"))
+
+    def check_length(self, length: int, what: str) -> None:
+        """Raise UserError if texts of `length` tokens exceed the model's sliding window.
+
+        what: what has this length, for the message.
+        """
+        window = self.window
+        if window is not None and length > window:
+            raise UserError(
+                f"{what} is longer than the sliding_window({window}) of this model: beyond its "
+                "window the attention here is another one than the model's"
+            )
+
+    def after_training(self, of_data: "ModelRecord") -> "ModelRecord":
+        """Return the record of this model after it was trained further.
+
+        of_data: the record of the run's corpora. Samples that are longer than the context lengthen
+        it. The ids of special tokens and the tokenizer stay, if they are known. A corpus of chats
+        brings the template that its conversations were written with, and the token that ends an
+        answer there.
+        """
+        length = max(self.context_length, of_data.context_length)
+        record = dataclasses.replace(self, context_length=length)
+        if not record.files:
+            record = dataclasses.replace(record, files=of_data.files)
+        if not any(record.config.get(name) is not None for name in families.TOKENS):
+            record = dataclasses.replace(record, config=record.config | of_data.config)
+        template = chat_template(of_data.files)
+        if template is None:
+            return record
+        files = dict(record.files)
+        if template != chat_template(files):
+            files.pop(TEMPLATE, None)
+            settings = _settings(files) | {"chat_template": template}
+            files[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False).encode()
+        return dataclasses.replace(record, files=files)._with_ends(of_data.ends)
+
+    def with_tokenizer(self, files: dict[str, bytes]) -> "ModelRecord":
+        """Return this record with another tokenizer, as --tokenizer of an export names it.
+
+        files: the contents of its files, by name. The ids of an imported model stay where they are
+        known, and the tokenizer's end is added to those of the model.
+        """
+        ids = token_ids(_tokenizer(files), _settings(files))
+        if "model_type" not in self.config:
+            return dataclasses.replace(self, files=files, config=self.config | ids)
+        known = {name: value for name, value in self.config.items() if value is not None}
+        record = dataclasses.replace(self, files=files, config=self.config | ids | known)
+        return record._with_ends(_several(ids["eos_token_id"]))
+
+    def _with_ends(self, ends: tuple[int, ...]) -> "ModelRecord":
+        """Return this record with these ids of ends beside its own."""
+        if set(ends) <= set(self.ends):
+            return self
+        ids = [*dict.fromkeys((*self.ends, *ends))]
+        field = {"eos_token_id": ids if len(ids) > 1 else ids[0]}
+        generation = None if self.generation is None else self.generation | field
+        return dataclasses.replace(self, config=self.config | field, generation=generation)
+
+    def special_tokens(self) -> dict[str, str]:
+        """Return the texts of the special tokens by the names in the tokenizer's settings."""
+        return token_texts(_settings(self.files))
+
+    def contents(self) -> dict[str, bytes]:
+        """Return the contents of the checkpoint's files of this record, by name."""
+        values = {"config": self.config, "context_length": self.context_length}
+        values["generation"] = self.generation
+        return {RECORD: json.dumps(values, indent=1).encode(), **self.files}
+
+
+def _several(ids: Any) -> tuple[int, ...]:
+    """Return the ids of a field eos_token_id, which is a number, a list of numbers or null."""
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+# ---- Tokenizers ----------------------------------------------------------------------------------
+
+
+def _settings(files: dict[str, bytes]) -> dict[str, Any]:
+    """Return the contents of the tokenizer_config.json among a tokenizer's files, or nothing."""
+    try:
+        value = json.loads(files.get(SETTINGS, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{SETTINGS} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{SETTINGS} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def chat_template(files: dict[str, bytes]) -> str | None:
+    """Return the chat template among a tokenizer's files; None if there is none.
+
+    It is chat_template.jinja, as transformers 5 writes it, or else a field of
+    tokenizer_config.json: a text, or a list of templates of which one is called "default".
+    """
+    if TEMPLATE in files:
+        return files[TEMPLATE].decode(errors="replace")
+    template = _settings(files).get("chat_template")
+    if isinstance(template, list):
+        named = [item for item in template if isinstance(item, dict)]
+        template = next((i.get("template") for i in named if i.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def token_texts(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens in a tokenizer_config.json, by name ("eos_token")."""
+    tokens = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def token_ids(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids of the special tokens (families.TOKENS) by a tokenizer and its settings.
+
+    tokenizer: a Tokenizer of the library `tokenizers`. A text ends at the eos_token of the settings
+    and at the token that ends a document, if they are two.
+    """
+    texts = token_texts(settings)
+    ids = {}
+    for name in families.TOKENS:
+        text = texts.get(name.removesuffix("_id"))
+        ids[name] = None if text is None else tokenizer.token_to_id(text)
+    document_end = tokenizer.token_to_id(END)
+    ends = sorted({token for token in (ids["eos_token_id"], document_end) if token is not None})
+    ids["eos_token_id"] = ends if len(ends) > 1 else (ends or [None])[0]
+    return ids
+
+
+def tokenizer_files(path: str) -> dict[str, bytes]:
+    """Return the contents of the files of a user's tokenizer, by their names in a checkpoint.
+
+    path: a folder with a tokenizer.json, the file itself, or the PREFIX.tokenizer.json of a corpus,
+    beside which PREFIX.tokenizer_config.json may be. Raise UserError if there is no tokenizer.json,
+    or if a file cannot be read.
+    """
+    if os.path.isdir(path):
+        path = os.path.join(path, "tokenizer.json")
+    prefix = path.removesuffix("tokenizer.json")
+    files = {"tokenizer.json": read_file(path, _open)}
+    if prefix != path:  # otherwise the file has another name, and nothing stands beside it
+        files |= files_beside(prefix, _open)
+    return files
+
+
+def files_beside(prefix: str, opened: Callable[[str], BinaryIO]) -> dict[str, bytes]:
+    """Return the contents of those files PREFIX + NAME that exist, for NAME in TOKENIZER_FILES.
+
+    opened: opens a file for reading bytes. Raise UserError if a file cannot be read.
+    """
+    there = [name for name in TOKENIZER_FILES if os.path.lexists(prefix + name)]
+    return {name: read_file(prefix + name, opened) for name in there}
+
+
+def _tokenizer(files: dict[str, bytes]) -> Any:
+    """Return the Tokenizer of the library `tokenizers` in tokenizer.json; UserError if none."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(files["tokenizer.json"])
+    except Exception as error:  # the library has no exception of its own
+        cause = " ".join(str(error).split())
+        raise UserError(f"cannot read the tokenizer.json: {cause:.200}") from None
+
+
+def vocabulary(files: dict[str, bytes]) -> int:
+    """Return the number of tokens of a tokenizer; files: the contents of its files, by name."""
+    return _tokenizer(files).get_vocab_size()
+
+
+def complete_settings(files: dict[str, bytes], context_length: int) -> dict[str, bytes]:
+    """Return a tokenizer_config.json for transformers, by name; nothing if the files have one.
+
+    files: the contents of the tokenizer's files, by name. The tokenizer_config.json of a corpus
+    has only special tokens and the chat template. Without an eos_token there, the token that ends
+    a document is one.
+    """
+    settings = _settings(files)
+    if "tokenizer_class" in settings:
+        return {}
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    if _tokenizer(files).token_to_id(END) is not None:
+        settings.setdefault("eos_token", END)
+    return {SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False).encode()}
+
+
+def read_file(path: str, opened: Callable[[str], BinaryIO]) -> bytes:
+    """Return the contents of a file of a tokenizer; UserError if it is too large or unreadable."""
+    try:
+        with opened(path) as file:
+            contents = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if len(contents) > MOST_BYTES:
+        raise UserError(f"{path} has more than {MOST_BYTES:,} bytes")
+    return contents
+
+
+# ---- Records -------------------------------------------------------------------------------------
+
+
+def from_config(
+    config: dict[str, Any],
+    generation: dict[str, Any] | None,
+    files: dict[str, bytes],
+    context_length: int,
+    where: str,
+) -> ModelRecord:
+    """Return the record of a model that is imported.
+
+    config, generation: the contents of its config.json and generation_config.json. files: those of
+    its tokenizer. where: the path of the config.json, for messages.
+    """
+    config = config | families.token_ids(config, where)
+    if generation is not None:
+        families.check_token_ids(generation, GENERATION)
+    return ModelRecord(config, context_length, generation, files)
+
+
+def without_tokenizer(context_length: int) -> ModelRecord:
+    """Return the record of a model of which only the length of its texts is known."""
+    return ModelRecord(dict.fromkeys(families.TOKENS), context_length)
+
+
+def of_corpora(config: Config) -> ModelRecord:
+    """Return the record of a model that a run trains from the beginning: that of its corpora.
+
+    The tokenizer is the one beside the corpora; if they have several, none is known, and so are the
+    ids of special tokens.
+    """
+    length = config.model.seq_length
+    paths = [find_tokenizer([], [prefix]) for prefix in prefixes_of(config.data.data)]
+    found = [tokenizer_files(path) for path in paths if path]
+    if not found or any(files["tokenizer.json"] != found[0]["tokenizer.json"] for files in found):
+        return without_tokenizer(length)
+    files = max(found, key=len)  # with the settings of a corpus of chats, if there is one
+    ids = token_ids(_tokenizer(files), _settings(files))
+    return ModelRecord(ids, length, None, files)
+
+
+def _open(path: str) -> BinaryIO:
+    """Open a file of the user's, which may be a link."""
+    return open(path, "rb")
+
+
+def read(folder: str, with_files: bool = True) -> ModelRecord | None:
+    """Return the record of a checkpoint; None: it has none, as those from before version 0.3.
+
+    folder: the folder of a checkpoint whose files have been checked. with_files: whether the
+    tokenizer's files are read too. Raise UserError if the record is not one.
+    """
+    listed = folders.read_manifest(folder)["files"]
+    if RECORD not in listed:
+        return None
+    path = os.path.join(folder, RECORD)
+    values = families.read_object(path, file_format.open_regular)
+    config, generation = values.get("config"), values.get("generation")
+    length = values.get("context_length")
+    is_record = isinstance(config, dict) and isinstance(generation, (dict, type(None)))
+    if not is_record or type(length) is not int or length < 1:
+        raise UserError(f"{path} does not have a config and a context_length")
+    families.check_token_ids(config, path)
+    families.check_token_ids(generation or {}, path)
+    names = [name for name in TOKENIZER_FILES if with_files and name in listed]
+    opened = file_format.open_regular
+    files = {name: read_file(os.path.join(folder, name), opened) for name in names}
+    record = ModelRecord(config, length, generation, files)
+    if "model_type" in config:
+        families.window(config, path)  # UserError if the family or the window is none
+    return record
+
+
+def describe(record: ModelRecord) -> Iterable[str]:
+    """Yield lines that say, for people, what a record holds."""
+    ids = ", ".join(f"{name} {record.config.get(name)}" for name in families.TOKENS)
+    yield f"beyond the shape: context length {record.context_length}, {ids}"
+    if record.window is not None:
+        yield f"sliding window: {record.window} tokens, the most that is trained or sampled"
+    template = "with a chat template" if chat_template(record.files) else "no chat template"
+    yield f"tokenizer: {', '.join(record.files) or 'none'}; {template}"
