@@ -11,7 +11,7 @@ Ids are numbers of tokens in the vocabulary; V is the vocabulary's size.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,11 +71,11 @@ class Decoder:
         prompt: list[int],
         count: int,
         how: Choice,
-        end: int | None = None,
+        ends: Collection[int] = (),
     ) -> list[int]:
         """Return the ids that follow the prompt, the same on every rank.
 
-        They are `count` ids, or fewer if the id `end` is chosen, which ends the text and is not
+        They are `count` ids, or fewer if one of `ends` is chosen, which ends the text and is not
         returned.
         """
         device = self.factory.device
@@ -87,7 +87,7 @@ class Decoder:
             # First the whole prompt is run, then each time the token that was chosen last.
             while len(ids) < count:
                 chosen = self._choose_next(tokens, cache, how, random)
-                if chosen == end:
+                if chosen in ends:
                     break
                 ids.append(chosen)
                 tokens = torch.tensor([[chosen]], device=device)
@@ -154,11 +154,13 @@ class RunSamples:
         decoder: Decoder,
         gather_weights: Callable[[], None],
         note: Callable[[str], None],
+        ends: Collection[int] = (),
     ):
         """Encode the prompts that the options give.
 
         gather_weights: a function that waits until all weights are gathered after an update. note:
-        a function that writes a line to the log.
+        a function that writes a line to the log. ends: the ids that end a text of the model that
+        the run continues; without any, the token that ends a document of the corpus does.
         """
         self.every = config.run.sample_every
         self.length = config.model.seq_length
@@ -166,6 +168,7 @@ class RunSamples:
         self.decoder = decoder
         self.gather_weights = gather_weights
         self.note = note
+        self.ends = ends or self.text.ends
 
     def after_step(self, iteration: int, last: bool) -> None:
         """Write samples, if they are due after this step; collective over the world.
@@ -181,6 +184,6 @@ class RunSamples:
         most_likely = Choice()
         for prompt in self.prompts:
             count = min(SAMPLE_TOKENS, self.length - len(prompt))
-            ids = self.decoder.generate(prompt, count, most_likely, self.text.end)
+            ids = self.decoder.generate(prompt, count, most_likely, self.ends)
             text = f"{self.text.decode(prompt)!r} -> {self.text.decode(ids)!r}"
             self.note(f" sample at iteration {iteration} | {text}")

@@ -2,11 +2,13 @@
 
     python sample.py runs/demo --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
     mpirun -n 4 python sample.py runs/big/checkpoints/step_00001000 --tp 2 --pp 2 --prompt "The"
+    python sample.py IMPORTED --chat
     python sample.py runs/demo --eval-data stories=data/stories:256 wiki=data/wiki
 
 RUN is the folder of a checkpoint, or of a run, whose newest checkpoint is taken. The tokenizer is
-the tokenizer.json beside the checkpoint, or PREFIX.tokenizer.json of the corpus that it was trained
-on; without a tokenizer, prompts and output are token ids. --prompt may be given several times.
+the tokenizer.json in the checkpoint or beside it, or PREFIX.tokenizer.json of the corpus that it
+was trained on; without a tokenizer, prompts and output are token ids. --prompt may be given several
+times. With --chat each line of the standard input is a message of a user.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
@@ -28,26 +30,36 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 from config import messages  # imported first, because it refuses a Python that is too old
 
 with messages.installed():
-    from checkpointing import folders
+    from checkpointing import folders, model_record
     from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
     from config.messages import Parser, UserError, exit_with, printable
     from config.schema import Config, ModelShape
-    from corpora import sample_order
+    from corpora import chat_templates, sample_order
+    from corpora.conversation import END_OF_INPUT, Conversation, Lines
     from corpora.text import Text, find_tokenizer
     from distributed.context import Context, prepare, start
     from distributed.early_end import StartWatch, ending_all_ranks
     from distributed.launch import Launch, discover
+    from distributed.store import StoreExchange
+
+if TYPE_CHECKING:
+    from decoding import Choice, Decoder
 
 MAX_TOKENS = 100  # new tokens for each prompt without --max-tokens
-# The defaults of the options that only --prompt uses.
+MAX_ANSWER = 1024  # new tokens for each answer of --chat without --max-tokens
+SECONDS_FOR_LINE = 0.5  # the most that ranks wait for a line before they tell each other
+# The defaults of the options that only --prompt and --chat use.
 PROMPT_DEFAULTS: dict[str, Any] = {
     "max_tokens": None,
     "temperature": 0.8,
     "top_p": 0.95,
     "seed": 1234,
     "tokenizer": None,
+    "chat_template": None,
+    "system": None,
 }
+CHAT_ONLY = ("chat_template", "system")
 EVAL_BATCH = 4  # samples in a micro-batch with --eval-data
 
 
@@ -57,7 +69,8 @@ class Task:
 
     folder: the folder of the checkpoint. config: the configuration of the model and its layout.
     text: encodes the prompts and decodes the samples; None with --eval-data. count: the largest
-    number of new tokens for each prompt.
+    number of new tokens for each prompt or answer. ends: the ids that end a text. talk: the
+    conversation of --chat; limit: the most tokens that it may have.
     """
 
     folder: str
@@ -66,6 +79,9 @@ class Task:
     text: Text | None = None
     prompts: tuple[list[int], ...] = ()
     count: int = 0
+    ends: tuple[int, ...] = ()
+    talk: Conversation | None = None
+    limit: int = 0
 
 
 def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
@@ -75,13 +91,22 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     `parse`, in which the options of PROMPT_DEFAULTS are missing unless the user gave them. ranks:
     the number of ranks.
     """
-    if (options.prompt is None) == (options.eval_data is None):
-        which = "neither was" if options.prompt is None else "both were"
-        raise UserError(f"give one of --prompt and --eval-data; {which} given")
-    # An option that only --prompt uses must not be ignored silently.
-    unused = [name for name in PROMPT_DEFAULTS if options.eval_data and name in options]
-    if unused:
-        raise UserError(f"--{unused[0].replace('_', '-')} goes with --prompt, not --eval-data")
+    tasks = {
+        "--prompt": options.prompt is not None,
+        "--chat": options.chat,
+        "--eval-data": options.eval_data is not None,
+    }
+    asked = [flag for flag, is_given in tasks.items() if is_given]
+    if len(asked) != 1:
+        which = f"{' and '.join(asked)} were" if asked else "none was"
+        raise UserError(f"give one of --prompt, --chat and --eval-data; {which} given")
+    # An option that only another task uses must not be ignored silently.
+    for name in PROMPT_DEFAULTS:
+        flag = f"--{name.replace('_', '-')}"
+        if name in options and options.eval_data:
+            raise UserError(f"{flag} goes with --prompt or --chat, not --eval-data")
+        if name in options and name in CHAT_ONLY and not options.chat:
+            raise UserError(f"{flag} goes with --chat, not --prompt")
     options = argparse.Namespace(**(PROMPT_DEFAULTS | vars(options)))
     _check_numbers(options)
     folder = folders.find_checkpoints(options.run)[0]
@@ -89,18 +114,34 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     with Index(folder) as index:
         model = make_model(index.attributes("model"), index.path)
         run_options = json.loads(str(index.attributes("run")["config"]))
+    record = model_record.read(folder, with_files=False)
+    if record is None:  # a checkpoint of an older version
+        record = model_record.without_tokenizer(model.seq_length)
     if options.eval_data:  # no prompts, and so no tokenizer
+        record.check_length(model.seq_length, f"seq-length({model.seq_length})")
         sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
         return Task(folder, options, _make_config(options, model, ranks))
-    # The tokenizer.json is beside the checkpoint, or if it was imported, one or two folders above.
+    # The tokenizer.json is in the checkpoint; those of older versions have it in a folder above.
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
     tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
     text = Text(tokenizer, model.vocab_size)
+    ends = record.ends or text.ends
+    limit = _longest_text(model, record)
+    if options.chat:
+        talk = _conversation(options, folder, text, ends)
+        config = _make_config(options, dataclasses.replace(model, seq_length=limit), ranks)
+        count = options.max_tokens or MAX_ANSWER
+        return Task(folder, options, config, text, (), count, ends, talk, limit)
     prompts = tuple(text.encode(prompt) for prompt in options.prompt)
     longest = max(map(len, prompts))
     # The number of new tokens for each prompt. Without --max-tokens it is MAX_TOKENS, or fewer, so
-    # that the longest prompt and its new tokens are no longer than a sample in training.
-    count = options.max_tokens or max(1, min(MAX_TOKENS, model.seq_length - longest))
+    # that the longest prompt and its new tokens are no longer than the texts of the model.
+    count = options.max_tokens or max(1, min(MAX_TOKENS, limit - longest))
+    record.check_length(
+        longest + count,
+        f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
+        f"{longest + count}, which",
+    )
     if model.positions == "learned" and longest + count > model.max_positions:
         raise UserError(
             f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
@@ -108,7 +149,38 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
         )
     # Tables of positions have seq_length rows: as many as the longest continued prompt needs.
     model = dataclasses.replace(model, seq_length=longest + count)
-    return Task(folder, options, _make_config(options, model, ranks), text, prompts, count)
+    return Task(folder, options, _make_config(options, model, ranks), text, prompts, count, ends)
+
+
+def _longest_text(model: ModelShape, record: model_record.ModelRecord) -> int:
+    """Return the most tokens of a text that the model is made for, and that is computed as such."""
+    limits = [max(record.context_length, model.seq_length)]
+    if record.window is not None:
+        limits.append(record.window)
+    if model.positions == "learned":
+        limits.append(model.max_positions)
+    return min(limits)
+
+
+def _conversation(
+    options: argparse.Namespace, folder: str, text: Text, ends: tuple[int, ...]
+) -> Conversation:
+    """Return the conversation of --chat, with the template of --chat-template or of the tokenizer.
+
+    folder: the folder of the checkpoint. ends: the ids that end an answer. Raise UserError if there
+    is no tokenizer, no template or no end.
+    """
+    if text.path is None:
+        raise UserError(f"--chat: {folder} has no tokenizer: give --tokenizer PATH")
+    if not ends:
+        raise UserError(f"--chat: no token is known that ends an answer of {folder}")
+    settings = chat_templates.read_settings(text.path)
+    if options.chat_template:
+        source = chat_templates.read_template(options.chat_template)
+    else:
+        source = settings.template()
+    template = chat_templates.ChatTemplate(source, settings.tokens)
+    return Conversation(template, text, options.system)
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -123,6 +195,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
     ):
         if not is_valid:
             raise UserError(f"--{flag} must be {limits}, not {value}")
+    if options.tokenizer and os.path.isdir(options.tokenizer):
+        options.tokenizer = os.path.join(options.tokenizer, "tokenizer.json")
     if options.tokenizer and not os.path.isfile(options.tokenizer):
         raise UserError(f"--tokenizer {options.tokenizer}: there is no such file")
 
@@ -213,14 +287,64 @@ def run(task: Task, context: Context) -> Iterator[str]:
         decoder = Decoder(state.pipeline, state.factory, task.config.model)
         for prompt in task.prompts:
             context.recorder.enter("sample")
-            ids = decoder.generate(prompt, task.count, how, task.text.end)
+            ids = decoder.generate(prompt, task.count, how, task.ends)
             yield task.text.decode(prompt + ids)
+        if task.talk is not None:
+            with task.talk:
+                yield from _chat(task, task.talk, decoder, how, context)
     for name, (samples, count) in splits.eval_sets.items():
         loss = trainer.evaluate(state, samples, count)
         tokens = count * task.config.model.seq_length
         perplexity = math.exp(min(loss, 100.0))  # no overflow, whatever the loss
         yield f"{name}: loss {loss:.6f}, perplexity {perplexity:.4f}, {tokens} tokens"
     state.reader.close()
+
+
+def _chat(
+    task: Task, talk: Conversation, decoder: "Decoder", how: "Choice", context: Context
+) -> Iterator[str]:
+    """Yield an answer for each line of the standard input of rank 0; collective over all ranks.
+
+    Raise UserError if the template refuses the conversation, or if it is too long for the model.
+    """
+    exchange = StoreExchange(context.store, context.rank, context.size, "chat", context.recorder)
+    lines = Lines() if context.rank == 0 else None
+    marks = lines is not None and sys.stdin.isatty()
+    while True:
+        if marks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        turn = None
+        while turn is None:  # the watchdog counts each exchange as progress while the user types
+            context.recorder.enter("sample")
+            own = _next_turn(task, talk, lines) if lines is not None else None
+            turn = exchange.agree(own, lambda turns: turns[0])
+        if "error" in turn:
+            raise UserError(turn["error"])
+        if not turn["prompt"]:
+            return
+        count = min(task.count, task.limit - len(turn["prompt"]))
+        yield talk.answer(decoder.generate(turn["prompt"], count, how, task.ends))
+
+
+def _next_turn(task: Task, talk: Conversation, lines: Lines) -> dict[str, Any] | None:
+    """Return the ids of the conversation with the next line, {"prompt": [...]}; None: none came.
+
+    The list is empty after the last line. If the conversation is refused or has no room for an
+    answer, the result is {"error": a sentence}. Called on rank 0 only.
+    """
+    try:
+        line = lines.next(SECONDS_FOR_LINE)
+        if line is None:
+            return None
+        ids = talk.prompt(line) if line != END_OF_INPUT else []
+    except UserError as error:
+        return {"error": str(error)}
+    if len(ids) >= task.limit:
+        return {
+            "error": f"the conversation has {len(ids)} tokens, and the texts of this model "
+            f"{task.limit} at most"
+        }
+    return {"prompt": ids}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -235,12 +359,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's folder, or a checkpoint's")
     add("--prompt", action="append", default=None, metavar="TEXT", help="what is continued")
-    text = f"new ones ({MAX_TOKENS}, or fewer: prompt and these are one training sample at most)"
+    add("--chat", action="store_true", default=False, help="answer each line of the input")
+    text = f"new ones ({MAX_TOKENS}, --chat {MAX_ANSWER}; or fewer, as the model's texts are long)"
     add("--max-tokens", type=int, metavar="N", help=text)
     add("--temperature", type=float, metavar="T", help="0: the most likely (0.8)")
     add("--top-p", type=float, metavar="P", help="of this probability (0.95)")
     add("--seed", type=int, metavar="N", help="of what is drawn (1234)")
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json")
+    add("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder with one")
+    add("--chat-template", metavar="FILE", help="for --chat (that of the tokenizer)")
+    add("--system", metavar="TEXT", help="for --chat: the message before the first one")
     text = "print the loss on these"
     add("--eval-data", nargs="+", default=None, metavar="NAME=PREFIX[:SAMPLES]", help=text)
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (1)")

@@ -318,7 +318,8 @@ class Trainer:
             from decoding import Decoder, RunSamples
 
             decoder = Decoder(state.pipeline, state.factory, self.config.model)
-            samples = RunSamples(self.config, decoder, state.optimizer.finish_gathering, log.note)
+            gather = state.optimizer.finish_gathering
+            samples = RunSamples(self.config, decoder, gather, log.note, self.checkpoints.ends())
             self.write_samples = samples.after_step
 
     def run(self) -> bool:

@@ -324,11 +324,13 @@ def read(folder: str, with_files: bool = True) -> ModelRecord | None:
         return None
     path = os.path.join(folder, RECORD)
     values = families.read_object(path, file_format.open_regular)
-    config, generation = values.get("config"), values.get("generation")
+    config = values.get("config")
+    generation = values.get("generation")
     length = values.get("context_length")
-    is_record = isinstance(config, dict) and isinstance(generation, (dict, type(None)))
-    if not is_record or type(length) is not int or length < 1:
-        raise UserError(f"{path} does not have a config and a context_length")
+    if not isinstance(config, dict) or not isinstance(generation, (dict, type(None))):
+        raise UserError(f"{path} does not have a config and a generation")
+    if type(length) is not int or length < 1:
+        raise UserError(f"{path} has no context_length that is a number of tokens")
     families.check_token_ids(config, path)
     families.check_token_ids(generation or {}, path)
     names = [name for name in TOKENIZER_FILES if with_files and name in listed]

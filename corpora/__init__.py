@@ -14,6 +14,7 @@
     hdf5_files    HDF5 files from elsewhere: what is looked at before HDF5 follows it
     chat_templates  where tokenizers have chat templates, and rendering them with limits
     chat_environment  renders them as transformers does; runs in a process of its own
+    conversation  a talk with a model: its messages, and the lines that a user types
     prefetch      micro-batches that threads read before they are asked for
 
 data.py makes the samples of a run from these modules; scripts/prepare_data.py writes token files.

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import data
-from checkpointing import hf_export
+from checkpointing import hf_export, model_record
 from config.command_line import parse
 from config.messages import UserError
 from config.schema import ModelShape
@@ -142,7 +142,10 @@ def test_an_exported_model_has_the_chat_template_it_was_trained_with(folder):
     model = ModelShape(1, 8, 1, vocab_size=400)
     (folder / "hf").mkdir()
     tokenizer = str(folder / "out.tokenizer.json")
-    ends = hf_export.copy_tokenizer(tokenizer, str(folder / "hf"), model)
+    record = model_record.without_tokenizer(64)
+    record = record.with_tokenizer(model_record.tokenizer_files(tokenizer))
+    hf_export.write_tokenizer(record, str(folder / "hf"), model)
+    ends = record.config
     theirs = transformers.AutoTokenizer.from_pretrained(folder / "hf")
     assert sorted(ends["eos_token_id"]) == sorted(map(theirs.convert_tokens_to_ids, (END, "</s>")))
     messages = [{"role": "user", "content": "What is a?"}]

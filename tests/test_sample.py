@@ -279,7 +279,8 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
     sampled = ranks.fork_one(*words[:2], "--prompt", "line 5")
     assert sampled.status == 0, sampled.err
     assert sampled.out.startswith("line 5")
-    assert f", tokenizer: {tmp_path}/text.tokenizer.json\n" in sampled.err
+    checkpoint_folder = f"{tmp_path}/run/checkpoints/step_00000004"
+    assert f", tokenizer: {checkpoint_folder}/tokenizer.json\n" in sampled.err
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------
