@@ -234,8 +234,6 @@ def import_weights(
     where = os.path.join(source, "config.json")
     model = model_shape(config, where)
     record = _record_of(source, config, where)
-    for line in _notes(source, config, record, where):
-        note(line)
     slices = _open_tensors(source)
     # A hostile file may give billions of layers: refuse it before `rules` lists their tensors.
     if model.layers > len(slices):
@@ -288,6 +286,8 @@ def import_weights(
         _write_json(folder, "run.json", facts)
         for name, contents in record.files.items():  # so that FOLDER is a tokenizer's folder, too
             file_format.write_file(os.path.join(folder, name), contents)
+    for line in _notes(source, config, record, where):
+        note(line)
     return model
 
 

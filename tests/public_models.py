@@ -1,0 +1,442 @@
+"""Fields of config.json and generation_config.json as public models have them, with small sizes.
+
+A vocabulary has V tokens. The published ids of special tokens are beyond it; here they are ids
+below V, as many and in the same fields.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+V = 96
+BOS, EOS, TURN, PAD = 90, 91, 92, 93  # <s>, </s>, <turn>, <pad> of `tokenizer`
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<turn>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SMALL = {"vocab_size": V, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+LLAMA = SMALL | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "intermediate_size": 80,
+    "max_position_embeddings": 512,
+    "num_key_value_heads": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 128,
+    "rope_type": "llama3",
+}
+MISTRAL = {k: v for k, v in LLAMA.items() if k not in ("pretraining_tp", "attention_bias")} | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": None,
+    "rope_theta": 1000000.0,
+}
+QWEN2 = SMALL | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": PAD,
+    "eos_token_id": TURN,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "intermediate_size": 80,
+    "max_position_embeddings": 512,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+QWEN3 = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 16,
+    "max_window_layers": 2,
+    "model_type": "qwen3",
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+EXPERTS = {
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 40,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+OLMO2 = {k: v for k, v in LLAMA.items() if k != "pretraining_tp"} | {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "bos_token_id": EOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 500000,
+}
+NEOX = SMALL | {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "gelu",
+    "initializer_range": 0.02,
+    "intermediate_size": 80,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 512,
+    "model_type": "gpt_neox",
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "use_parallel_residual": True,
+}
+ENDS = {"bos_token_id": BOS, "eos_token_id": [EOS, TURN], "do_sample": True, "temperature": 0.6}
+
+# name: (config.json, generation_config.json or None, where the chat template is, if anywhere)
+MODELS: dict[str, tuple[dict, dict | None, str | None]] = {
+    "Llama-3.2-1B": (
+        LLAMA
+        | {
+            "head_dim": 8,
+            "mlp_bias": False,
+            "rope_scaling": LLAMA3_ROPE | {"factor": 32.0},
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        {"_from_model_config": True, "bos_token_id": BOS, "eos_token_id": EOS},
+        None,
+    ),
+    "Llama-3.1-8B-Instruct": (
+        LLAMA
+        | {
+            "eos_token_id": [EOS, PAD, TURN],
+            "mlp_bias": False,
+            "rope_scaling": LLAMA3_ROPE,
+            "rope_theta": 500000.0,
+        },
+        ENDS | {"eos_token_id": [EOS, PAD, TURN], "top_p": 0.9},
+        "tokenizer_config.json",
+    ),
+    "Llama-2-7b-32k": (
+        LLAMA | {"pad_token_id": 0, "rope_scaling": {"factor": 8.0, "type": "linear"}},
+        None,
+        None,
+    ),
+    "SmolLM2-135M-Instruct": (
+        LLAMA
+        | {
+            "bos_token_id": BOS,
+            "eos_token_id": TURN,
+            "pad_token_id": TURN,
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        },
+        {"bos_token_id": BOS, "eos_token_id": TURN, "pad_token_id": TURN},
+        "chat_template.jinja",
+    ),
+    "TinyLlama-1.1B-Chat": (
+        LLAMA,
+        {"bos_token_id": BOS, "eos_token_id": EOS, "max_length": 2048, "pad_token_id": 0},
+        "tokenizer_config.json",
+    ),
+    "Qwen2.5-0.5B-Instruct": (
+        QWEN2,
+        {
+            "bos_token_id": PAD,
+            "pad_token_id": PAD,
+            "do_sample": True,
+            "eos_token_id": [TURN, PAD],
+            "repetition_penalty": 1.0,
+            "temperature": 0.7,
+            "top_k": 20,
+        },
+        "tokenizer_config.json",
+    ),
+    "Qwen2.5-7B": (
+        QWEN2 | {"eos_token_id": PAD, "tie_word_embeddings": False, "use_mrope": False},
+        {"bos_token_id": PAD, "do_sample": False, "eos_token_id": PAD, "max_new_tokens": 2048},
+        "tokenizer_config.json",
+    ),
+    "Qwen3-0.6B": (
+        QWEN3,
+        {
+            "bos_token_id": PAD,
+            "do_sample": True,
+            "eos_token_id": [TURN, PAD],
+            "pad_token_id": PAD,
+            "top_p": 0.95,
+        },
+        "tokenizer_config.json",
+    ),
+    "Mistral-7B-v0.1": (MISTRAL | {"sliding_window": 128, "rope_theta": 10000.0}, None, None),
+    "Mistral-7B-Instruct-v0.3": (
+        MISTRAL,
+        {"_from_model_config": True, "bos_token_id": BOS, "eos_token_id": EOS},
+        "tokenizer_config.json",
+    ),
+    "Mistral-Nemo-Base": (MISTRAL | {"head_dim": 16}, None, None),
+    "Mixtral-8x7B-v0.1": (
+        {k: v for k, v in MISTRAL.items() if k != "attention_bias"}
+        | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_experts_per_tok": 2,
+            "num_local_experts": 4,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.02,
+        },
+        {"_from_model_config": True, "bos_token_id": BOS, "eos_token_id": EOS},
+        None,
+    ),
+    "OLMo-2-1124-7B": (OLMO2, {"eos_token_id": EOS, "pad_token_id": PAD}, None),
+    "OLMo-2-1124-7B-Instruct": (
+        OLMO2 | {"torch_dtype": "bfloat16"},
+        {"_from_model_config": True, "eos_token_id": EOS, "pad_token_id": PAD},
+        "chat_template.jinja",
+    ),
+    "OLMoE-1B-7B-0924": (
+        LLAMA
+        | {
+            "architectures": ["OlmoeForCausalLM"],
+            "clip_qkv": None,
+            "eos_token_id": EOS,
+            "intermediate_size": 40,
+            "model_type": "olmoe",
+            "norm_topk_prob": False,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "output_router_logits": False,
+            "pad_token_id": 1,
+            "router_aux_loss_coef": 0.01,
+        },
+        {"eos_token_id": EOS, "pad_token_id": 1},
+        None,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        QWEN2
+        | EXPERTS
+        | {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "eos_token_id": PAD,
+            "model_type": "qwen2_moe",
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 56,
+            "tie_word_embeddings": False,
+        },
+        {"bos_token_id": PAD, "eos_token_id": PAD, "max_new_tokens": 2048},
+        None,
+    ),
+    "Qwen3-30B-A3B": (
+        QWEN3
+        | EXPERTS
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "mlp_only_layers": [],
+            "model_type": "qwen3_moe",
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+        {"bos_token_id": PAD, "eos_token_id": [TURN, PAD], "pad_token_id": PAD},
+        "tokenizer_config.json",
+    ),
+    "pythia-160m": (NEOX, None, None),
+    "pythia-1.4b-deduped": (NEOX | {"use_parallel_residual": True, "rotary_pct": 0.5}, None, None),
+    "gpt-neox-20b": (
+        NEOX
+        | {"attention_probs_dropout_prob": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0},
+        {"_from_model_config": True, "bos_token_id": 0, "eos_token_id": 0},
+        None,
+    ),
+    "gpt2": (
+        {
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1,
+            "bos_token_id": EOS,
+            "embd_pdrop": 0.1,
+            "eos_token_id": EOS,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "gpt2",
+            "n_ctx": 64,
+            "n_embd": 48,
+            "n_head": 6,
+            "n_layer": 2,
+            "n_positions": 64,
+            "resid_pdrop": 0.1,
+            "summary_activation": None,
+            "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True,
+            "summary_type": "cls_index",
+            "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": V,
+        },
+        {"_from_model_config": True, "bos_token_id": EOS, "eos_token_id": EOS},
+        None,
+    ),
+    "bloom-560m": (
+        {
+            "apply_residual_connection_post_layernorm": False,
+            "architectures": ["BloomForCausalLM"],
+            "attention_dropout": 0.0,
+            "attention_softmax_in_fp32": True,
+            "bias_dropout_fusion": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 3,
+            "unk_token_id": 0,
+            "hidden_dropout": 0.0,
+            "hidden_size": 48,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "masked_softmax_fusion": True,
+            "model_type": "bloom",
+            "n_head": 6,
+            "n_inner": None,
+            "n_layer": 2,
+            "offset_alibi": 100,
+            "pretraining_tp": 1,
+            "seq_length": 512,
+            "skip_bias_add": True,
+            "skip_bias_add_qkv": False,
+            "use_cache": True,
+            "vocab_size": V,
+        },
+        None,
+        None,
+    ),
+    "opt-125m": (
+        {
+            "_name_or_path": "facebook/opt-125m",
+            "activation_dropout": 0.0,
+            "activation_function": "relu",
+            "architectures": ["OPTForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 2,
+            "do_layer_norm_before": True,
+            "dropout": 0.1,
+            "eos_token_id": 2,
+            "ffn_dim": 80,
+            "hidden_size": 48,
+            "init_std": 0.02,
+            "layerdrop": 0.0,
+            "max_position_embeddings": 64,
+            "model_type": "opt",
+            "num_attention_heads": 6,
+            "num_hidden_layers": 2,
+            "pad_token_id": 1,
+            "prefix": "</s>",
+            "torch_dtype": "float16",
+            "use_cache": True,
+            "vocab_size": V,
+            "word_embed_proj_dim": 48,
+        },
+        {"_from_model_config": True, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
+        None,
+    ),
+}
+
+
+def tokenizer():
+    """A tokenizer of 90 characters and four special tokens; it puts <s> before each text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    characters = [chr(code) for code in range(33, 123)]
+    made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="!"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<s>", "</s>", "<turn>", "<pad>"])
+    special = [("<s>", BOS)]
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=special
+    )
+    return made
+
+
+def write_tokenizer(folder: Path, template_in: str | None) -> None:
+    """Write tokenizer.json and its settings; template_in: the file that gets the chat template."""
+    tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False, "special": True, "__type": "AddedToken"},
+        "pad_token": None,
+        "model_max_length": 131072,
+    }
+    if template_in == "chat_template.jinja":
+        (folder / template_in).write_text(CHAT)
+    elif template_in:
+        settings["chat_template"] = CHAT
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+
+
+def write(name: str, folder: Path, prompt: list[int], seed: int = 1):
+    """Write a model of these fields with random weights; return transformers' model.
+
+    Its greedy continuation of `prompt` comes to the last of its ends: the row of a token that it
+    chooses and the row of that end are exchanged.
+    """
+    import transformers
+
+    config, generation, template_in = MODELS[name]
+    folder.mkdir(parents=True)
+    for file, value in (("config.json", config), ("generation_config.json", generation)):
+        if value is not None:
+            (folder / file).write_text(json.dumps(value, indent=2))
+    write_tokenizer(folder, template_in)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for p in theirs.parameters():
+        spread = 0.5 if p.dim() > 1 else 0.15
+        p.data = torch.randn(p.shape, generator=generator) * spread + (p.dim() == 1)
+    ends = (generation or {}).get("eos_token_id", config["eos_token_id"])
+    end = ends[-1] if isinstance(ends, list) else ends
+    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    new = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, **greedy)[0, len(prompt) :]
+    known = {*prompt, *range(4), *range(BOS, V)}
+    token = next(t for t in new.tolist()[4:] if t not in known)
+    matrices = [theirs.get_input_embeddings().weight, theirs.get_output_embeddings().weight]
+    for matrix in {id(m): m for m in matrices}.values():
+        matrix.data[[token, end]] = matrix.data[[end, token]]
+    published = (folder / "config.json").read_bytes()
+    made = (folder / "generation_config.json").read_bytes() if generation is not None else None
+    # transformers does not save some that it has read.
+    theirs.generation_config = transformers.GenerationConfig()
+    theirs.save_pretrained(folder)
+    (folder / "config.json").write_bytes(published)
+    (folder / "generation_config.json").unlink()
+    if made is not None:
+        (folder / "generation_config.json").write_bytes(made)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
