@@ -92,7 +92,8 @@ def check_shape(model: ModelShape) -> None:
     if model.positions == "learned" and model.seq_length > model.max_positions:
         raise UserError(
             f"seq-length({model.seq_length}) is longer than the learned positions: "
-            f"max-positions({model.max_positions})"
+            f"max-positions({model.max_positions}); for a new model give --max-positions "
+            f"{model.seq_length}"
         )
 
 

@@ -4,10 +4,11 @@
 #     bash scripts/lm_eval.sh CHECKPOINT TOKENIZER TASKS [OPTIONS of lm_eval]
 #     bash scripts/lm_eval.sh runs/demo/checkpoints/step_00000180 data/stories.tokenizer.json arc_easy
 #
-# TASKS: names with commas between them, whose data that program downloads; or FILE.jsonl (also
-# .json, .jsonl.gz and so on), whose lines have a "text": perplexity by word and by byte, without a
-# network. Texts begin with the token that documents of the corpus begin with, if there is one. The
-# Python is the one on PATH, or that of .venv, that has the packages of requirements-lm-eval.txt.
+# TOKENIZER: a tokenizer.json or a folder with one; - is that of the checkpoint. TASKS: names with
+# commas between them, whose data that program downloads; or FILE.jsonl (also .json, .jsonl.gz and so
+# on), whose lines have a "text": perplexity by word and by byte, without a network. Texts begin with
+# the token that documents of the corpus begin with, if there is one. The Python is the one on PATH,
+# or that of .venv, that has the packages of requirements-lm-eval.txt.
 set -euo pipefail
 if [ $# -lt 3 ]; then
     sed -n '4,5s/^# *//p' "$0" >&2
@@ -42,8 +43,14 @@ doc_to_target: "{{text}}"
 metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
 YAML
 fi
+tokenizer=(--tokenizer "$2")
+settings="$2"
+if [ "$2" = - ]; then
+    tokenizer=()
+    settings="$folder/hf"
+fi
+"$python" "$root/checkpoint.py" export --to hf ${tokenizer[@]+"${tokenizer[@]}"} "$1" "$folder/hf"
 # Whether texts begin with a token, as the documents of the corpus do; and a check of the texts.
-begins="$("$python" "$root/scripts/eval_texts.py" "$2" ${texts[@]+"${texts[@]}"})"
-"$python" "$root/checkpoint.py" export --to hf --tokenizer "$2" "$1" "$folder/hf"
+begins="$("$python" "$root/scripts/eval_texts.py" "$settings" ${texts[@]+"${texts[@]}"})"
 "$python" -m lm_eval run --model hf --model_args "pretrained=$folder/hf,add_bos_token=$begins" \
     --tasks "$tasks" "${@:4}"
