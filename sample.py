@@ -35,9 +35,11 @@ with messages.installed():
     from config import command_line, validation
     from config.messages import Parser, UserError, exit_with, printable
     from config.schema import Config, ModelShape
-    from corpora import chat_templates, sample_order
+    from corpora import sample_order
+    from corpora.chat_templates import ChatTemplate
     from corpora.conversation import END_OF_INPUT, Conversation, Lines
     from corpora.text import Text, find_tokenizer
+    from corpora.tokenizer_files import read_settings, read_template
     from distributed.context import Context, prepare, start
     from distributed.early_end import StartWatch, ending_all_ranks
     from distributed.launch import Launch, discover
@@ -125,7 +127,7 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     tokenizer_folders = [os.path.join(folder, path) for path in ("", "..", "../..")]
     tokenizer = options.tokenizer or find_tokenizer(tokenizer_folders, _corpora(run_options))
     text = Text(tokenizer, model.vocab_size)
-    ends = record.ends or text.ends
+    ends = record.ends if record.is_imported else record.ends or text.ends
     limit = _longest_text(model, record)
     if options.chat:
         talk = _conversation(options, folder, text, ends)
@@ -174,12 +176,12 @@ def _conversation(
         raise UserError(f"--chat: {folder} has no tokenizer: give --tokenizer PATH")
     if not ends:
         raise UserError(f"--chat: no token is known that ends an answer of {folder}")
-    settings = chat_templates.read_settings(text.path)
+    settings = read_settings(text.path)
     if options.chat_template:
-        source = chat_templates.read_template(options.chat_template)
+        source = read_template(options.chat_template)
     else:
         source = settings.template()
-    template = chat_templates.ChatTemplate(source, settings.tokens)
+    template = ChatTemplate(source, settings.tokens)
     return Conversation(template, text, options.system)
 
 

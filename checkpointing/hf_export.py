@@ -54,6 +54,11 @@ def hf_config(
     """
     came = record.config if record else {}
     config = families.to_config(model, name, came)
+    if record and record.window != families.window(config, "the exported config.json"):
+        raise UserError(
+            f"the model has a sliding_window({record.window}), which is lost as a "
+            f"{config['model_type']}: --family {came['model_type']} keeps it"
+        )
     # Without these fields transformers would take the family's default ids, which belong to another
     # tokenizer: the row of a pad token gets no gradient, and its default in OLMo 2 is token 1.
     config |= {token: came.get(token) for token in families.TOKENS}
@@ -104,7 +109,7 @@ def export_weights(
         model = make_model(index.attributes("model"), index.path)
         record = record or model_record.without_tokenizer(model.seq_length)
         if tokenizer:
-            record = record.with_tokenizer(model_record.tokenizer_files(tokenizer))
+            record = record.with_tokenizer(tokenizer)
         torch_dtype = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
         config = hf_config(model, torch_dtype, family, record)
         all_rules = rules(model, config["model_type"])

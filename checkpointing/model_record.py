@@ -13,7 +13,7 @@ version 0.3 has none, and is read as before. This module does not import torch.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -22,7 +22,9 @@ from checkpointing.file_format import RECORD, TOKENIZER_FILES
 from config import families
 from config.messages import UserError
 from config.schema import Config
-from corpora.text import END, find_tokenizer, prefixes_of
+from corpora.encoder import END, Encoder
+from corpora.text import find_tokenizer, prefixes_of
+from corpora.tokenizer_files import load_tokenizer, read_settings
 
 MOST_BYTES = 2**27  # the most bytes that are read of a tokenizer's file
 GENERATION = "generation_config.json"
@@ -47,11 +49,16 @@ class ModelRecord:
     files: dict[str, bytes] = field(default_factory=dict)
 
     @property
+    def is_imported(self) -> bool:
+        """Whether the model came from transformers, so that its family and its ends are known."""
+        return "model_type" in self.config
+
+    @property
     def window(self) -> int | None:
         """The tokens of the model's sliding window, the longest text that the engine computes as
         the model is meant; None if it has no window.
         """
-        if "model_type" not in self.config:
+        if not self.is_imported:
             return None
         return families.window(self.config, RECORD)
 
@@ -97,14 +104,15 @@ class ModelRecord:
             files[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False).encode()
         return dataclasses.replace(record, files=files)._with_ends(of_data.ends)
 
-    def with_tokenizer(self, files: dict[str, bytes]) -> "ModelRecord":
+    def with_tokenizer(self, path: str) -> "ModelRecord":
         """Return this record with another tokenizer, as --tokenizer of an export names it.
 
-        files: the contents of its files, by name. The ids of an imported model stay where they are
-        known, and the tokenizer's end is added to those of the model.
+        path: a tokenizer.json, or a folder with one. The ids of an imported model stay where they
+        are known, and the tokenizer's end is added to those of the model.
         """
-        ids = token_ids(_tokenizer(files), _settings(files))
-        if "model_type" not in self.config:
+        files = tokenizer_files(path)
+        ids = ids_of(path)
+        if not self.is_imported:
             return dataclasses.replace(self, files=files, config=self.config | ids)
         known = {name: value for name, value in self.config.items() if value is not None}
         record = dataclasses.replace(self, files=files, config=self.config | ids | known)
@@ -115,13 +123,9 @@ class ModelRecord:
         if set(ends) <= set(self.ends):
             return self
         ids = [*dict.fromkeys((*self.ends, *ends))]
-        field = {"eos_token_id": ids if len(ids) > 1 else ids[0]}
+        field = _end_field(ids)
         generation = None if self.generation is None else self.generation | field
         return dataclasses.replace(self, config=self.config | field, generation=generation)
-
-    def special_tokens(self) -> dict[str, str]:
-        """Return the texts of the special tokens by the names in the tokenizer's settings."""
-        return token_texts(_settings(self.files))
 
     def contents(self) -> dict[str, bytes]:
         """Return the contents of the checkpoint's files of this record, by name."""
@@ -135,6 +139,13 @@ def _several(ids: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _end_field(ids: Sequence[int]) -> dict[str, Any]:
+    """Return the field eos_token_id with these ids: null, a number or a list of numbers."""
+    if len(ids) > 1:
+        return {"eos_token_id": [*ids]}
+    return {"eos_token_id": ids[0] if ids else None}
 
 
 # ---- Tokenizers ----------------------------------------------------------------------------------
@@ -166,31 +177,23 @@ def chat_template(files: dict[str, bytes]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def token_texts(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens in a tokenizer_config.json, by name ("eos_token")."""
-    tokens = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
-
-
-def token_ids(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def ids_of(tokenizer: str) -> dict[str, Any]:
     """Return the ids of the special tokens (families.TOKENS) by a tokenizer and its settings.
 
-    tokenizer: a Tokenizer of the library `tokenizers`. A text ends at the eos_token of the settings
-    and at the token that ends a document, if they are two.
+    tokenizer: the path of a tokenizer.json, or of a folder with one. A text ends at the eos_token
+    of the settings and at the token that ends a document, if they are two. It begins with the
+    bos_token, or with the one token that the tokenizer puts before a text.
     """
-    texts = token_texts(settings)
+    path = os.path.join(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else tokenizer
+    settings = read_settings(path)
+    encoder = Encoder(load_tokenizer(path), settings, path)
     ids = {}
     for name in families.TOKENS:
-        text = texts.get(name.removesuffix("_id"))
-        ids[name] = None if text is None else tokenizer.token_to_id(text)
-    document_end = tokenizer.token_to_id(END)
-    ends = sorted({token for token in (ids["eos_token_id"], document_end) if token is not None})
-    ids["eos_token_id"] = ends if len(ends) > 1 else (ends or [None])[0]
-    return ids
+        text = settings.tokens.get(name.removesuffix("_id"))
+        ids[name] = None if text is None else encoder.tokenizer.token_to_id(text)
+    if ids["bos_token_id"] is None and len(encoder.begin) == 1:
+        ids["bos_token_id"] = encoder.begin[0]
+    return ids | _end_field(encoder.ends)
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:
@@ -299,13 +302,14 @@ def of_corpora(config: Config) -> ModelRecord:
     ids of special tokens.
     """
     length = config.model.seq_length
-    paths = [find_tokenizer([], [prefix]) for prefix in prefixes_of(config.data.data)]
-    found = [tokenizer_files(path) for path in paths if path]
+    paths = [find_tokenizer([], [prefix]) or "" for prefix in prefixes_of(config.data.data)]
+    paths = [path for path in paths if path]
+    found = [tokenizer_files(path) for path in paths]
     if not found or any(files["tokenizer.json"] != found[0]["tokenizer.json"] for files in found):
         return without_tokenizer(length)
-    files = max(found, key=len)  # with the settings of a corpus of chats, if there is one
-    ids = token_ids(_tokenizer(files), _settings(files))
-    return ModelRecord(ids, length, None, files)
+    # That with a chat template, if there is one, and else the first.
+    best = max(range(len(found)), key=lambda i: (chat_template(found[i]) is not None, -i))
+    return ModelRecord(ids_of(paths[best]), length, None, found[best])
 
 
 def _open(path: str) -> BinaryIO:

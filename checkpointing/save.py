@@ -179,7 +179,8 @@ class Checkpointer:
     @property
     def bytes_needed(self) -> int:
         """The bytes that one checkpoint of this run takes on the disk; on rank 0 only."""
-        return bytes_of_a_save(self.config, self.optimizer, self.kinds)
+        files = self.record.files.values() if self.record is not None else ()
+        return bytes_of_a_save(self.config, self.optimizer, self.kinds) + sum(map(len, files))
 
     @property
     def seconds_to_save(self) -> float:

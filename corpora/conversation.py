@@ -30,7 +30,8 @@ class Conversation:
         the system; None: there is none.
         """
         self.template = template
-        self.tokenizer: Any = text.tokenizer
+        assert text.encoder is not None
+        self.encoder = text.encoder
         self.messages: list[dict[str, Any]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -51,11 +52,11 @@ class Conversation:
         check_decoded("the message", message)
         self.messages.append({"role": "user", "content": message})
         written = self.template.render(self.messages, add_generation_prompt=True)
-        return self.tokenizer.encode(written, add_special_tokens=False).ids
+        return self.encoder.conversation(written).ids
 
     def answer(self, ids: list[int]) -> str:
         """Add the model's message, and return its text, without special tokens."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})
         return text
 

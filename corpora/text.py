@@ -68,11 +68,6 @@ class Text:
         """The tokenizer; None without one."""
         return None if self.encoder is None else self.encoder.tokenizer
 
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The ids that end a document: that of END, or none."""
-        return () if self.end is None else (self.end,)
-
     def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
         """Return a prompt's token ids. Without a tokenizer, the prompt is a list of token ids.
 

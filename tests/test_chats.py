@@ -143,7 +143,7 @@ def test_an_exported_model_has_the_chat_template_it_was_trained_with(folder):
     (folder / "hf").mkdir()
     tokenizer = str(folder / "out.tokenizer.json")
     record = model_record.without_tokenizer(64)
-    record = record.with_tokenizer(model_record.tokenizer_files(tokenizer))
+    record = record.with_tokenizer(tokenizer)
     hf_export.write_tokenizer(record, str(folder / "hf"), model)
     ends = record.config
     theirs = transformers.AutoTokenizer.from_pretrained(folder / "hf")

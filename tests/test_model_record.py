@@ -210,6 +210,12 @@ def test_nothing_is_trained_or_sampled_beyond_the_window(windowed, tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["sliding_window"] == 16
 
 
+def test_a_window_is_not_lost_by_an_export_as_another_family(windowed, tmp_path):
+    with pytest.raises(UserError, match=r"sliding_window\(16\), which is lost as a llama"):
+        command("export", "--to", "hf", "--family", "llama", windowed / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_may_be_a_folder_and_its_end_is_added(windowed, tmp_path):
     """The ids of the model stay; a corpus of chats brings the end of its answers."""
     other = tmp_path / "other"
@@ -217,14 +223,14 @@ def test_a_tokenizer_may_be_a_folder_and_its_end_is_added(windowed, tmp_path):
     settings = json.loads((other / "tokenizer_config.json").read_text())
     settings |= {"eos_token": "<turn>", "chat_template": "{{ messages }}"}
     (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    (other / "special_tokens_map.json").unlink()
     command("export", "--to", "hf", "--tokenizer", other, windowed / "in", tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (BOS, [EOS, TURN])
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.chat_template == "{{ messages }}"
-    of_data = model_record.ModelRecord(
-        {"eos_token_id": TURN}, 8, None, model_record.tokenizer_files(str(other))
-    )
+    files = model_record.tokenizer_files(str(other))
+    of_data = model_record.ModelRecord({"eos_token_id": TURN}, 8, None, files)
     record = model_record.read(str(windowed / "in/step_00000000"))
     tuned = record.after_training(of_data)
     assert tuned.ends == (EOS, TURN)
@@ -237,7 +243,6 @@ def test_a_model_from_scratch_has_the_tokens_of_its_corpus(windowed, tmp_path):
     prepare = ["scripts/prepare_data.py", "--out", str(tmp_path / "c"), "--tokenizer"]
     done = ranks.fork_one(*prepare, str(windowed / "hf"), str(tmp_path / "a.jsonl"))
     assert done.status == 0, done.err
-    shutil.copy(windowed / "hf/tokenizer_config.json", tmp_path / "c.tokenizer_config.json")
     words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --steps 1 --global-batch-size 1"
     words += f" --vocab-size {V} --device cpu --save-every 1 --data {tmp_path}/c --out {tmp_path}/r"
     done = ranks.fork_one("train.py", *words.split())
