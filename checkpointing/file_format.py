@@ -53,6 +53,10 @@ TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("tokenizer.model", "spiece.model"),
 )
+# The folder in which transformers writes the further chat templates of a tokenizer, and the name
+# of one of them.
+TEMPLATES = "additional_chat_templates"
+FURTHER_TEMPLATE = re.compile(rf"{TEMPLATES}/[A-Za-z0-9_][A-Za-z0-9_.-]*\.jinja")
 CHUNK = 2**20  # bytes that are checksummed and written at once: they fit into the CPU's cache
 PAGE = 4096  # arrays begin at multiples of this number of bytes in their files
 
@@ -284,11 +288,23 @@ def _create_virtual_dataset(
     h5py.h5d.create(group, name.encode(), kind_type, h5py.h5s.create_simple(shape), properties)
 
 
-def write_file(path: str, contents: bytes) -> tuple[int, int]:
-    """Write a file and flush it to the disk; return its bytes and CRC-32."""
+def is_tokenizer_file(name: str) -> bool:
+    """Return whether a tokenizer may have a file of this name, which is relative to its folder."""
+    return name in TOKENIZER_FILES or bool(FURTHER_TEMPLATE.fullmatch(name))
+
+
+def write_file(folder: str, name: str, contents: bytes) -> tuple[int, int]:
+    """Write a file and flush it to the disk; return its bytes and CRC-32.
+
+    name: relative to `folder`; a folder in it is made.
+    """
+    path = os.path.join(folder, name)
+    if os.path.dirname(name):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as file:
         file.write(contents)
     flush(path)
+    flush(os.path.dirname(path))
     return checksum_file(path)
 
 

@@ -24,9 +24,10 @@ from checkpointing.file_format import (
     INDEX,
     RECORD,
     SHARD,
-    TOKENIZER_FILES,
+    TEMPLATES,
     checksum,
     flush,
+    is_tokenizer_file,
     open_regular,
 )
 from config.messages import UserError
@@ -132,7 +133,7 @@ def _is_entry(item: tuple[str, Any]) -> bool:
     item: (name of a checkpoint's file, {"bytes": ..., "crc32": ...}).
     """
     name, entry = item
-    has_name = name in (INDEX, RECORD, *TOKENIZER_FILES) or SHARD.fullmatch(name)
+    has_name = name in (INDEX, RECORD) or is_tokenizer_file(name) or SHARD.fullmatch(name)
     has_keys = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
     return bool(has_name and has_keys and all(map(_is_count, entry.values())))
 
@@ -149,6 +150,8 @@ def find_problem(
     and compare its checksum too; False: compare its size only.
     """
     path = os.path.join(folder, name)
+    if os.path.dirname(name) and os.path.islink(os.path.join(folder, TEMPLATES)):
+        return f"cannot read {path}: its folder is a link"
     try:
         with open_regular(path) as file:
             actual = os.fstat(file.fileno()).st_size

@@ -187,8 +187,7 @@ def write_tokenizer(record: ModelRecord, folder: str, model: ModelShape) -> None
             raise UserError(f"the tokenizer.json has {size} tokens, the model {model.vocab_size}")
         files |= model_record.complete_settings(files, record.context_length)
     for name, contents in files.items():
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(contents)
+        file_format.write_file(folder, name, contents)
 
 
 def _write_json(folder: str, name: str, value: dict) -> None:
@@ -285,12 +284,12 @@ def import_weights(
         index = file_format.write_index(checkpoint, image, _attributes(model, source))
         files = {name: (total, crc), file_format.INDEX: index}
         for name, contents in record.contents().items():
-            files[name] = file_format.write_file(os.path.join(checkpoint, name), contents)
+            files[name] = file_format.write_file(checkpoint, name, contents)
         folders.write_manifest(checkpoint, 0, files)
         facts = {"config": {"model": dataclasses.asdict(model)}, "window": record.window}
         _write_json(folder, "run.json", facts)
         for name, contents in record.files.items():  # so that FOLDER is a tokenizer's folder, too
-            file_format.write_file(os.path.join(folder, name), contents)
+            file_format.write_file(folder, name, contents)
     for line in _notes(source, config, record, where):
         note(line)
     return model
@@ -307,7 +306,7 @@ def _record_of(source: str, config: dict[str, Any], where: str) -> ModelRecord:
         generation = _read_json(source, model_record.GENERATION)
 
     def opened(path: str) -> BinaryIO:
-        return file_format.open_regular(_path_in(source, os.path.basename(path)))
+        return file_format.open_regular(_path_in(source, os.path.relpath(path, source)))
 
     files = model_record.files_beside(os.path.join(source, ""), opened)
     length = families.context_length(config, where)
@@ -323,7 +322,8 @@ def _notes(source: str, config: dict[str, Any], record: ModelRecord, where: str)
         )
     if unread := families.unread(config, where):
         yield f"{where} has fields that are kept and change nothing here: {', '.join(unread)}"
-    known = {"config.json", model_record.GENERATION, INDEX, *file_format.TOKENIZER_FILES}
+    known = {"config.json", model_record.GENERATION, INDEX, *record.files}
+    known |= {os.path.dirname(name) for name in record.files}
     names = (name for name in os.listdir(source) if not name.endswith(".safetensors"))
     if others := sorted(name for name in names if name not in known):
         yield f"not taken from {source}: {', '.join(others)}"
@@ -344,14 +344,14 @@ def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
 
 
 def _path_in(folder: str, name: str) -> str:
-    """Return the real path of the regular file `name` in a folder.
+    """Return the real path of the regular file `name` in a folder, or in a folder of it.
 
     Raise UserError if there is no such file, or if it is a link to a file outside the folder. In
     the cache of the Hugging Face hub, files of `snapshots/REVISION` are links to `blobs`.
     """
     real_folder = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(folder, name))
-    allowed = [real_folder]
+    allowed = [os.path.dirname(os.path.join(real_folder, name))]
     parent = os.path.dirname(real_folder)
     if os.path.basename(parent) == "snapshots":
         allowed.append(os.path.join(os.path.dirname(parent), "blobs"))

@@ -5,9 +5,9 @@
     record = record.after_training(of_corpora(config))    what the checkpoints of a run hold
 
 A checkpoint holds it as model_record.json (RECORD) and, beside that, the files of the tokenizer as
-they came (TOKENIZER_FILES); the manifest lists them. Runs carry it from checkpoint to checkpoint,
-sample.py ends texts and writes chats by it, and an export writes it back. A checkpoint from before
-version 0.3 has none, and is read as before. This module does not import torch.
+they came (file_format.TOKENIZER_FILES); the manifest lists them. Runs carry it from checkpoint to
+checkpoint, sample.py ends texts and writes chats by it, and an export writes it back. A checkpoint
+from before version 0.3 has none, and is read as before. This module does not import torch.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from checkpointing import file_format, folders
-from checkpointing.file_format import RECORD, TOKENIZER_FILES
+from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
 from config import families
 from config.messages import UserError
 from config.schema import Config
@@ -213,11 +213,15 @@ def tokenizer_files(path: str) -> dict[str, bytes]:
 
 
 def files_beside(prefix: str, opened: Callable[[str], BinaryIO]) -> dict[str, bytes]:
-    """Return the contents of those files PREFIX + NAME that exist, for NAME in TOKENIZER_FILES.
+    """Return the contents of those files PREFIX + NAME that exist, for each NAME of a tokenizer.
 
-    opened: opens a file for reading bytes. Raise UserError if a file cannot be read.
+    prefix: the path before the names; that of a folder ends in a slash, and further chat templates
+    may be in it. opened: opens a file for reading bytes. Raise UserError if one cannot be read.
     """
     there = [name for name in TOKENIZER_FILES if os.path.lexists(prefix + name)]
+    if not os.path.basename(prefix) and os.path.isdir(prefix + TEMPLATES):
+        further = [f"{TEMPLATES}/{name}" for name in sorted(os.listdir(prefix + TEMPLATES))]
+        there += [name for name in further if is_tokenizer_file(name)]
     return {name: read_file(prefix + name, opened) for name in there}
 
 
@@ -337,7 +341,7 @@ def read(folder: str, with_files: bool = True) -> ModelRecord | None:
         raise UserError(f"{path} has no context_length that is a number of tokens")
     families.check_token_ids(config, path)
     families.check_token_ids(generation or {}, path)
-    names = [name for name in TOKENIZER_FILES if with_files and name in listed]
+    names = [name for name in listed if with_files and is_tokenizer_file(name)]
     opened = file_format.open_regular
     files = {name: read_file(os.path.join(folder, name), opened) for name in names}
     record = ModelRecord(config, length, generation, files)

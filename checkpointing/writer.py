@@ -240,8 +240,7 @@ class Writer:
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         for name, contents in save.record_files.items():
-            path = os.path.join(save.hidden, name)
-            files[name] = file_format.write_file(path, contents)
+            files[name] = file_format.write_file(save.hidden, name, contents)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
         # After a resume from a checkpoint that is not the newest, the first save moves the newer
         # ones to another folder: training did not go on from them.

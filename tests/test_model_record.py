@@ -157,6 +157,9 @@ def windowed(tmp_path_factory):
 def test_a_tuned_model_keeps_all_that_came_with_it(tmp_path):
     """Its checkpoint alone, moved elsewhere, after two runs on short samples."""
     write("Qwen2.5-0.5B-Instruct", tmp_path / "hf", PROMPT)
+    further = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / "hf" / further).parent.mkdir()
+    (tmp_path / "hf" / further).write_text("{{ tools }}")
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
     assert trained(tmp_path / "in", tmp_path / "a").status == 0
     more = ["--resume", "auto", "--steps", "2", "--global-batch-size", "1", "--save-every", "1"]
@@ -173,9 +176,8 @@ def test_a_tuned_model_keeps_all_that_came_with_it(tmp_path):
     for file in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         texts = [json.loads((tmp_path / f / file).read_text()) for f in ("hf", "out")]
         assert texts[0] == texts[1], file
-    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (
-        tmp_path / "out/tokenizer.json"
-    ).read_bytes()
+    for file in ("tokenizer.json", further):
+        assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
 
 
 def test_longer_samples_lengthen_the_context(tmp_path):
@@ -284,7 +286,7 @@ def test_a_damaged_record_is_one_sentence(contents, windowed, tmp_path):
     files = folders.read_manifest(str(folder))["files"]
     entries = {name: (e["bytes"], e["crc32"]) for name, e in files.items()}
     record = file_format.RECORD
-    entries[record] = file_format.write_file(str(folder / record), contents)
+    entries[record] = file_format.write_file(str(folder), record, contents)
     folders.write_manifest(str(folder), 0, entries)
     for words in (["show", folder], ["export", "--to", "hf", folder, tmp_path / "out"]):
         with pytest.raises(UserError) as caught:
