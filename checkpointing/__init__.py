@@ -8,6 +8,7 @@ save          `Checkpointer`: saves and loads a run while training continues
 load          reads a checkpoint under any layout
 state         what a rank saves of a run: `Progress`, the parts of tensors that it has, sizes
 checkpoints   `Checkpoints`: what the training loop uses, which loads the others if they are needed
+model_record  what a model is beyond its shape: special tokens, context, window, tokenizer
 hf_export     Hugging Face weights, out and in
 hf_rules      converts tensors of transformers to ours, and back
 
