@@ -166,12 +166,12 @@ def _corpus_splits(config: Config) -> Splits:
 
     eval_samples = config.data.eval_samples
     corpora = Corpora(config)
-    train = corpora.split(SPLITS.index("train"), config.total_samples)
+    train = corpora.split(SPLITS.index("train"), config.ordered)
     source = corpora.describe()
     epoch_tokens = corpora.epoch_tokens()
     if not eval_samples:
         return Splits(train, None, None, source, epoch_tokens=epoch_tokens)
-    validation = corpora.split(SPLITS.index("validation"), eval_samples)
+    validation = corpora.split(SPLITS.index("validation"), [eval_samples])
     test, notes = corpora.test_split(eval_samples)
     return Splits(train, validation, test, source, notes, epoch_tokens=epoch_tokens)
 

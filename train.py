@@ -27,12 +27,15 @@ watch = StartWatch()
 if __name__ == "__main__":
     watch.begin()
 with ending_all_ranks(watch), messages.installed():
+    from collections.abc import Mapping
     from dataclasses import replace
+    from typing import Any
 
     import psutil
 
     from config import model_stats
     from config.command_line import parse_request
+    from config.inherited import Inherited
     from config.messages import UserError, check_paths, exit_with
     from config.schema import Config
     from config.validation import check
@@ -61,8 +64,11 @@ def main(arguments: list[str], watch: StartWatch) -> None:
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
-        request = parse_request(arguments, __doc__)
-        config = check(request.config, launch.size)
+        request = parse_request(arguments, __doc__, resumed=of_checkpoint)
+        try:
+            config = check(request.config, launch.size)
+        except UserError as mistake:  # perhaps about an option that the user has not typed
+            raise UserError("; ".join(filter(None, [str(mistake), request.taken.note]))) from None
         watch.follow(config.run.out)  # the folder for the report of a death
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
@@ -74,6 +80,13 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     with messages.installed():
         import trainer
     trainer.main(config, launch, signals)
+
+
+def of_checkpoint(given: Mapping[str, Any]) -> Inherited:
+    """Return what a run takes from the checkpoint of --resume; given: the options by name."""
+    from checkpointing import resumed  # imported here: h5py takes time, and few starts resume
+
+    return resumed.inherited_options(given)
 
 
 def check_machine(config: Config) -> None:

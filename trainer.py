@@ -21,8 +21,9 @@ from torch import Tensor, nn
 import data
 from attention import attention_kernel
 from checkpointing.checkpoints import Checkpoints
-from checkpointing.state import check_begin, room_for_saves
+from checkpointing.state import check_begin, fingerprints, room_for_saves
 from config.messages import UserError
+from config.past import Past
 from config.schema import Config
 from distributed import garbage, start_checks
 from distributed.context import Context, start
@@ -39,6 +40,7 @@ from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import replica_check, step_stats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor, give_up
+from telemetry.start_of_run import find_past
 from telemetry.step_stats import StatsExchange
 from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
@@ -201,13 +203,17 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
     with ExitStack() as cleanup:
         context.take(config.run.out)  # locks the run's folder
         layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
-        config, precision_line = precision.decide(replace(config, layout=layout), context)
+        # Rank 0 reads the past for all ranks: other nodes may not see the newest checkpoint yet.
+        config = replace(config, layout=layout, past=Past())
+        config, precision_line = precision.decide(config, context)
         notes: list[str] = []
         if config.layout.schedule == "auto":
             from telemetry.pass_times import decide_schedule  # only --schedule auto needs it
 
             config, notes = decide_schedule(config, context)
         start_checks.introduce(config, context, precision_line)  # prints it, and checks the nodes
+        config, chosen, lines = find_past(config, context)
+        notes += lines
         if config.run.on_spike and config.run.resume:
             from telemetry.spikes import passing_over
 
@@ -235,7 +241,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
             replica_checker = partial(replica_check.check, state.stages, optimizer, mesh)
         samples = splits.train
         checkpoints = Checkpoints(
-            config, mesh, optimizer, context, samples, log.note, replica_checker
+            config, mesh, optimizer, context, samples, log.note, replica_checker, chosen
         )
         start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
@@ -273,10 +279,14 @@ class Trainer:
         self.device = state.factory.device
         self.stats_exchange = StatsExchange(mesh, self.device, conditions, checkpoints)
         self.straggler_check = step_stats.StragglerCheck(config, log.context.nodes)
-        self.done = checkpoints.resume()  # the run's progress: steps, samples, tokens
-        check_begin(config, self.done)  # UserError if it is from before --begin-at-samples
-        self.last_step = config.steps_after(self.done.iteration, self.done.consumed_samples)
-        log.total = self.last_step
+        self.last_step = config.total_steps
+        # A start that is refused, or has no step to do, replaces no file of the run's record. The
+        # lines about the checkpoint are in the new record.
+        with log.held():
+            self.done = checkpoints.resume()  # the run's progress: steps, samples, tokens
+            check_begin(config, self.done)  # UserError if it is from before --begin-at-samples
+            if self.done.iteration < self.last_step:
+                self._begin_record()
         log.epoch_tokens = splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)  # spikes, divergence
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
@@ -366,6 +376,15 @@ class Trainer:
         self.checkpoints.close()
         self.conditions.saved()
         return True
+
+    def _begin_record(self) -> None:
+        """Open the files of the run's record on rank 0, because steps are about to run."""
+        config = self.config
+        samples: dict[str, str] = {}
+        if self.log.is_writer:
+            answers = config.data.answers_only
+            samples = fingerprints(self.splits.train, config.total_samples, answers)
+        self.log.begin(samples)
 
     def _evaluations_after(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
         """Return the evaluations that are due after a step: by name, samples and their number."""

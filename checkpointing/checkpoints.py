@@ -20,6 +20,7 @@ from distributed.store import StoreExchange
 from zero import Optimizer
 
 if TYPE_CHECKING:
+    from checkpointing.resumed import Chosen
     from checkpointing.save import Checkpointer
 
 
@@ -39,8 +40,12 @@ class Checkpoints:
         samples: Samples | None,
         print_line: Callable[[str], None],
         check_replicas: Callable[[int], None] | None,
+        chosen: "Chosen | None" = None,
     ):
-        """Keep what a Checkpointer needs, and make it if the run saves or resumes. Collective."""
+        """Keep what a Checkpointer needs, and make it if the run saves or resumes. Collective.
+
+        chosen: the checkpoint of --resume; None: `resume` chooses it.
+        """
         self.config = config
         self.enabled = config.run.saves  # whether the run saves regularly
         self.optimizer = optimizer
@@ -52,8 +57,18 @@ class Checkpoints:
         self.exchange = StoreExchange(store, rank, size, "run", mesh.recorder)
         self._check_replicas = check_replicas
         # The arguments with which `_checkpointer` makes the Checkpointer, perhaps much later.
-        self._arguments = (config, mesh, optimizer, context, samples, print_line, check_replicas)
+        self._arguments = (
+            config,
+            mesh,
+            optimizer,
+            context,
+            samples,
+            print_line,
+            check_replicas,
+            chosen,
+        )
         self._made: Checkpointer | None = None  # None until it is needed
+        self._begun = False  # whether `resume` was called
         # On rank 0, the last step whose audit (--audit-every) found no wrong results; -1: there is
         # none. The newest checkpoint of this step or an earlier one is never deleted, because it
         # is the last that is known to be right.
@@ -70,9 +85,12 @@ class Checkpoints:
             from checkpointing.save import Checkpointer
 
             self._made = Checkpointer(*self._arguments)
+            if self._begun:  # made by the first save of a run that does not resume
+                self._made.resume()
         return self._made
 
     def resume(self) -> Progress:
+        self._begun = True
         return self._made.resume() if self._made else Progress()
 
     def after_step(self, progress: Progress, last: bool, requested: bool) -> None:

@@ -3,8 +3,8 @@
 A checkpoint is written to a hidden folder and becomes visible by one rename after all of its files
 are on the disk. A checkpoint is deleted after a rename has hidden it. So every visible folder is
 complete, and a crash at any moment leaves the older checkpoints as they were. If a run continues
-from an earlier step, the checkpoints of later steps are moved to checkpoints.1, checkpoints.2, ...
-The file manifest.json:
+from an earlier step, or begins again at step 0, its first save moves the checkpoints that did not
+lead to its state to checkpoints.1, checkpoints.2, ... The file manifest.json:
 
     {"format": "trine checkpoint", "version": 1, "step": 1000,
      "files": {"index.h5": {"bytes": 53995, "crc32": 3852957224}, ...},
@@ -35,6 +35,10 @@ from config.run_options import unused_number
 
 VERSION = 1
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # the folder in a run's folder
+# A file in a folder of checkpoints that were set aside because an audit found wrong results: no run
+# is to continue from them. The text is the reason.
+NOT_TO_BE_USED = "not-to-be-used.txt"
 # The most bytes of a manifest that are read: the size of a manifest with 200,000 files.
 MANIFEST_BYTES = 2**24
 
@@ -207,13 +211,46 @@ def is_checkpoint(path: str) -> bool:
 def find_checkpoints(path: str) -> list[str]:
     """Return the folders of the checkpoints that a user's `path` may mean, the newest first.
 
-    `path` is a checkpoint, a folder of checkpoints, or a run's folder. Any other path is returned
-    as it is, so that `read_manifest` raises an error that names the missing file.
+    `path` is a checkpoint, a folder of checkpoints, or a run's folder. Raise UserError if it has
+    none in place, but some that were set aside. Any other path is returned as it is, so that
+    `read_manifest` raises an error that names the missing file.
     """
     if is_checkpoint(path):
         return [path]
-    inside = list_checkpoints(path) or list_checkpoints(os.path.join(path, "checkpoints"))
+    parent = os.path.join(path, CHECKPOINTS)
+    inside = list_checkpoints(path) or list_checkpoints(parent)
+    if not inside:
+        refuse_set_aside(parent)
+        refuse_set_aside(path)
     return inside or [path]
+
+
+def refuse_set_aside(parent: str) -> None:
+    """Raise UserError if there are checkpoints beside `parent`, such as in checkpoints.2.
+
+    Called if `parent` itself, a folder of checkpoints, has none. Checkpoints that an audit has set
+    aside do not count, because nothing is to continue from them.
+    """
+    actual = os.path.realpath(parent)
+    folder, name = os.path.split(actual)
+    if not os.path.isdir(folder):
+        return
+    found = []
+    for other in sorted(os.listdir(folder)):
+        number = other.removeprefix(f"{name}.")
+        if number == other or not number.isdecimal():
+            continue
+        path = os.path.join(folder, other)
+        inside = list_checkpoints(path)
+        if inside and not os.path.lexists(os.path.join(path, NOT_TO_BE_USED)):
+            steps = ", ".join(str(step_of(one)) for one in inside[:4])
+            more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
+            found.append(f"{inside[0]} (steps {steps}{more})")
+    if found:
+        raise UserError(
+            f"{parent} has no checkpoint, but there are some beside it: {'; '.join(found)}. "
+            "Give one of these folders, or move them away to begin at step 0"
+        )
 
 
 def publish(hidden: str, final: str) -> None:
@@ -293,12 +330,13 @@ def delete_surplus(
             remove(path)
 
 
-def set_aside(parent: str, after: int) -> str:
+def set_aside(parent: str, after: int, why: str, wrong: bool = False) -> str:
     """Move the checkpoints of later steps than `after` to a new folder PARENT.1, PARENT.2, ...
 
-    Called if the run continues from an earlier step, so that these checkpoints did not lead to its
-    state, or if an audit found wrong results. Return a line that names the folder and the
-    checkpoints, or "" if no checkpoint is moved. Raise OSError if a move fails.
+    Called if the run begins again or continues from an earlier step, so that these checkpoints did
+    not lead to its state, or if an audit found wrong results. why: the reason. wrong: whether no
+    run is to continue from them. Return a line that names the folder and the checkpoints, or "" if
+    no checkpoint is moved. Raise OSError if a move fails.
     """
     names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
     if not names:
@@ -306,6 +344,9 @@ def set_aside(parent: str, after: int) -> str:
     actual = os.path.realpath(parent)  # renames must stay on the real folder's file system
     aside = f"{actual}.{unused_number([actual])}"
     os.mkdir(aside)
+    if wrong:
+        with open(os.path.join(aside, NOT_TO_BE_USED), "w") as file:
+            file.write(why + "\n")
     for name in names:
         os.rename(os.path.join(parent, name), os.path.join(aside, name))
-    return f"set aside in {aside}: {', '.join(names)}"
+    return f"set aside in {aside}: {', '.join(names)}; {why}"

@@ -31,6 +31,7 @@ from checkpointing import folders
 from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
 from config.command_line import make_model
 from config.messages import UserError
+from config.past import from_text, to_text
 from config.schema import ModelShape
 from corpora.hdf5_files import member
 from corpora.usage import Usage
@@ -431,6 +432,13 @@ def _check_attributes(index: Index, step: int) -> None:
         Usage.from_text(str(data.get("usage", Usage().text())))  # the tokens that were trained on
     except ValueError:
         wrong.append(("usage", data["usage"]))
+    total = data.get("total_samples", 0)
+    if type(total) is not int or total < 0:
+        wrong.append(("total_samples", total))
+    try:
+        from_text(str(data.get("past", to_text((), ()))), 0, 0)
+    except ValueError:
+        wrong.append(("past", data["past"]))
     if wrong:
         name, value = wrong[0]
         raise UserError(f"{index.path} has {name!a} = {value!a:.80}")

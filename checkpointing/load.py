@@ -13,26 +13,21 @@ range of the elements of a parameter on this rank. "Theirs" and "there" are abou
 
 import dataclasses
 import json
-import os
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from checkpointing import folders, model_record
-from checkpointing.index import Index, check_files
+from checkpointing import model_record
+from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
-from checkpointing.state import (
-    Progress,
-    checkpoints_folder,
-    fingerprint,
-    unpadded_shards,
-)
+from checkpointing.resumed import Chosen, choose, configuration
+from checkpointing.state import Progress, checkpoints_folder, fingerprint, unpadded_shards
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
+from config.inherited import of_the_run
 from config.messages import UserError
 from config.needs import ROTARY
 from config.schema import Config
@@ -45,9 +40,6 @@ from zero import Optimizer
 # Options of a model that do not change any tensor if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
 WIDEST = torch.float64.itemsize  # the most bytes that an element of a saved tensor takes
-# A resumed run prints which of these options of the group "data", and which options of the group
-# "training", have other values than in the run that saved.
-DATA = ("data", "split", "order", "skip_samples")
 
 
 def repeatability(device: str, deterministic: bool) -> str:
@@ -75,13 +67,12 @@ class Loader:
     exchange: StoreExchange
     samples: Samples | None
     print_line: Callable[[str], None]
+    chosen: Chosen | None = None  # the checkpoint to load; None: `resume` chooses it
 
     def __post_init__(self) -> None:
-        """Set the fields that do not come from the caller; `resume` fills in the last three."""
+        """Set the fields that do not come from the caller; `resume` fills in the last one."""
         self.run = self.config.run
         self.parent = checkpoints_folder(self.config)
-        self.chosen: str | None = None  # the folder that was loaded
-        self.damaged: list[str] = []  # names of newer checkpoints that could not be loaded
         self.record: ModelRecord | None = None  # what the loaded model is beyond its shape
 
     def resume(self) -> Progress:
@@ -91,11 +82,12 @@ class Loader:
         checkpoint. Collective over the world. Raise UserError on every rank if the checkpoint
         cannot be loaded.
         """
-        folder = self._choose()
+        if self.chosen is None:
+            self.chosen = choose(self.run, self.exchange, self.print_line)
+        folder = self.chosen.folder
         if folder is None:
             self.print_line(f"no checkpoint in {self.parent} yet: training begins at step 0")
             return Progress()
-        self.chosen = folder
         with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
@@ -115,50 +107,6 @@ class Loader:
             if self.mesh.rank == 0:
                 self._print_resumed(index, folder, progress)
             return progress
-
-    def _choose(self) -> str | None:
-        """Return the folder to load, after checking its files; None if --resume auto finds none.
-
-        Raise UserError if there are checkpoints but each of them has a problem. Collective.
-        """
-        # All ranks use rank 0's list: another node may not see a new checkpoint yet.
-        listed = self._candidates() if self.mesh.rank == 0 else None
-        candidates = self.exchange.agree(listed, lambda values: values[0])
-        problems = []
-        for folder in candidates:
-            problem = self._find_problem(folder)
-            if problem is None:
-                return folder
-            if candidates == [self.run.resume]:  # the user named this checkpoint
-                raise UserError(problem)
-            problems.append(problem)
-            self.damaged.append(os.path.basename(folder))
-            self.print_line(f"{os.path.basename(folder)} cannot be loaded: {problem}")
-        if problems:
-            raise UserError(f"nothing to resume from: {'; '.join(problems)}")
-        return None
-
-    def _candidates(self) -> list[str]:
-        """Return the folders to try, newest first; a single folder if --resume names a checkpoint.
-
-        Called on rank 0 only.
-        """
-        if self.run.resume == "auto":
-            return folders.list_checkpoints(self.parent)
-        return folders.find_checkpoints(self.run.resume)
-
-    def _find_problem(self, folder: str) -> str | None:
-        """Return why a checkpoint cannot be loaded, or None, the same on all ranks.
-
-        Every rank checks some of the checkpoint's files. Collective.
-        """
-        problem = None
-        try:
-            check_files(folder, True, self.mesh.rank, self.mesh.size)
-        except UserError as error:
-            problem = str(error)
-        # All ranks get the problem of the first rank that has found one.
-        return self.exchange.agree(problem, lambda problems: next(filter(None, problems), None))
 
     def _check_model(self, index: Index, folder: str) -> None:
         """Raise UserError if the checkpoint's model has another shape than this run's model.
@@ -294,17 +242,25 @@ class Loader:
                 f"the samples before {consumed} are not those that the checkpoint was trained "
                 f"on (fingerprint {there} there, {here} here); training continues with these"
             )
-        saved_config = json.loads(index.attributes("run")["config"])
-        theirs = _options(saved_config)
+        saved = configuration(index)
         # JSON makes tuples into lists, as in the checkpoint: so equal options compare as equal.
-        ours = _options(json.loads(json.dumps(self.config.as_dict())))
-        changed = [
-            f"{name} {theirs[name]} before, {ours[name]} now"
-            for name in ours.keys() & theirs.keys()
-            if ours[name] != theirs[name]
-        ]
+        now = json.loads(json.dumps(self.config.as_dict()))
+        changed = []
+        names = {*of_the_run(), "seq_length"}  # other options of the model cannot change
+        for group in ("model", "training", "data"):
+            theirs = saved.get(group, {})
+            for name in now[group].keys() & theirs.keys() & names:
+                if now[group][name] != theirs[name]:
+                    changed.append(f"{name} {theirs[name]} before, {now[group][name]} now")
         if changed:
             self.print_line(f"options that changed: {'; '.join(sorted(changed))}")
+        before = index.attributes("data").get("total_samples")
+        total = self.config.total_samples
+        if before is not None and before != total:
+            self.print_line(
+                f"the run now has {total} samples in all, {before} before: the learning rate goes "
+                f"by the {max(0, total - consumed)} that are left"
+            )
 
 
 def load_weights(stages: nn.ModuleList, index: Index) -> None:
@@ -338,16 +294,6 @@ def _read_buffer(longest: int) -> Tensor:
     into memory than a tensor takes to read.
     """
     return torch.empty(longest * WIDEST, dtype=torch.uint8)
-
-
-def _options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a configuration that determine the training, by name.
-
-    They are all options of the configuration's group "training", and the options that are listed in
-    DATA of its group "data". config: the options by group, then by name.
-    """
-    data = config.get("data", {})
-    return config.get("training", {}) | {name: data[name] for name in DATA if name in data}
 
 
 def _list_some(items: list[str], count: int = 10) -> str:

@@ -27,6 +27,7 @@ import torch
 from checkpointing import folders, model_record
 from checkpointing.file_format import Attributes
 from checkpointing.model_record import ModelRecord
+from checkpointing.resumed import Chosen
 from checkpointing.state import (
     Progress,
     bytes_of_a_save,
@@ -40,6 +41,7 @@ from checkpointing.state import (
 )
 from checkpointing.writer import HostBuffers, PendingSave, Saves, Writer, origin
 from config.messages import NO_ROOM, SaveError, UserError
+from config.past import to_text
 from config.schema import Config
 from data import Samples
 from distributed.collectives import MAX
@@ -74,8 +76,12 @@ class Checkpointer:
         samples: Samples | None = None,
         print_line: Callable[[str], None] = print,
         check_replicas: Callable[[int], None] | None = None,
+        chosen: Chosen | None = None,
     ):
-        """Prepare to save and to load; if the run saves, rank 0 makes the folder. Collective."""
+        """Prepare to save and to load; if the run saves, rank 0 makes the folder. Collective.
+
+        chosen: the checkpoint that `resume` loads; None: `resume` chooses it.
+        """
         self.config = config
         self.run = config.run
         self.mesh = mesh
@@ -96,6 +102,7 @@ class Checkpointer:
         # Rank 0's random text, in the names of hidden folders: each start of a run has its own.
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
+        self.chosen = chosen
         self.kinds = saved_kinds(config, optimizer)
         self.buffers = HostBuffers(optimizer.device)
         self.saves = Saves()
@@ -309,27 +316,36 @@ class Checkpointer:
         """Load what --resume asks for, begin to allocate the host buffers, and return the progress.
 
         The next save moves checkpoints away that did not lead to the loaded state: those of later
-        steps, or all of them if the loaded checkpoint is in another folder or gave only weights.
-        Collective.
+        steps, or all of them if the run begins at step 0, or if the loaded checkpoint is in another
+        folder or gave only weights. Until then nothing is moved. Collective.
         """
         if not self.run.resume:
             self.begin_pinning()
+            why = "a later run in this folder began at step 0, without --resume"
+            self.writer.other_course = (-1, why)
             return Progress()
         from checkpointing.load import Loader  # imported here: a run from step 0 does not need it
 
         loader = Loader(
-            self.config, self.mesh, self.optimizer, self.exchange, self.samples, self.print_line
+            self.config,
+            self.mesh,
+            self.optimizer,
+            self.exchange,
+            self.samples,
+            self.print_line,
+            self.chosen,
         )
         progress = loader.resume()
         if loader.record is not None and self.record is not None:
             self.record = loader.record.after_training(self.record)
         self.begin_pinning()
         self.saves.step = progress.iteration
-        if loader.chosen:  # `why` is printed when the first save moves later checkpoints away
-            why = f"this run continues from {loader.chosen}"
-            if loader.damaged:
-                why += f"; {', '.join(loader.damaged)} cannot be loaded"
-            folder = os.path.realpath(os.path.dirname(os.path.abspath(loader.chosen)))
+        chosen = loader.chosen
+        if chosen and chosen.folder:  # `why` is printed when the first save moves checkpoints away
+            why = f"this run continues from {chosen.folder}"
+            if chosen.damaged:
+                why += f"; {', '.join(chosen.damaged)} cannot be loaded"
+            folder = os.path.realpath(os.path.dirname(os.path.abspath(chosen.folder)))
             if folder == os.path.realpath(self.parent) and not self.run.load_weights_only:
                 self.newest = progress
             self.writer.other_course = (self._newest_step, why)
@@ -462,10 +478,16 @@ class Checkpointer:
 
     def _attributes(self, progress: Progress) -> Attributes:
         """Return the attributes of index.h5 by group, then by name. Called on rank 0 only."""
+        config = self.config
         data = {
             "seed": self.config.training.seed,
             "fingerprint": fingerprint(self.samples, progress.consumed_samples),
             "usage": progress.usage.text(),
+            # A resume has to know this of the run (config/past.py).
+            "past": to_text(
+                config.past.with_start(config.batches), config.ordered, config.past.run
+            ),
+            "total_samples": config.total_samples,
         }
         return {
             "model": dataclasses.asdict(self.config.model),

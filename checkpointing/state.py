@@ -5,6 +5,7 @@ which part of which global tensor the parameter is. A kind of state is "weights"
 optimizer state such as "exp_avg"; a checkpoint has every kind for every element.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -115,6 +116,25 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2
     return digest.hexdigest()[:16]
+
+
+def fingerprints(samples: Samples | None, total: int, answers: bool) -> dict[str, str]:
+    """Return hashes of the 1st, 2nd, 4th, 8th, ... sample of a run, by the sample's number.
+
+    They are in run.json: `runs.py diff` compares the data of two runs by them. total: the samples
+    of the run. answers: whether the marks of --answers-only belong to a sample. A sample that
+    cannot be read ends the list: the step that reads it raises the error.
+    """
+    found: dict[str, str] = {}
+    number = 1
+    with contextlib.suppress(UserError):
+        while samples is not None and number <= min(total, len(samples)):
+            text = np.asarray(samples.sample(number - 1), dtype="<i8").tobytes()
+            if answers:
+                text += np.asarray(samples.answers(number - 1), dtype="<i8").tobytes()
+            found[str(number)] = hashlib.sha256(text).hexdigest()[:16]
+            number *= 2
+    return found
 
 
 def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:

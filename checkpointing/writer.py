@@ -243,12 +243,13 @@ class Writer:
             files[name] = file_format.write_file(save.hidden, name, contents)
         folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
         # After a resume from a checkpoint that is not the newest, the first save moves the newer
-        # ones to another folder: training did not go on from them.
+        # ones to another folder: training did not go on from them. In a run that began at step 0 it
+        # moves all.
         if self.other_course:
             step, why = self.other_course
-            note = folders.set_aside(self.parent, step)
+            note = folders.set_aside(self.parent, step, why)
             if note:
-                save.notes.append(f"{note}; {why}")
+                save.notes.append(note)
             self.other_course = None
         folders.publish(save.hidden, self.folder_of(save.progress))
         save.bytes = sum(total for total, _ in files.values())

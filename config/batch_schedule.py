@@ -71,9 +71,9 @@ class BatchSchedule:
                 consumed += steps * batch
         return [*levels, Level(self.starts[-1][1], step, consumed, None)]
 
-    def consumed(self, steps: int) -> int:
-        """Return the samples that are consumed after `steps` steps of a run from its beginning."""
-        level = [level for level in self.levels() if level.first_step <= steps][-1]
+    def consumed(self, steps: int, consumed: int = 0) -> int:
+        """Return the samples that a run has consumed `steps` steps after it had `consumed`."""
+        level = [level for level in self.levels(consumed) if level.first_step <= steps][-1]
         return level.consumed + (steps - level.first_step) * level.batch
 
     def steps(self, samples: int, consumed: int = 0) -> int:

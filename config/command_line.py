@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from config.inherited import Inherited
 from config.messages import Parser, UserError, check_decoded
 from config.needs import check_used, unused_rotary
 from config.regular_files import open_regular
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from config.spelling import Translation
 
 MOST_BYTES = 2**20  # size of the largest TOML file that is read
+SHAPE = {"model", "layers", "hidden", "heads"}  # one of these begins another model
 BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # the two options for the global batch size
 # `--precision auto` counts as not given, so a program's default or the resumed run's value holds.
 AUTOMATIC = ("precision", "auto")
@@ -86,13 +88,14 @@ class Request:
 
     given: option names such as `global_batch_size`, given by flag or by file; `model` for --model.
     notes: lines for the user, such as the meaning of Megatron-LM's names. model: the value of
-    --model; None if it was not given.
+    --model; None if it was not given. taken: what comes from the checkpoint of --resume.
     """
 
     config: Config
     given: frozenset[str]
     notes: tuple[str, ...] = ()
     model: str | None = None
+    taken: Inherited = dataclasses.field(default_factory=Inherited)
 
 
 def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
@@ -108,13 +111,15 @@ def parse_request(
     description: str = "Train a GPT.",
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda given: {},
     plans: bool = False,
+    resumed: Callable[[Mapping[str, Any]], Inherited] = lambda given: Inherited(),
 ) -> Request:
     """Return the configuration of `arguments` and of the --config file, and what was given in it.
 
     A flag overrides the file. defaults: a function from the given options to the program's values
     for other options. plans: if True, a part of the --model that the engine cannot train makes a
-    note, not a UserError. `--help` prints the options that people use first, `--help GROUP ...` the
-    options of these groups, `--help all` every option; each of them ends the program.
+    note, not a UserError. resumed: a function from the given options to what the run takes from the
+    checkpoint of --resume. `--help` prints the options that people use first, `--help GROUP ...`
+    the options of these groups, `--help all` every option; each of them ends the program.
     """
     if not {"-h", "--help"}.isdisjoint(arguments):
         _print_help(description, arguments[1:])
@@ -136,17 +141,24 @@ def parse_request(
         by_file = {name: value for name, value in by_file.items() if name not in BATCH_SIZES}
     given = by_file | by_flags
     given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
-    given = _with_resumed(given)  # with model and precision of the run that --resume continues
+    taken = resumed(given) if "resume" in given else Inherited()
+    base = taken.model if given.keys().isdisjoint(SHAPE) else None
+    if base is None and not taken.folder:
+        given = _with_resumed(given)  # with model and precision in its run.json
     if given.keys() >= BATCH_SIZES:
         raise UserError("give one of --global-batch-size and --batch-tokens; both were given")
     if "batch_tokens" in given:  # the model is built to know its seq_length
         tokens = given.pop("batch_tokens")
         check_option("batch_tokens", tokens)
-        model = build(defaults(given) | given, [] if plans else None).model
+        model = build(defaults(given) | given, [] if plans else None, base).model
         given["global_batch_size"] = samples_of(tokens, model.seq_length)
-    given = translation.finish(given) if translation else given
+    if translation:
+        finished = translation.finish({**taken.options, **given}, taken.past)
+        given |= {n: v for n, v in finished.items() if v != taken.options.get(n)}
     lacks: list[str] = []
-    config = build(defaults(given) | given, lacks if plans else None)
+    values = {**defaults(given), **taken.options, **given}
+    config = build(values, lacks if plans else None, base)
+    config = dataclasses.replace(config, past=taken.past)
     check_used(config, given)  # UserError if a given option has no effect
     notes = translation.notes if translation else []
     notes += [f"planned, but not trained here: {part}" for part in lacks]
@@ -154,7 +166,9 @@ def parse_request(
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
-    return Request(config, frozenset(given), tuple(notes), given.get("model"))
+    if taken.note:
+        notes.append(taken.note)
+    return Request(config, frozenset(given), tuple(notes), given.get("model"), taken)
 
 
 def _print_help(description: str, groups: Collection[str]) -> NoReturn:
@@ -212,7 +226,7 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     if not run_file:
         return dict(given)
     resumed: dict[str, Any] = {}
-    if not given.keys() & {"model", "layers", "hidden", "heads"}:
+    if given.keys().isdisjoint(SHAPE):
         resumed["model"] = run_file
     precision = families.precision_of_run(run_file)
     if precision and not given.get("load_weights_only"):
@@ -268,18 +282,20 @@ def to_words(
     return words
 
 
-def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
+def build(
+    values: dict[str, Any], lacks: list[str] | None = None, base: ModelShape | None = None
+) -> Config:
     """Return a Config of the options `values`, by name; other options have their defaults.
 
     The option `model` is a preset or a file, whose shape the other options of the model change.
     lacks: a list that receives sentences about parts of the preset's or file's model which the
-    engine cannot train; if the list is None, such a part is a UserError.
+    engine cannot train; if the list is None, such a part is a UserError. base: the model whose
+    shape the options change if `values` has no `model`; None: there is none.
     """
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     for name, value in values.items():
         check_option(name, value)
     groups: dict[str, Any] = {}
-    base = None
     if "model" in values:
         base, untrained = _base_shape(values["model"], values.get("seq_length"))
         if lacks is not None:

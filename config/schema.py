@@ -18,6 +18,7 @@ from typing import Any
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.messages import UserError
+from config.past import Past
 from config.run_options import EXPERTS, Data, Run, Training, option
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
@@ -360,6 +361,8 @@ class Config:
     # Ranges [A, B) of samples that no step trains on, because --on-spike has decided so in an
     # earlier start of the run.
     passed_over: tuple[tuple[int, int], ...] = ()
+    # The steps done before this start, on which every number of the whole run depends.
+    past: Past = field(default_factory=Past)
 
     @cached_property
     def batches(self) -> BatchSchedule:
@@ -368,9 +371,17 @@ class Config:
 
     @property
     def levels(self) -> list[Level]:
-        """The levels (steps with one batch size) from --begin-at-samples to --stop-at-samples."""
+        """The levels (steps with one batch size) from --begin-at-samples to --stop-at-samples.
+
+        A resumed run has those from its checkpoint on.
+        """
         run = self.run
-        return batches.between(self.batches.levels(), run.begin_at_samples, run.stop_at_samples)
+        past = self.past
+        levels = [
+            dataclasses.replace(level, first_step=level.first_step + past.step)
+            for level in self.batches.levels(past.samples)
+        ]
+        return batches.between(levels, run.begin_at_samples, run.stop_at_samples)
 
     @cached_property
     def skipped(self) -> list[tuple[int, int]]:
@@ -390,25 +401,28 @@ class Config:
 
     @property
     def total_samples(self) -> int:
-        """The samples of the whole run; with --train-samples an incomplete batch is not read."""
+        """The samples of the whole run: those of the past, and those of the steps that are left.
+
+        With --train-samples an incomplete last batch is not read.
+        """
         if self.training.steps is not None:
-            return self.batches.consumed(self.training.steps)
+            return self.past.consumed(self.training.steps, self.batches)
         return self.training.train_samples
 
     @property
     def total_steps(self) -> int:
-        """The number of steps in the whole run; an incomplete last batch is no step."""
-        return self.steps_after(0, 0)
-
-    def steps_after(self, iteration: int, consumed: int) -> int:
-        """Return the number of the run's last step, as a resumed run computes it.
-
-        iteration, consumed: the steps and samples before this start. The result differs from
-        `total_steps` if an earlier part of the run had other batch sizes.
-        """
+        """The number of the run's last step; an incomplete last batch is no step."""
         if self.training.steps is not None:
             return self.training.steps
-        return iteration + self.batches.steps(self.training.train_samples, consumed)
+        return self.past.step + self.batches.steps(self.training.train_samples, self.past.samples)
+
+    @property
+    def ordered(self) -> tuple[int, ...]:
+        """For how many samples the order of training samples is made, and then continued.
+
+        The last number or one before it is at least `total_samples` (Past.ordered).
+        """
+        return self.past.with_order(self.total_samples)
 
     def micro_batches(self, batch: int) -> int:
         """Return the number of micro-batches of a replica in a step on `batch` samples."""

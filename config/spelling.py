@@ -29,6 +29,7 @@ from typing import Any
 
 from config import batch_schedule, families
 from config.messages import Parser, UserError, nearest
+from config.past import Past
 from config.schema import ModelShape
 
 NAMES = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
@@ -54,12 +55,13 @@ class Translation:
         names = ", ".join(f"{name} is {ours}" for name, ours in self.ours.items())
         return ([f"Megatron's names: {names}"] if names else []) + self.instead
 
-    def finish(self, values: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, values: dict[str, Any], past: Past) -> dict[str, Any]:
         """Return the options with numbers of samples in place of iterations and shares.
 
-        values: the options of flags and file by name. Some options count iterations in Megatron-LM
-        and samples here. An iteration counts --global-batch-size samples, even during a ramp-up, as
-        in Megatron-LM.
+        values: the options by name. Some options count iterations in Megatron-LM and samples here.
+        An iteration counts --global-batch-size samples, even during a ramp-up, as in Megatron-LM.
+        past: what a resumed run has done before; an iteration of an earlier start counts the size
+        that the run had then.
         """
         if not self.iterations and self.warmup_fraction is None:
             return values
@@ -67,9 +69,12 @@ class Translation:
         size = values.get("global_batch_size")
         if size is None:  # the default: the last size of --batch-schedule, or 8
             size = batch_schedule.parse_steps(tuple(steps))[-1][1] if steps else 8
-        finished = values | {name: round(count * size) for name, count in self.iterations.items()}
+        samples = {n: past.samples_of_iterations(i, size) for n, i in self.iterations.items()}
+        finished = values | samples
         if self.warmup_fraction is not None:
-            total = values.get("train_samples") or values.get("steps", 0) * size
+            total = values.get("train_samples") or past.samples_of_iterations(
+                values.get("steps") or 0, size
+            )
             # Unless it was given, the learning rate's decay lasts for the whole run.
             decay = finished.get("lr_decay_samples", total)
             finished["lr_warmup_samples"] = round(self.warmup_fraction * decay)

@@ -18,7 +18,9 @@ import numpy as np
 
 from config.messages import UserError
 from corpora.mapped_files import ArrayCache, Found
-from corpora.sample_order import GPTSamples, TextSpan
+from corpora.sample_order import Continued, GPTSamples, TextSpan
+
+Part = GPTSamples | Continued  # the samples of a corpus
 
 RULE = 1  # version of `blend_order`: cached orders of another version are not used
 
@@ -126,7 +128,7 @@ class Blend:
     samples. A blend has the methods that data.py calls, as GPTSamples has them.
     """
 
-    def __init__(self, parts: list[GPTSamples], order: BlendOrder, num_samples: int):
+    def __init__(self, parts: Sequence[Part], order: BlendOrder, num_samples: int):
         """Keep the parts and their order, after checking that each part has enough samples.
 
         parts: for each epoch of the blend, a part of each corpus: [a, b, a, b] for two corpora and
@@ -152,7 +154,7 @@ class Blend:
         """
         return -(-samples // len(self.order.which))
 
-    def _place(self, k: int) -> tuple[GPTSamples, int]:
+    def _place(self, k: int) -> tuple[Part, int]:
         """Return the part that has sample k, and the sample's number there.
 
         Raise UserError if a cached file of the order has become shorter: reading it would end the

@@ -1,16 +1,25 @@
 """The samples of a run's token files: the splits of --data, and the sets of --eval-data.
 
     corpora = Corpora(config)
-    train = corpora.split(0, config.total_samples)
+    train = corpora.split(0, config.ordered)
     sets, notes = eval_sets(config)
 
 A split (train, validation or test) is a range of the sequences of each corpus, given by --split.
 The samples of a split come from one corpus, or from a blend of several, of which each is a part.
 The orders of samples and blends are Megatron's (sample_order.py, blends.py); they are cached on the
 node (mapped_files.py). A run on synthetic tokens does not load this module.
+
+Megatron's order depends on the number of samples that a run is to read. A run that is resumed with
+another number keeps the order that it began with: else it would read some samples twice and others
+never. If it is to read more than the epochs of that order hold, further epochs follow, in
+Megatron's order of the samples that are missing. `requests` are these numbers of samples
+(Config.ordered).
 """
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from config.messages import UserError
 from config.run_options import parse_eval_sets
@@ -25,6 +34,7 @@ from corpora.mapped_files import ArrayCache
 from corpora.prefetch import AHEAD, READERS
 from corpora.sample_order import (
     SPLITS,
+    Continued,
     GPTSamples,
     TooFewTokens,
     eval_samples,
@@ -37,7 +47,7 @@ from corpora.token_files import IndexedDataset
 # part depends on the number requested, so the ratio is Megatron's (mid_level_dataset_surplus).
 SURPLUS = 0.005
 
-Samples = GPTSamples | Blend
+Samples = GPTSamples | Continued | Blend
 
 
 class Corpora:
@@ -59,25 +69,26 @@ class Corpora:
         self.datasets = [_open(prefix, config, self.cache) for prefix in prefixes]
         self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
 
-    def split(self, number: int, num_samples: int) -> Samples:
-        """Return at least `num_samples` samples of a split: from the only corpus, or a blend.
+    def split(self, number: int, requests: Sequence[int]) -> Samples:
+        """Return the samples of a split: from the only corpus, or a blend.
 
-        number: the split's position in SPLITS (0 train, 1 validation, 2 test). A UserError names
-        the split.
+        number: the split's position in SPLITS (0 train, 1 validation, 2 test). requests: for how
+        many samples the order is made, and then continued; the result has at least the largest
+        number of samples. A UserError names the split.
         """
         ranges = [ranges_of_corpus[number] for ranges_of_corpus in self.ranges]
         try:
             if self.weights is None and len(self.datasets) == 1:
-                return self._part(0, ranges, num_samples)
+                return self._part(0, ranges, requests)
             if self.weights is None:
-                return self._by_size(ranges, num_samples)
-            return self._by_weight(ranges, num_samples)
+                return self._by_size(ranges, max(requests))
+            return self._by_weight(ranges, requests)
         except UserError as error:
             raise type(error)(
                 f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
             ) from None
         except MemoryError:
-            name = f"{num_samples:,} {SPLITS[number]} samples"
+            name = f"{max(requests):,} {SPLITS[number]} samples"
             raise UserError(f"no memory for the order of {name}") from None
 
     def test_split(self, num_samples: int) -> tuple[Samples | None, tuple[str, ...]]:
@@ -90,7 +101,7 @@ class Corpora:
         if not any(ranges[test] for ranges in self.ranges):
             return None, ()
         try:
-            return self.split(test, num_samples), ()
+            return self.split(test, [num_samples]), ()
         except TooFewTokens as error:
             return None, (f"no test loss: {error}",)
 
@@ -110,14 +121,29 @@ class Corpora:
         order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
-    def _part(
+    def _part(self, i: int, ranges: list[range], requests: Sequence[int]) -> GPTSamples | Continued:
+        """Return at least max(requests) samples of corpus number i.
+
+        ranges: for each corpus, its sequences in the split. requests: see `split`.
+        """
+        if self.config.data.order == "stable":  # a longer order begins with the shorter one
+            requests = [max(requests)]
+        parts = list[GPTSamples]()
+        for request in requests:
+            missing = request - sum(map(len, parts))
+            if missing > 0:  # each continuation has a seed of its own, so another order
+                seed = (self.config.training.seed + len(parts)) % 2**32 if parts else None
+                parts.append(self._ordered(i, ranges, missing, seed))
+        return Continued(parts) if len(parts) > 1 else parts[0]
+
+    def _ordered(
         self,
         i: int,
         ranges: list[range],
         count: int | None,
         seed: int | None = None,
     ) -> GPTSamples:
-        """Return at least `count` samples of corpus number i.
+        """Return at least `count` samples of corpus number i, in one order of whole epochs.
 
         ranges: for each corpus, its sequences in the split. count: None for one epoch. seed: the
         seed of the samples' order; None: --seed.
@@ -136,21 +162,29 @@ class Corpora:
             self.cache,
         )
 
-    def _by_weight(self, ranges: list[range], num_samples: int) -> Blend:
+    def _by_weight(self, ranges: list[range], requests: Sequence[int]) -> Blend:
         """Return a blend by the weights of --data.
 
         As in Megatron, each part is requested with its share of the samples and a surplus, because
         the order of a part depends on the number of samples requested. If the blend takes more
-        samples of a part than this, Megatron fails; here the number taken is requested.
+        samples of a part than this, Megatron fails; here the number taken is requested. requests:
+        see `split`; a blend of more samples begins with the blend of fewer.
         """
         shares = normalise(self.weights or ())
+        longest = max(requests)
         # Megatron normalises given weights once to find how many samples to request of each part,
         # and a second time for the order of the blend.
-        order = find_blend_order(normalise(shares), num_samples, self.cache)
-        surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
-        requests = [max(pair) for pair in zip(surplus, order.taken)]
-        parts = [self._part(i, ranges, n) for i, n in enumerate(requests)]
-        return Blend(parts, order, num_samples)
+        order = find_blend_order(normalise(shares), longest, self.cache)
+        requests_of_parts = list[list[int]]([] for _ in shares)
+        for request in requests:
+            taken = order.taken
+            if request < longest:
+                taken = np.bincount(order.which[:request], minlength=len(shares)).tolist()
+            for share, of_part, needed in zip(shares, requests_of_parts, taken):
+                surplus = math.ceil(math.ceil(request * share) * (1 + SURPLUS))
+                of_part.append(max(surplus, needed))
+        parts = [self._part(i, ranges, of_part) for i, of_part in enumerate(requests_of_parts)]
+        return Blend(parts, order, longest)
 
     def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
         """Return a blend whose weights are the corpora's numbers of samples, as in Megatron.
@@ -169,7 +203,7 @@ class Corpora:
         parts = []
         for epoch in range(epochs):
             for i in range(len(self.datasets)):
-                parts.append(self._part(i, ranges, None, (seed + epoch) % 2**32))
+                parts.append(self._ordered(i, ranges, None, (seed + epoch) % 2**32))
         return Blend(parts, order, num_samples)
 
 

@@ -14,6 +14,7 @@ depend on the number of epochs: each epoch is shuffled by itself, so a longer ru
 samples of a shorter run, then further samples. The corpus is a pair of token_files.py.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -202,6 +203,52 @@ class GPTSamples:
                 where = f"{prefix}: token {offset + bad[0]} of sequence {sequence}"
                 problem = f"has id {ids[bad[0]]}, but vocab-size is {limit}"
                 raise UserError(f"{where} (document {document}) {problem}")
+
+
+class Continued:
+    """The samples of a corpus in several orders, one after the other; all of whole epochs.
+
+    A resumed run that is to read more samples than its order has continues in a further order. The
+    class has the methods that data.py and Blend call, as GPTSamples has them.
+    """
+
+    def __init__(self, parts: list[GPTSamples]):
+        """Keep the orders; parts: the first one has the samples 0, 1, ..."""
+        self.parts = parts
+        self.dataset = parts[0].dataset
+        self._ends = list(itertools.accumulate(map(len, parts)))  # where each part ends
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _place(self, k: int) -> tuple[GPTSamples, int]:
+        """Return the part that has sample k, and the sample's number there."""
+        number = bisect.bisect_right(self._ends, k)
+        return self.parts[number], k - (self._ends[number] - len(self.parts[number]))
+
+    def sample(self, k: int) -> np.ndarray:
+        """Return the tokens of sample k: (seq_length + 1,), int64."""
+        part, number = self._place(k)
+        return part.sample(number)
+
+    def answers(self, k: int) -> np.ndarray:
+        """Return 1 for each token of sample k that is in an answer, else 0: (seq_length + 1,)."""
+        part, number = self._place(k)
+        return part.answers(number)
+
+    def spans(self, k: int) -> list[TextSpan]:
+        """Return the spans of text that make sample k, in order."""
+        part, number = self._place(k)
+        return part.spans(number)
+
+    def file_of(self, k: int) -> str:
+        """Return the path of the file that holds sample k's tokens, for error messages."""
+        part, number = self._place(k)
+        return part.file_of(number)
+
+    def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
+        """Return the number of samples in [first, stop) by corpus prefix: a single entry."""
+        return self.parts[0].count_by_corpus(first, stop)
 
 
 def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int) -> int:

@@ -4,7 +4,8 @@
     result = compare_restart(folder)    the steps of a run that were trained again after a stop
     print(text(result))                 one screen
 
-The result has four parts: learning rates, samples and options that differ; the first step whose
+The result has five parts: whether both runs have read the same samples, by the hashes in their
+run.json; learning rates, numbers of samples and options that differ; the first step whose
 loss or gradient norm differs by more than rounding explains; if both runs have traces of a step
 (--trace-numerics), the first tensor, in the order of execution, that differs by more than rounding
 explains; if they have no such traces, the commands that write them.
@@ -45,12 +46,13 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     """
     records = [read_steps(a), read_steps(b)]
     result = _compare_records(records, [str(a), str(b)])
-    result |= _compare_traces(records)
+    traces = _compare_traces(records)
+    result |= traces | {"notes": result["notes"] + traces["notes"]}
     if not result["traces"]:
         # No step is traced in both runs: name the commands that trace the step that differs.
         suffixes = ["-traced", "-traced"]
         result["commands"] = _tracing_commands(records, result["losses"], suffixes)
-    differences = result["tensor"] or result["settings"] or result["losses"]
+    differences = result["data"] or result["tensor"] or result["settings"] or result["losses"]
     result["differs"] = bool(differences)
     return result
 
@@ -71,7 +73,7 @@ def compare_restart(folder: Path) -> dict[str, Any]:
         raise UserError(f"{resumed}: it has trained no step twice")
     result = _compare_records(records, [f"{folder} before the last stop", f"{folder} after it"])
     result |= {"traces": [], "tensor": None, "measured_in_steps": []}
-    result["differs"] = bool(result["settings"] or result["losses"])
+    result["differs"] = bool(result["data"] or result["settings"] or result["losses"])
     result["commands"] = []
     if result["differs"]:
         suffixes = ["-traced-before", "-traced-after"]
@@ -88,9 +90,23 @@ def _compare_records(records: list[Record], titles: list[str]) -> dict[str, Any]
     result: dict[str, Any] = {
         "runs": titles,
         "options": [[name, *values] for name, values in differing_options.items()],
+        "data": _other_sample([record.facts for record in records]),
         "notes": records[0].notes + records[1].notes,
     }
     return result | _compare_metrics(records)
+
+
+def _other_sample(facts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the first sample that is not the same in two runs, with the hashes of both, or None.
+
+    facts: the run.json of both runs, which have hashes of samples 1, 2, 4, 8, ... of the run. None
+    too if one of them is of a version without hashes.
+    """
+    of_a, of_b = (fact.get("samples") or {} for fact in facts)
+    for number in sorted(of_a.keys() & of_b.keys(), key=int):
+        if of_a[number] != of_b[number]:
+            return {"sample": int(number), "values": [of_a[number], of_b[number]]}
+    return None
 
 
 def _compare_metrics(records: list[Record]) -> dict[str, Any]:
@@ -152,18 +168,24 @@ def _compare_traces(records: list[Record]) -> dict[str, Any]:
 
     Return traces: the names of the files that both runs have; tensor: the first tensor, in the
     order of execution, that rounding does not explain, or None; measured_in_steps: the steps of A
-    and B in which the response to rounding was measured.
+    and B in which the response to rounding was measured; notes: what could not be compared.
     """
     names = common_traces([record.folder for record in records])
     tensor = None
     measured = []
+    notes = []
     for name in names:
         traces = [read(record.folder / "numerics" / name) for record in records]
         measured = [trace.about["response_step"] for trace in traces]
+        for fact in ("samples", "bins"):
+            in_a, in_b = (trace.about[fact] for trace in traces)
+            if in_a != in_b:
+                both = f"{in_a} {fact} in A and {in_b} in B"
+                notes.append(f"numerics/{name} has {both}: its activations are not compared")
         tensor = _tensor(Pair(*traces), records)
         if tensor:
             break
-    return {"traces": names, "tensor": tensor, "measured_in_steps": measured}
+    return {"traces": names, "tensor": tensor, "measured_in_steps": measured, "notes": notes}
 
 
 def common_traces(folders: list[Path]) -> list[str]:
@@ -203,6 +225,7 @@ def compare_with_transformers(run: Path, folder: Path) -> dict[str, Any]:
     return {
         "runs": [str(run), f"transformers, {folder}"],
         "options": [],
+        "data": None,
         "notes": record.notes,
         "settings": [],
         "losses": None,
@@ -297,6 +320,11 @@ def _tracing_commands(
 def text(found: dict[str, Any]) -> str:
     """Return one screen of text; found: the result of one of the functions `compare...`."""
     lines = [f"{name}: {run}" for name, run in zip("AB", found["runs"])]
+    if found["data"]:
+        a, b = found["data"]["values"]
+        number = found["data"]["sample"]
+        other = f"sample {number} of the run is not the same text in A and B"
+        lines.append(f"the data differ: {other} (hashes {a} and {b})")
     for difference in found["settings"]:
         a, b = difference["values"]
         setting = SETTINGS[difference["of"]]

@@ -21,6 +21,7 @@ from config.schema import GROUPS, ModelShape
 from distributed.run_lock import in_use
 from numerics.checks import fits, is_row, is_texts, is_whole
 from planner import run_files
+from telemetry.parts import is_of, run_of
 from telemetry.row_file import earlier_parts, read_rows
 
 MOST_OPTIONS = 8  # a text names at most this many options that differ
@@ -137,7 +138,10 @@ def read(folder: Path, whole: bool = True) -> Record:
     earlier: list[Path] = []
     if config.get("run", {}).get("resume"):
         earlier = earlier_parts(folder / "metrics.jsonl")
+    run = run_of(folder / "run.json")
     for path in reversed(earlier):
+        if not is_of(str(folder), path.suffix, run):
+            continue  # another run has used the folder meanwhile
         first_step = rows[0]["iteration"] if rows else math.inf
         if first_step == 1:
             break  # older parts belong to another run, since this run began at step 1
@@ -186,7 +190,9 @@ def last_two_parts(folder: Path) -> list[Record]:
     Steps that were trained in both parts are in both records, which are compared. Raise UserError
     if the folder has no earlier part, or if a part has no row of a step.
     """
-    earlier = earlier_parts(folder / "metrics.jsonl")
+    run = run_of(folder / "run.json")
+    found = earlier_parts(folder / "metrics.jsonl")
+    earlier = [path for path in found if is_of(str(folder), path.suffix, run)]
     if not earlier:
         raise UserError(f"{folder} has no earlier part of a run: give a second run to compare")
     parts = []

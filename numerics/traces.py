@@ -359,11 +359,13 @@ class Pair:
         # The row shows the bin that exceeds its tolerance most; NaN exceeds everything.
         ratio = difference / (explained + TINY)
         worst_bins = np.nan_to_num(ratio, nan=np.inf).argmax(1)
-        counts = np.minimum(a, b)[..., COUNT]
+        # An activation that one of the runs does not have has counted no element at all. A bin that
+        # is empty in one run alone is a sample that this run has not read: it differs as a whole.
+        exists: np.ndarray = (a[..., COUNT] > 0).any(1) & (b[..., COUNT] > 0).any(1)
         rows = []
         for i, name in enumerate(names):
-            if not counts[i].all():
-                continue  # one of the runs has no such activation
+            if not exists[i]:
+                continue
             worst = i, worst_bins[i]
             is_explained = difference[i] <= explained[i]
             row = Row(

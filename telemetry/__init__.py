@@ -2,6 +2,8 @@
 
 log             log line, metrics.jsonl, run.json, summary
 log_lines       the text of log lines
+start_of_run    the checkpoint of --resume, and what was done before
+parts           the files of a run's earlier starts, and of another run in its folder
 row_file        rows that wait in memory while the disk is full
 pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks

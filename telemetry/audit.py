@@ -322,7 +322,8 @@ class Audit:
             self._note(iteration, len(results.names), finding)
             self.rows.finish()
             parent = checkpoints_folder(self.config)
-            line = folders.set_aside(parent, self.checkpoints.covered)
+            why = f"the audit after iteration {iteration} found wrong results"
+            line = folders.set_aside(parent, self.checkpoints.covered, why, wrong=True)
             self.log.note(line or "all checkpoints are covered by audits")
         # Wait for rank 0's files: the launcher ends all ranks when one rank ends.
         self.checkpoints.exchange.gather("audited", None)

@@ -35,7 +35,7 @@ from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config
 from distributed.context import Context
 from schedules import partition
-from telemetry import log_lines, step_stats
+from telemetry import log_lines, parts, step_stats
 from telemetry.log_lines import FORMULA, Steps
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
@@ -62,9 +62,9 @@ class Printed:
 class Log:
     """Writes the record of one run; made before the first step, closed after the last.
 
-    The trainer sets two attributes. total: the run's last step, which differs from the
-    configuration's in some resumed runs. epoch_tokens: for each corpus of --data, the number of
-    tokens in one epoch.
+    The trainer sets the attribute epoch_tokens: for each corpus of --data, the number of tokens in
+    one epoch. Nothing in the run's folder is changed before `begin`, which the trainer calls when
+    steps are about to run: a start that is refused, or has no step to do, replaces no file.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Log:
         before: list[StepStats],
         checkpoint_bytes: int | None = None,
     ):
-        """On rank 0, open the files (UserError if that fails) and print the start-up lines.
+        """Print the start-up lines on rank 0; `begin` opens the files.
 
         stage_specs: the stages of the whole pipeline. kernels: the implementation in use, by
         purpose. before: every rank's statistics before the model was built. checkpoint_bytes: disk
@@ -96,8 +96,11 @@ class Log:
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
         self.text: IO[str] | None = None  # the open log.txt
+        self.early: list[str] | None = []  # the lines before `begin`; None: it has been called
+        self.waiting: list[str] | None = None  # the lines that `held` keeps
+        self.kernels = kernels
+        self.checkpoint_bytes = checkpoint_bytes
         if self.is_writer:
-            self._open_files(kernels, checkpoint_bytes)
             facts = context.describe()
             device = context.device.type
             for line in log_lines.at_start(config, device, facts, stage_specs, kernels):
@@ -231,6 +234,11 @@ class Log:
         """On rank 0, print a line and append it to log.txt; a full disk does not end the run."""
         if not self.is_writer:
             return
+        if self.waiting is not None:
+            self.waiting.append(line)
+            return
+        if self.early is not None:
+            self.early.append(line)
         # `without` prints, by `note`, that log.txt cannot be written. Then self.text stays None, so
         # that this is reported once.
         text = self.text
@@ -246,6 +254,20 @@ class Log:
             if error.errno not in NOT_WRITTEN:
                 raise
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside this context, keep the lines of `note`; print them when it ends, also by an error.
+
+        The lines are then in the log.txt that `begin` has opened inside the context.
+        """
+        self.waiting = []
+        try:
+            yield
+        finally:
+            lines, self.waiting = self.waiting, None
+            for line in lines:
+                self.note(line)
+
     def summarize(self) -> None:
         """Print the summary on rank 0; called after the last step."""
         if not self.is_writer or not self.steps.losses:
@@ -258,7 +280,14 @@ class Log:
         self.note(log_lines.summary(self.config, facts, stages, self.steps, memory, losses))
 
     def close(self) -> None:
-        """Close the files and trackers; print how many rows could not be written, if any."""
+        """Close the files and trackers; print how many rows could not be written, if any.
+
+        The lines of a start that did no step are added to the log.txt that is there.
+        """
+        if self.early and self.is_writer:
+            path = os.path.join(self.config.run.out, "log.txt")
+            with contextlib.suppress(OSError), open(path, "a") as file:  # they are printed, too
+                file.writelines(line + "\n" for line in self.early)
         self.metrics.finish()
         for name, tracker in self.trackers.items():
             with self.without(f"{name}'s last rows"):
@@ -309,20 +338,27 @@ class Log:
 
     # -- start and end ----------------------------------------------------------------------
 
-    def _open_files(self, kernels: dict[str, str], checkpoint_bytes: int | None) -> None:
+    def begin(self, samples: dict[str, str]) -> None:
         """Rename an earlier run's files, write run.json, and open the other files and trackers.
 
-        Raise UserError if a file cannot be written.
+        Called once, before the first step of this start. samples: the fingerprints of some samples
+        (checkpointing/state.py), so that two runs can be compared. Raise UserError if a file cannot
+        be written.
         """
+        early = self.early or []
+        self.early = None
+        if not self.is_writer:
+            return
         facts = {
             "version": VERSION,
             "config": self.config.as_dict(),
             "cluster": self.context.describe(),
-            "kernels": kernels,
+            "kernels": self.kernels,
             "parameters": model_stats.parameters(self.config.model),
-            "checkpoint_bytes": checkpoint_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "blocks_per_stage": [spec.blocks for spec in self.stage_specs],
             "flops_formula": FORMULA,
+            "samples": samples,
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "commit": _commit(),
@@ -335,37 +371,50 @@ class Log:
         out = self.config.run.out
         new_file = os.path.join(out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
-        if not self.config.run.resume:
-            # A run from step 0 must not add to the checkpoints and files of an earlier run, whereas
-            # a resumed run goes on with them.
-            earlier += ["checkpoints", "audits.jsonl", "spikes.jsonl", TRACKED_RUNS]
+        # A run must not add to the files of another run; a resumed run goes on with its own.
+        # Checkpoints of another run stay where they are until this one saves.
+        kept = ["audits.jsonl", "spikes.jsonl", TRACKED_RUNS, "tensorboard", "numerics"]
+        run = self.config.past.run
+        of_another_run = not self.config.run.resume or not parts.is_of(out, "", run)
         try:
             os.makedirs(out, exist_ok=True)
             # If the disk is full, writing the new run.json fails before any old file is renamed.
             with open(new_file, "w") as file:
                 json.dump(facts, file, indent=1)
-            _keep_earlier(out, earlier)
+            moved, number = _keep_earlier(out, earlier + kept * of_another_run)
+            if self.config.run.resume and of_another_run:
+                parts.bring_back(out, kept, run)
             os.rename(new_file, os.path.join(out, "run.json"))
             open(self.metrics.path, "w").close()  # metrics.jsonl exists before its first row
             # The method `close` closes log.txt.
             self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
+            self.text.writelines(line + "\n" for line in early)
+            self.text.flush()
             if self.config.run.tensorboard or self.config.run.wandb:
                 from telemetry.trackers import open_trackers
 
                 self.trackers = open_trackers(self.config)
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
+        if moved and of_another_run:
+            self.note(
+                f"{out} has files of another run, which now have names that end in .{number}: "
+                f"{', '.join(moved)}"
+            )
 
 
-def _keep_earlier(out: str, names: list[str]) -> None:
+def _keep_earlier(out: str, names: list[str]) -> tuple[list[str], int]:
     """Rename an earlier run's files in the folder `out` to NAME.1 (or .2, ...).
 
-    All files get the same number, the first that no file has, so nothing is overwritten.
+    All files get the same number, the first that no file has, so nothing is overwritten. Return the
+    names of the files that were there, and the number.
     """
     paths = [os.path.join(out, name) for name in names]
     number = unused_number(paths)
-    for path in filter(os.path.lexists, paths):
+    moved = [path for path in paths if os.path.lexists(path)]
+    for path in moved:
         os.rename(path, f"{path}.{number}")
+    return list(map(os.path.basename, moved)), number
 
 
 def _commit() -> str | None:

@@ -54,17 +54,24 @@ class RoutingFile:
         self.k = model.experts_per_token
         shape_of_sample = (model.layers, model.seq_length, self.k + 1)
         shape = (config.total_samples, *shape_of_sample)
-        is_missing = not self.pinned and not os.path.exists(self.path)
-        if is_missing and self.mesh.rank == 0:
-            _make(self.path, shape)
+        if not self.pinned and self.mesh.rank == 0:
+            if not os.path.exists(self.path):
+                _make(self.path, shape)
+            elif not config.run.resume:  # only a resumed run goes on in a file
+                raise UserError(
+                    f"--record-routing {self.path} exists: give another file, or remove it"
+                )
+            else:
+                _lengthen(self.path, shape)
         # This all-reduce is a barrier: the other ranks open the file when rank 0 has made it.
         self.mesh.world.at_once.all_reduce(torch.zeros((), device=factory.device)).wait()
         self.table, self.offset = _opened(self.path)
         samples, *axes_of_sample = self.table.shape
-        # A run may read a file with more samples than the run has.
-        is_long_enough = samples == shape[0] or (self.pinned and samples > shape[0])
+        # A file may have more samples than the run has: those of a longer run, or of more steps
+        # that were planned before the run was resumed.
         without_checksums = (*shape_of_sample[:2], self.k)
-        if not is_long_enough or tuple(axes_of_sample) not in (shape_of_sample, without_checksums):
+        fits = tuple(axes_of_sample) in (shape_of_sample, without_checksums)
+        if samples < shape[0] or not fits:
             axes = "samples, blocks, seq-length, experts-per-token"
             if axes_of_sample[-1] == self.k + 1:
                 axes_of_sample[-1] = self.k  # without the checksum
@@ -148,6 +155,25 @@ def _make(path: str, shape: tuple[int, ...]) -> None:
         with open(path, "xb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             file.truncate(file.tell() + 2 * math.prod(shape))
+    except OSError as error:
+        raise UserError(f"--record-routing {path}: {error.strerror}") from None
+
+
+def _lengthen(path: str, shape: tuple[int, ...]) -> None:
+    """Add zeros to a file that has fewer samples than `shape`, of a run that became longer.
+
+    NumPy's header leaves room for a larger first number. A file of another kind stays as it is.
+    """
+    table, offset = _opened(path)
+    if table.shape[1:] != shape[1:] or table.shape[0] >= shape[0]:
+        return
+    header = {"descr": "<u2", "fortran_order": False, "shape": shape}
+    try:
+        with open(path, "r+b") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            if file.tell() != offset:
+                raise UserError(f"--record-routing {path} has no room for {shape[0]} samples")
+            file.truncate(offset + 2 * math.prod(shape))
     except OSError as error:
         raise UserError(f"--record-routing {path}: {error.strerror}") from None
 

@@ -21,7 +21,6 @@ loss_monitor.py explains, a row of spikes.jsonl, which a resumed run continues, 
 
 import hashlib
 import math
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -38,7 +37,8 @@ from config.schema import Config
 from data import Samples
 from telemetry.log import Log
 from telemetry.loss_monitor import WINDOW, LossMonitor
-from telemetry.row_file import earlier_parts, read_rows
+from telemetry.parts import parts_of
+from telemetry.row_file import read_rows
 from zero import Optimizer, StepResult
 
 # A judged step: the numbers of its samples, and by shard the sum of squares of the gradient.
@@ -54,7 +54,8 @@ def passing_over(config: Config) -> Config:
     path = Path(config.run.out, "spikes.jsonl")
     rows: list[dict[str, Any]] = []
     try:
-        with suppress(FileNotFoundError):  # a run without a spike has no such file
+        # A run without a spike has no such file.
+        for path in parts_of(config.run.out, "spikes.jsonl", config.past.run)[-1:]:
             rows = read_rows(read_regular(path, MOST_OF_ROWS))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -100,7 +101,8 @@ class SpikeMonitor(LossMonitor):
         # The losses and norms of earlier starts, which rank 0 reads for all ranks.
         steps: list[tuple[float, float]] = []
         if log.is_writer:
-            steps = earlier_steps(self.config.run.out, done.iteration)
+            config = self.config
+            steps = earlier_steps(config.run.out, done.iteration, config.past.run)
         for loss, norm in self.exchange.agree(steps, lambda values: values[0], "steps"):
             self.add(loss, norm)
 
@@ -209,14 +211,15 @@ def sketch(samples: Samples, numbers: range) -> dict[str, Any]:
     }
 
 
-def earlier_steps(out: str, done: int) -> list[tuple[float, float]]:
+def earlier_steps(out: str, done: int, run: str = "") -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of the last WINDOW steps up to step `done`, oldest first.
 
     Only steps that have updated the weights count. The steps are read from the metrics.jsonl of
-    earlier starts in the folder `out`. If a step was trained twice, the later row counts.
+    earlier starts in the folder `out`. If a step was trained twice, the later row counts. run: the
+    name of the run, `Past.run`; "": every file counts.
     """
     rows_by_step: dict[int, dict[str, Any]] = {}
-    for path in earlier_parts(Path(out, "metrics.jsonl")):
+    for path in parts_of(out, "metrics.jsonl", run):  # this start has done no step yet
         for row in read_rows(read_regular(path, MOST_OF_ROWS)):
             if "loss" in row or "skipped_samples" in row:  # a step's row, not an evaluation's
                 rows_by_step[row["iteration"]] = row

@@ -1,10 +1,13 @@
 """Batch sizes by samples consumed: if this failed, a ramp-up would train on other batches."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from config.batch_schedule import Level, by_tokens, ramp
 from config.command_line import parse
+from config.past import Past
 from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --seq-length 100"
@@ -82,8 +85,8 @@ def test_a_run_has_the_steps_of_its_schedule():
     # 4 steps of 8 to 32, 2 of 16 to 64, 2 of 24 to 112; 18 samples are left unread.
     assert [config.batches.consumed(n) for n in (4, 6, 8)] == [32, 64, 112]
     assert (config.total_steps, config.total_samples) == (8, 130)
-    assert config.steps_after(6, 64) == 8
-    assert config.steps_after(100, 0) == 108
+    resumed = [replace(config, past=Past(*done)) for done in ((6, 64), (100, 0))]
+    assert [config.total_steps for config in resumed] == [8, 108]
     config = configure("--rampup-batch-size 8 8 64 --global-batch-size 24 --steps 9")
     assert (config.total_steps, config.total_samples) == (9, 136)
     config = configure("--batch-schedule 0:8 1K:16 --steps 3")

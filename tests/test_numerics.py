@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import results_of, start_ranks
+from ranks import fork_one, results_of, start_ranks
 
 import runs
 from config.command_line import build
 from config.messages import UserError
 from numerics import diff, layers
+from numerics.places import described
+from numerics.traces import Row
 from telemetry.numerics_trace import activation_names, bins
 
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
@@ -288,3 +290,37 @@ def test_a_step_of_176b_is_at_most_a_megabyte():
     assert count >= 8
     responses = len(activations) + parameters
     assert 8 * numbers + 4 * responses + names < 1_000_000
+
+
+def test_a_sample_that_only_one_run_has_read_is_a_difference_of_the_data(tmp_path):
+    """Sample 7 is read twice and sample 6 never: the tokens are named, and no gradient."""
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --device cpu --steps 1"
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        done = fork_one("train.py", *words.split(), "--trace-numerics", "1", "--out", str(folder))
+        assert done.status == 0, done.err
+    path = folders[1] / "numerics/step-000001.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    about = json.loads(arrays["about"].tobytes())
+    assert (about["bins"], about["samples"]) == (8, 8)
+    for first in range(0, 8 * len(about["activations"]), 8):
+        arrays["values"][first + 7] *= 2
+        arrays["values"][first + 6] = 0
+    np.savez(path, **arrays)
+    found = diff.compare(*folders)
+    assert (found["tensor"]["kind"], found["tensor"]["name"]) == ("activation", "tokens")
+    assert found["tensor"]["where"][0]["samples"] == [6, 7]
+    assert "reading the samples" in diff.text(found)
+    # Runs with other numbers of samples in a step are not compared by activation, with a note.
+    about["samples"] = 16
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    np.savez(path, **arrays)
+    (note,) = diff.compare(*folders)["notes"]
+    assert "has 8 samples in A and 16 in B: its activations are not compared" in note
+
+
+@pytest.mark.parametrize("name", ["blocks.0.attention", "gradient of blocks.0"])
+def test_the_norms_of_queries_and_keys_are_among_the_operations(name):
+    row = Row("activation", name, 1.0, 0.0, 1.0)
+    assert "norms of q and k" in described(row)["between"]

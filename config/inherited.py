@@ -1,0 +1,100 @@
+"""Which options a resumed run takes from its checkpoint if they are not given.
+
+    inherited(saved, given)     {"answers_only": True, "lr": 0.001, ...}
+
+A resumed run is the run that it was: what decides what is trained, and on which samples, is not
+given up because a command line leaves it out. What is given holds, and the log names the change.
+Every option is of one of four kinds:
+
+    the model             comes from the checkpoint; another shape is refused (load.py)
+    `of_the_run`          training and data: from the checkpoint, unless given
+    OF_THE_START          options of the data that a start chooses anew: evaluations, the cache
+    layout, run           of a start: where and how it executes, what it checks, saves and writes
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from config.past import Past
+from config.run_options import Data, Training
+from config.schema import ModelShape
+
+# Options of the data that do not say what is trained: what a start evaluates, and where it keeps
+# orders of samples.
+OF_THE_START = ("eval_every", "eval_samples", "eval_data", "cache")
+# Other spellings of an option, which no finished configuration has.
+SPELLINGS = ("batch_tokens",)
+# Options of which one replaces the others: if one is given, the others are not taken over.
+INSTEAD = (("steps", "train_samples"), ("rampup_batch_size", "batch_schedule"))
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """The options, the model and the past that a run takes from the checkpoint that it resumes.
+
+    options: the values of options that were not given, by name. model: the checkpoint's model; None
+    if there is no checkpoint. past: what was done before. folder: the checkpoint.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: ModelShape | None = None
+    past: Past = field(default_factory=Past)
+    folder: str = ""
+
+    @property
+    def note(self) -> str:
+        """A line that names the options; "" if there are none but defaults."""
+        fields = {f.name: f.default for cls in (Training, Data) for f in dataclasses.fields(cls)}
+        named = []
+        for name, value in self.options.items():
+            value = tuple(value) if isinstance(value, list) else value
+            if value == fields[name] or name == "precision":
+                continue
+            values = value if isinstance(value, tuple) else (value,)
+            text = "" if value is True else f" {' '.join(map(str, values))}"
+            named.append(name.replace("_", "-") + text)
+        return f"taken from {self.folder}: {', '.join(named)}" if named else ""
+
+
+def of_the_run() -> list[str]:
+    """Return the names of the options that belong to a run, and not to one start of it."""
+    names = [f.name for group in (Training, Data) for f in dataclasses.fields(group)]
+    return [name for name in names if name not in (*OF_THE_START, *SPELLINGS)]
+
+
+def inherited(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a resumed run takes from its checkpoint, by name.
+
+    saved: the configuration in the checkpoint, by group; what an older version did not have is left
+    out. given: the options that flags and files give.
+    """
+    theirs: dict[str, Any] = {}
+    for group in ("training", "data"):
+        values = saved.get(group)
+        theirs |= values if isinstance(values, dict) else {}
+    left_out = set(given) | _replaced(theirs, given)
+    return {
+        name: theirs[name]
+        for name in of_the_run()
+        if theirs.get(name) is not None and name not in left_out
+    }
+
+
+def _replaced(theirs: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """Return the options that a given option replaces, so that they are not taken over.
+
+    theirs: the options in the checkpoint. The sizes of a ramp-up or a schedule end at
+    --global-batch-size: if another size is given, it holds for all steps that are left.
+    """
+    replaced: set[str] = set()
+    for names in INSTEAD:
+        if not given.keys().isdisjoint(names):
+            replaced.update(names)
+    size = given.get("global_batch_size")
+    if "batch_schedule" in given:
+        replaced.add("global_batch_size")
+    elif "batch_tokens" in given or (size is not None and size != theirs.get("global_batch_size")):
+        replaced.update(("rampup_batch_size", "batch_schedule", "global_batch_size"))
+    return replaced
