@@ -361,7 +361,8 @@ class Pair:
         worst_bins = np.nan_to_num(ratio, nan=np.inf).argmax(1)
         # An activation that one of the runs does not have has counted no element at all. A bin that
         # is empty in one run alone is a sample that this run has not read: it differs as a whole.
-        exists: np.ndarray = (a[..., COUNT] > 0).any(1) & (b[..., COUNT] > 0).any(1)
+        counted = [sketches[..., COUNT].max(1) > 0 for sketches in (a, b)]
+        exists = np.logical_and(*counted)
         rows = []
         for i, name in enumerate(names):
             if not exists[i]:
