@@ -74,9 +74,11 @@ def _rehearse(arguments: list[str]) -> int:
         notes.append(choice.note(config.layout, decided))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    if config.training.optimizer == "adamw8bit":
-        why = "bitsandbytes' kernels write to memory, and fake GPUs have none"
-        raise UserError(f"--optimizer adamw8bit is not rehearsed: {why}; plan.py has its memory")
+    own_kernels = {"adamw8bit": "bitsandbytes'", "apex": "apex'"}.get(config.training.optimizer)
+    if own_kernels:
+        given = f"--optimizer {config.training.optimizer}"
+        why = f"{own_kernels} kernels write to memory, and fake GPUs have none"
+        raise UserError(f"{given} is not rehearsed: {why}; plan.py has its memory")
     # This imports torch with a library that lets it run on fake GPUs: no import before may do so.
     device_guard.load()
     from emulator import answers, rehearsal

@@ -38,7 +38,7 @@ MODELS = {
 }
 EXPANDABLE = "expandable_segments:True"  # distributed/context.py sets the same
 PACKAGES = ("mpi4py", "h5py", "numpy", "psutil", "rich", "matplotlib", "tokenizers", "tensorboard")
-PACKAGES += ("isal", "safetensors", "transformers", "bitsandbytes", "triton", "pytest")
+PACKAGES += ("isal", "safetensors", "transformers", "bitsandbytes", "apex", "triton", "pytest")
 
 
 class Section:

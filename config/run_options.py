@@ -43,13 +43,13 @@ def option(
 # Values of the argument `needs` of `option` that several options have: what must be given for the
 # option to have an effect. After a colon stands the reason that the error message gives.
 LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
-HAS_ADAM = ("--optimizer adamw, adamw8bit or muon",)
+HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
 FP16 = ("--precision fp16",)
 DYNAMIC_SCALE = (*FP16, "--loss-scale 0: a dynamic scale")
 SAVES = ("--save-every or --save-every-minutes: nothing is saved",)
 EXPERTS = ("--experts above 1",)
 
-OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "muon", "sgd")
+OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ class Training:
     grad_dtype: str = option(
         "fp32", "sum 16-bit gradients in fp32, or in bf16 to save memory", choices=("fp32", "bf16")
     )
-    optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
+    optimizer: str = option(
+        "adamw", "update rule; apex: AdamW by NVIDIA's FusedAdam", choices=OPTIMIZERS
+    )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
     min_lr: float = option(3e-5, "final learning rate", minimum=0.0, needs=LR_FALLS)
     lr_schedule: str = option(

@@ -22,7 +22,7 @@ from config.past import Past
 from config.run_options import EXPERTS, Data, Run, Training, option
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
-ELEMENTWISE = ("adamw", "sgd")
+ELEMENTWISE = ("adamw", "apex", "sgd")
 # The most gradients that are reduced in one operation: enough to use the links, few enough that
 # the reduction overlaps with the backward pass.
 BUCKET_ELEMENTS = 16 * 2**20

@@ -357,8 +357,9 @@ def _check_precision(training: Training) -> None:
     precision = training.precision
     if training.grad_dtype == "bf16" and precision != "bf16":
         raise UserError(f"--grad-dtype bf16 needs --precision bf16, not {precision}")
-    if precision == "fp64" and training.optimizer == "adamw8bit":
-        raise UserError("--optimizer adamw8bit keeps fp32 masters: it cannot train in fp64")
+    if precision == "fp64" and training.optimizer in ("adamw8bit", "apex"):
+        name = training.optimizer
+        raise UserError(f"--optimizer {name} keeps fp32 masters: it cannot train in fp64")
 
 
 def _check_length(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Learning rate and update rules: AdamW (torch, 8-bit), SGD, Adafactor, Muon.
+"""Learning rate and update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon.
 
 A master is the copy of weights in fp32 or fp64 that is updated; the weights are the masters rounded
 to the compute precision. An update rule holds the optimizer state of some masters of this rank and
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from config.messages import UserError
 from config.schema import Training
 from optim import precision
 from parallel import ParamSpec
@@ -100,7 +101,7 @@ def interchangeable(optimizer: str) -> str:
     Optimizers that can resume from each other's state have the same name; a resume with an
     optimizer of another name is refused. optimizer: the value of --optimizer.
     """
-    return "adamw" if optimizer in ("adamw", "adamw8bit") else optimizer
+    return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
 
 def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> "UpdateRule":
@@ -149,7 +150,7 @@ class _Library(NamedTuple):
 
 
 class _TorchOptimizerRule:
-    """Update rule that runs an optimizer of torch.
+    """Update rule that runs an optimizer of torch or apex.
 
     Its state can be read and written before the first step, although torch makes a state only in
     the first step. kernel: the optimizer's name in the log. steps: number of updates so far.
@@ -179,6 +180,7 @@ class _TorchOptimizerRule:
             master.grad = gradient
         for options in self.optimizer.param_groups:
             options["lr"] = lr
+            options["step"] = self.steps - 1  # apex reads its step count here
         self.optimizer.step()
         for master in self.masters:
             master.grad = None
@@ -315,6 +317,8 @@ def _library(t: Training, group: str) -> _Library:
     # The state tensors of SGD or Muon, by kind. None: the optimizer keeps no tensor of this kind
     # for these options, and a checkpoint has zeros in its place.
     kinds = dict[str, _StateTensor | None]()
+    if t.optimizer == "apex":
+        return _Library("NVIDIA apex FusedAdam", _fused_adam(), _moments)
     if t.optimizer == "adafactor":
         return _Library("torch.optim.Adafactor", optim.Adafactor, _factors)
     if t.optimizer == "sgd":
@@ -327,6 +331,32 @@ def _library(t: Training, group: str) -> _Library:
         muon = partial(optim.Muon, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
         return _Library("torch.optim.Muon on the blocks' matrices", muon, lambda master: kinds)
     return _Library("torch.optim.AdamW, fused", _FusedAdamW, _moments)
+
+
+def _fused_adam() -> Callable[..., Any]:
+    """Return a function that makes apex's FusedAdam; UserError if apex cannot be imported.
+
+    FusedAdam keeps its moments in fp32, as AdamW here does, and updates in place. It makes its
+    constants on the GPU when it is made: without a GPU, or without apex' CUDA extensions, that
+    fails, and the function raises a UserError.
+    """
+    needs = (
+        "--optimizer apex needs a GPU and NVIDIA's apex with its CUDA extensions, built from "
+        "github.com/NVIDIA/apex (`pip install apex` installs another project); "
+        "--optimizer adamw runs torch's own fused kernel on the same state. Here: "
+    )
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError as error:
+        raise UserError(f"{needs}{error}") from None
+
+    def make(masters: list[Tensor], **options: Any) -> Any:
+        try:
+            return FusedAdam(masters, adam_w_mode=True, **options)
+        except (RuntimeError, AssertionError) as error:  # no driver, or a build without CUDA
+            raise UserError(f"{needs}{error}") from None
+
+    return make
 
 
 UpdateRule: TypeAlias = "_TorchOptimizerRule | Adam8bit"

@@ -165,5 +165,6 @@ precision.py a-file | FOLDER a-file: cannot write in
 --gpu h10 --json . | cannot write .: Is a directory
 --gpu h10 | no machine is called 'h10'
 --optimizer adamw8bit | --optimizer adamw8bit is not rehearsed: bitsandbytes' kernels
+--optimizer apex | --optimizer apex is not rehearsed: apex' kernels
 """,
 }

@@ -8,13 +8,15 @@ in bf16; 16-bit activations, which every layout rounds at other places.
 
 import importlib.util
 import itertools
+import sys
 
+import fake_apex
 import golden_worker
 import pytest
 import torch
 from fake_context import FakeContext
-from ranks import fork_ranks
-from test_golden import check_lines, lines_of
+from ranks import fork_ranks, results_of
+from test_golden import assert_equal_runs, check_lines, lines_of
 
 import trainer
 from config import run_options, validation
@@ -38,8 +40,17 @@ def test_every_optimizer_is_tried_with_every_stage_of_zero_that_it_can_have():
     for case in itertools.chain(*lines_of("optimizers").values()):
         name = case.get("optimizer", "adamw")
         tried.setdefault(name, set()).add(case.get("zero", 1))
-    assert set(tried) == set(run_options.OPTIMIZERS)
+    assert set(tried) == set(run_options.OPTIMIZERS) - {"apex"}  # the next test
     assert tried["adamw"] == tried["sgd"] == {0, 1, 2, 3}
+
+
+def test_apex_equals_adamw_at_every_stage_of_zero(tmp_path):
+    """With a module of apex' interface: its state is AdamW's, divided as AdamW's is."""
+    cases = [{"optimizer": "apex", "zero": zero, "steps": 4} for zero in range(4)]
+    results = results_of("tests/fake_apex.py", 2, cases, tmp_path)
+    for case, result in zip(cases, results, strict=True):
+        adamw = golden_worker.options({"steps": 4})
+        assert_equal_runs(case, result, golden_worker.run(validation.check(adamw, 1)))
 
 
 @pytest.mark.slow
@@ -151,6 +162,47 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     )
     with pytest.raises(configuration.UserError, match=r"adamw8bit needs .*bitsandbytes"):
         rule_of("adamw8bit", [torch.zeros(256)], "blocks")
+
+
+def test_without_apex_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)
+    needs = r"--optimizer apex needs a GPU and NVIDIA's apex .*github.com/NVIDIA/apex.* Here: .*apex"
+    with pytest.raises(configuration.UserError, match=needs):
+        rule_of("apex", [torch.zeros(256)], "plain")
+
+
+def test_apex_without_a_gpu_is_refused(monkeypatch):
+    class NeedsDriver:
+        def __init__(self, masters, **options):
+            raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    every = fake_apex.modules()
+    monkeypatch.setattr(every["apex.optimizers"], "FusedAdam", NeedsDriver)
+    for name, module in every.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(configuration.UserError, match=r"needs a GPU .* Found no NVIDIA driver"):
+        rule_of("apex", [torch.zeros(256)], "plain")
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "apex"), ("apex", "adamw")])
+def test_apex_continues_from_adamw_and_back(before, after, monkeypatch):
+    """After five updates the other rule takes the state over: the next five are those of AdamW."""
+    for name, module in fake_apex.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert update_rules.interchangeable(before) == update_rules.interchangeable(after)
+    expected, masters = [random(700, seed=1)], [random(700, seed=1)]
+    reference, rule = rule_of("adamw", expected, "plain"), rule_of(before, masters, "plain")
+    for step in range(10):
+        if step == 5:
+            state = {kind: rule.read(kind, 0, 0, 700).clone() for kind in ("exp_avg", "exp_avg_sq")}
+            rule = rule_of(after, masters, "plain")
+            for kind, values in state.items():
+                rule.write(kind, 0, 0, values)
+            rule.set_steps(5)
+        gradient = random(700, seed=10 + step)
+        reference.update([gradient.clone()], 1e-2)
+        rule.update([gradient.clone()], 1e-2)
+        torch.testing.assert_close(masters, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_whole_matrices_are_distributed_evenly():

@@ -337,6 +337,22 @@ def test_what_is_listed_is_what_train_py_takes():
     assert "needs pp(1), not pp(2)" in reasons
 
 
+def test_apex_takes_the_bytes_of_adamw():
+    """FusedAdam keeps two moments in fp32, as torch's fused AdamW; 8-bit AdamW keeps less."""
+    line = "layouts --model 1b3 --gpu a100-80 --nodes 1 --global-batch-size 64 --tp 2 --pp 2"
+    line += " --schedule 1f1b --micro-batch-size 4 --recompute none"
+    for zero in (0, 1, 2):
+        plans = {}
+        for name in ("adamw", "apex", "adamw8bit"):
+            answer = ask(f"{line} --zero {zero} --optimizer {name}")
+            assert name == "adamw" or f"--optimizer {name}" in answer.text
+            plans[name] = answer.data["ranked"][0]
+        assert plans["apex"]["memory"] == plans["adamw"]["memory"]
+        assert plans["apex"]["seconds"] == plans["adamw"]["seconds"]
+        state = {name: row["memory"][0]["optimizer"] for name, row in plans.items()}
+        assert state["apex"] > state["adamw8bit"]
+
+
 def test_a_measured_network_takes_the_place_of_the_datasheets_and_its_shares():
     words = ["layouts", "--model", "gpt2-1.5b", "--gpu", "a100-80", "--nodes", "4"]
     words += ["--global-batch-size", "64", "--tp", "1", "--pp", "1", "--top", "1"]
