@@ -1,7 +1,8 @@
 """Runs all tests: `python test_all.py`, with any of pytest's arguments.
 
 Tests of several ranks start them by mpirun themselves, and by srun beside scripts/slurm_here.sh.
-They run in several processes, all of a file in one; tests that are named, in this process alone.
+They run in several processes, all of a file in one; tests that are named, or chosen with -k, in this
+process alone: each process would first load all files to know what it has to choose from.
 """
 
 import os
@@ -17,7 +18,7 @@ def in_processes(arguments: list[str]) -> list[str]:
     """Options of pytest-xdist, unless the arguments name tests or say how to run them."""
     if any("tests" in Path(each.partition("::")[0]).parts for each in arguments):
         return []
-    if any(each.startswith(("-n", "--pdb", "--collect-only")) for each in arguments):
+    if any(each.startswith(("-n", "-k", "--pdb", "--collect-only")) for each in arguments):
         return []
     cores = len(os.sched_getaffinity(0))
     if cores < 2:

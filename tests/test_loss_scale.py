@@ -11,9 +11,14 @@ from config.messages import UserError
 from config.schema import Training
 from optim.loss_scale import LossScale
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine
-    from megatron.core.optimizer import grad_scaler
+
+@pytest.fixture(scope="module")
+def grad_scaler():
+    """Megatron's module, imported once, and not by a test run that selects other tests: 2 s."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine
+        from megatron.core.optimizer import grad_scaler
+    return grad_scaler
 
 
 def training(**options) -> Training:
@@ -24,7 +29,7 @@ def training(**options) -> Training:
 @given(
     st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)
 )
-def test_the_scale_moves_as_megatrons(overflows, hysteresis, window, power):
+def test_the_scale_moves_as_megatrons(grad_scaler, overflows, hysteresis, window, power):
     ours = LossScale(
         training(
             initial_loss_scale_power=power,
