@@ -262,16 +262,17 @@ def to_words(
 ) -> list[str]:
     """Return the command-line flags with the values of `group`, an instance of a class in GROUPS.
 
-    Options at their defaults and the option `without` are left out. always: options that are
+    Options at their defaults, also those that follow from others, and `without` are left out. always: options that are
     written even at their defaults. only: if given, no options but these are written.
     """
     words: list[str] = []
+    follows = group.derived() if isinstance(group, ModelShape) else {}
     for field in dataclasses.fields(group):
         value = getattr(group, field.name)
         name = field.name.replace("_", "-")
         if value is None or field.name == without or (only is not None and field.name not in only):
             continue
-        if value == field.default and field.name not in always:
+        if value == follows.get(field.name, field.default) and field.name not in always:
             continue
         if field.name == "expert_ffn_hidden" and group.experts == 1:  # no effect without experts
             continue
@@ -312,8 +313,11 @@ def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
     """Return `base`, the model that --model names, with the fields that other options set (`own`).
 
     A field at its derived default is derived again: with more `hidden`, GPT-2's ffn_hidden grows.
+    A model without biases stays without them, also if it loses its experts.
     """
     defaults = base.derived()
+    if not base.bias:
+        del defaults["bias"]
     derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
     return dataclasses.replace(base, **(derived | own))
 

@@ -75,9 +75,12 @@ def check_run(model: ModelShape) -> None:
     Called when all options of a run are known. A model and a layout alone are not refused for this.
     """
     if model.bias:
-        raise UserError(f"experts({model.experts}) have no biases here: give --no-bias")
+        raise UserError(
+            f"experts({model.experts}) have no biases here: give --no-bias, or leave --bias out"
+        )
     if model.router_normalised and model.experts_per_token == 1:
         raise UserError(
             "experts-per-token(1) with --router-normalised: the weight of a token's only expert is "
-            "always 1, so that the router learns nothing; give --no-router-normalised"
+            "always 1, so that the router learns nothing; give --experts-per-token 2, or "
+            "--no-router-normalised for top-1 routing"
         )

@@ -71,7 +71,7 @@ class ModelShape:
     activation: str = option(
         "gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "relu", "swiglu")
     )
-    bias: bool = option(True, "biases in the linear layers")
+    bias: bool = option(None, "biases in the linear layers; default: yes, with experts no")
     embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
     tied: bool = option(True, "the output head shares the embedding's weights")
     norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0)
@@ -105,7 +105,9 @@ class ModelShape:
     experts: int = option(
         1, "MLPs of a block, of which a router chooses some for each token; 1: no router", minimum=1
     )
-    experts_per_token: int = option(1, "experts that compute each token", minimum=1)
+    experts_per_token: int = option(
+        None, "experts that compute each token (top-k), default: 2 if there are experts", minimum=1
+    )
     expert_ffn_hidden: int = option(
         None, "width of each expert, default: ffn-hidden", minimum=1, needs=EXPERTS
     )
@@ -148,9 +150,11 @@ class ModelShape:
     def derived(self) -> dict[str, Any]:
         """Return the default values of the fields whose defaults depend on other fields."""
         head = {"head_size": self.hidden // self.heads, "kv_heads": self.heads}
+        bias = self.experts == 1 if self.bias is None else self.bias
+        experts = {"bias": self.experts == 1, "experts_per_token": min(2, self.experts)}
         default = self.default_ffn()
         widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
-        return head | widths | {"qkv_bias": self.bias}
+        return head | widths | experts | {"qkv_bias": bias}
 
     def default_ffn(self) -> int:
         """Return the default width of an MLP: 4 h; with SwiGLU 8/3 h, up to a multiple of 64."""

@@ -63,6 +63,8 @@ class Translation:
         past: what a resumed run has done before; an iteration of an earlier start counts the size
         that the run had then.
         """
+        if "--num-experts" in self.ours and "bias" not in values:
+            values = values | {"bias": True}  # as theirs; experts here have none, which is refused
         if not self.iterations and self.warmup_fraction is None:
             return values
         steps = values.get("batch_schedule")

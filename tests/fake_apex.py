@@ -20,7 +20,9 @@ class FusedAdam(torch.optim.Optimizer):
                  adam_w_mode=True, weight_decay=0.0):  # fmt: skip
         assert adam_w_mode
         assert bias_correction
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     def step(self) -> None:
         for group in self.param_groups:

@@ -5,13 +5,13 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import pytest
 from ranks import ROOT
 
 from config import messages
-from config.command_line import parse, parse_request
+from config.command_line import parse, parse_request, to_words
 from config.messages import VERSION, UserError, whole_number
 from config.needs import is_met
 from config.schema import GROUPS, Config, ModelShape
@@ -86,6 +86,38 @@ def test_what_a_file_has_beside_a_model_is_a_note_not_a_mistake(tmp_path):
     assert parse_request(["--model", "llama-2-7b", "--steps", "3"]).notes == ()
     (note,) = parse_request(["--model", "llama-3-8b", "--positions", "alibi"]).notes
     assert note.startswith("--rotary-base 500000 of the model changes nothing")
+
+
+EXPERTS = "--layers 2 --hidden 64 --heads 4 --steps 3 --experts 8"
+
+
+def test_a_number_of_experts_alone_is_a_model_that_trains():
+    """Two experts for each token, as in Mixtral and in Megatron-LM, and no biases."""
+    model = check(configure(EXPERTS), 1).model
+    assert (model.experts_per_token, model.bias, model.qkv_bias) == (2, False, False)
+    assert check(configure("--model gpt2-124m --steps 3 --experts 4"), 1).model.mlps == (4, 2)
+    dense = configure(BASE).model
+    assert (dense.experts_per_token, dense.bias, dense.qkv_bias) == (1, True, True)
+    one = configure("--model mixtral-8x7b --experts 1 --steps 3").model
+    assert (one.bias, one.experts_per_token) == (False, 1)  # the biases do not come back
+    with pytest.raises(UserError, match="have no biases here"):  # which Megatron-LM's experts have
+        check(configure(EXPERTS.replace("--experts", "--num-experts")), 1)
+
+
+@pytest.mark.parametrize("change", [{}, {"experts_per_token": 1, "router_normalised": False}])
+def test_a_run_with_experts_resumes_with_what_its_run_json_says(change, tmp_path):
+    model = asdict(configure(EXPERTS).model) | change
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"model": model}}))
+    resumed = configure(f"--resume {tmp_path} --steps 3").model
+    assert asdict(resumed) == model
+
+
+def test_the_words_of_a_model_leave_out_what_follows_from_others():
+    for words in (EXPERTS, f"{BASE} --no-bias", f"{BASE} --kv-heads 2 --ffn-hidden 90", BASE):
+        config = configure(words)
+        short = to_words(config.model)
+        assert configure(f"{' '.join(short)} --steps 3").model == config.model
+        assert not {"--head-size", "--qkv-bias", "--bias", "--experts-per-token"} & set(short)
 
 
 # Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh with smaller sizes: its 34 options.

@@ -308,6 +308,10 @@ def test_a_shape_that_no_family_has_is_one_sentence_with_the_nearest():
         "checkpoints of this run cannot be exported: transformers has no such model: llama needs "
         "activation swiglu, not gelu_tanh"
     )
+    note = families.export_note(dataclasses.replace(shape, experts=8, experts_per_token=2))
+    assert note.endswith(
+        "mixtral needs activation swiglu, not gelu_tanh"
+    )  # not one without experts
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 def test_without_apex_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", None)
-    needs = r"--optimizer apex needs a GPU and NVIDIA's apex .*github.com/NVIDIA/apex.* Here: .*apex"
+    needs = (
+        r"--optimizer apex needs a GPU and NVIDIA's apex .*github.com/NVIDIA/apex.* Here: .*apex"
+    )
     with pytest.raises(configuration.UserError, match=needs):
         rule_of("apex", [torch.zeros(256)], "plain")
 
