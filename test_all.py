@@ -1,8 +1,8 @@
 """Runs all tests: `python test_all.py`, with any of pytest's arguments.
 
 Tests of several ranks start them by mpirun themselves, and by srun beside scripts/slurm_here.sh.
-They run in several processes, all of a file in one; tests that are named, or chosen with -k, in this
-process alone: each process would first load all files to know what it has to choose from.
+They run in several processes, all of a file in one; tests that are named, or chosen with -k, in
+this process alone: each process would first load all files to know what it has to choose from.
 """
 
 import os

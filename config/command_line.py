@@ -262,8 +262,9 @@ def to_words(
 ) -> list[str]:
     """Return the command-line flags with the values of `group`, an instance of a class in GROUPS.
 
-    Options at their defaults, also those that follow from others, and `without` are left out. always: options that are
-    written even at their defaults. only: if given, no options but these are written.
+    Options at their defaults, also those that follow from others, and `without` are left out.
+    always: options that are written even at their defaults. only: if given, no options but these
+    are written.
     """
     words: list[str] = []
     follows = group.derived() if isinstance(group, ModelShape) else {}

@@ -23,8 +23,8 @@ from schedules.partition import StageSpec
 
 # Bytes per parameter by which an optimizer's state is smaller than AdamW's two FP32 moments (8). In
 # 8-bit AdamW it is two bytes, and two FP32 scales for 256 weights; in SGD and Muon one moment; in
-# Adafactor two small factors of a matrix. apex' FusedAdam has AdamW's state, so it is not here. For weights that Muon and 8-bit AdamW leave to AdamW,
-# `state_of_others` adds the difference again.
+# Adafactor two small factors of a matrix. apex' FusedAdam is not here: its state is AdamW's. For
+# weights that Muon and 8-bit AdamW leave to AdamW, `state_of_others` adds the difference again.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
 # Bytes that the router of a block with experts keeps for each chosen expert of a token: the
 # expert's number (8), its weight in FP32 (4) and half precision (2), the token's index in two
