@@ -37,7 +37,7 @@ from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
-from telemetry import replica_check, step_stats
+from telemetry import replica_check, run_time, step_stats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor, give_up
 from telemetry.start_of_run import find_past
@@ -345,6 +345,7 @@ class Trainer:
         if action == SAVE_AND_STOP:
             return self._stop_early()
         save_requested = action == SAVE
+        self._announce()
         for iteration in range(self.done.iteration + 1, self.last_step + 1):
             is_last = iteration == self.last_step
             evaluations = self._evaluations_after(iteration)
@@ -385,6 +386,17 @@ class Trainer:
             answers = config.data.answers_only
             samples = fingerprints(self.splits.train, config.total_samples, answers)
         self.log.begin(samples)
+
+    def _announce(self) -> None:
+        """Print how long the run will take, if that can be estimated and is long."""
+        if not self.log.is_writer or self.done.iteration >= self.last_step:
+            return
+        consumed = self.done.consumed_samples
+        batch = self.config.batches.batch(consumed)
+        left = self.config.total_samples - consumed
+        line = run_time.estimate(self.config, self.log.context, left, batch)
+        if line:
+            self.log.note(line)
 
     def _evaluations_after(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
         """Return the evaluations that are due after a step: by name, samples and their number."""
