@@ -50,7 +50,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpu", metavar="NAME", help="go on with fewer nodes: the planner's name")
     parser.add_argument("--calibration", metavar="FILE", help="what was measured of --gpu")
     parser.add_argument("--max-slowdown", type=float, metavar="X", help="of a step (default 1.5)")
-    options = parser.parse_args(arguments[:end_of_options])  # the words before `--`
+    options, unknown = parser.parse_known_args(arguments[:end_of_options])  # those before `--`
+    if unknown and end_of_options == len(arguments):
+        raise UserError(
+            f"give -- before the program to supervise: supervise.py -- {unknown[0]} ..."
+        )
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     for name in ("spare_nodes", "restarts_per_hour"):
         number = getattr(options, name)
         if number < 0:

@@ -457,7 +457,7 @@ class Checkpointer:
     def _describe_newest(self) -> str:
         """Return the end of a message that names the run's newest checkpoint; on rank 0."""
         if self.newest is None:
-            return "there is none yet"
+            return "no checkpoint has been saved so far"
         return f"the newest is {folders.folder_name(self.newest.iteration)}"
 
     def _record_of_data(self) -> ModelRecord:

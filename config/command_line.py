@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from config.inherited import Inherited
-from config.messages import Parser, UserError, check_decoded
+from config.messages import Parser, UserError, check_decoded, nearest
 from config.needs import check_used, unused_rotary
 from config.regular_files import open_regular
 from config.run_options import Run
@@ -132,7 +132,10 @@ def parse_request(
         translation = spelling.translate(arguments)
         flags, unknown = parser.parse_known_args(translation.words)
         if unknown:
-            names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
+            names = [word for word in unknown if spelling.FLAG.match(word)]
+            if not names:
+                hint = "give it by --config" if unknown[0].endswith(".toml") else "an option has --"
+                raise UserError(f"unknown argument {unknown[0]!r}: {hint}")
             raise UserError(_unknown("argument", names))
     by_flags = vars(flags)
     file = by_flags.pop("config", None)
@@ -445,7 +448,8 @@ def check_option(name: str, value: Any) -> None:
     _checked(flag, field.type, value)
     if meta["choices"] and value not in meta["choices"]:
         choices = ", ".join(map(str, meta["choices"]))
-        raise UserError(f"{flag} is one of {choices}, not {value!r}")
+        near = nearest(str(value).lower(), [str(choice) for choice in meta["choices"]])
+        raise UserError(f"{flag} is one of {choices}, not {value!r}{near}")
     for limit, (is_within, words) in LIMITS.items():
         if meta[limit] is not None and not is_within(value, meta[limit]):
             raise UserError(f"{flag} must be {words} {meta[limit]}, not {value}")

@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import errno
 import os
+import re
 import sys
 import tempfile
 import time
@@ -76,6 +77,12 @@ class NodeError(UserError):
         self.ranks = list(ranks)
 
 
+# argparse's messages for a word that is no number, and for one that is none of the choices.
+WRONG_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.*)", re.DOTALL)
+WRONG_CHOICE = re.compile(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+NUMBERS = {"int": "a whole number", "float": "a number"}
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises UserError and, unless add_help is False, has --version.
 
@@ -114,7 +121,18 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(flag, dest="gpus", type=int, **hidden)
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a UserError; if options are missing, it names --help."""
+        """Raise argparse's message as a UserError; if options are missing, it names --help.
+
+        A word that is no number, and a word that is none of the choices, get our own sentence.
+        """
+        wrong_number = WRONG_NUMBER.fullmatch(message)
+        if wrong_number:
+            name, kind, value = wrong_number.groups()
+            raise UserError(f"{name} takes {NUMBERS[kind]}, not {value}")
+        wrong_choice = WRONG_CHOICE.fullmatch(message)
+        if wrong_choice:
+            value, names = wrong_choice.groups()
+            message += nearest(value, re.findall(r"[\w-]+", names))
         raise UserError(message + "; see --help" * ("are required" in message))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

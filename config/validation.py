@@ -67,7 +67,13 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
     replica = tp * pp * cp
     product = f"tp({tp}) * pp({pp})" + f" * cp({cp})" * (cp > 1)
     if ranks % replica:
-        raise UserError(f"{product} * dp(?) does not divide {ranks} {name}")
+        start = (
+            f": start {replica} ranks, as with mpirun -n {replica}"
+            if (ranks, name) == (1, "ranks")
+            else ""
+        )
+        counted = f"{ranks} {name if ranks != 1 else name.removesuffix('s')}"
+        raise UserError(f"{product} * dp(?) does not divide {counted}{start}")
     if dp is not None and replica * dp != ranks:
         raise UserError(f"{product} * dp({dp}) = {replica * dp} is not {ranks} {name}")
     return dataclasses.replace(layout, dp=ranks // replica)
@@ -78,7 +84,12 @@ def check_shape(model: ModelShape) -> None:
     # Only the default head size, hidden / heads, needs a number of heads that divides hidden.
     if model.hidden % model.heads and model.head_size == model.hidden // model.heads:
         both = f"heads({model.heads}) does not divide hidden({model.hidden})"
-        raise UserError(f"{both}: give another --head-size than {model.head_size}")
+        numbers = range(max(1, model.heads - 1000), min(model.heads + 1000, model.hidden) + 1)
+        divisors = [n for n in numbers if model.hidden % n == 0]
+        below = [n for n in divisors if n < model.heads][-1:]
+        above = [n for n in divisors if n > model.heads][:1]
+        near = " or ".join(map(str, below + above))
+        raise UserError(f"{both}: give --heads {near or model.hidden}, or a --head-size")
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
     _check_experts(model)

@@ -280,15 +280,24 @@ def _open(path: str) -> int:
     return descriptor
 
 
+def _missing(path: str) -> str:
+    """Return the error text for a file of a pair that is not there; path: PREFIX.idx or .bin."""
+    prefix = path.removesuffix(".idx")
+    of_pair = prefix.removesuffix(".bin").removesuffix(".idx")
+    text = f"{path} does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx"
+    if of_pair != prefix and os.path.exists(f"{of_pair}.idx"):
+        return f"{text}: give {of_pair}"
+    source = prefix if os.path.exists(prefix) else "TEXTS"
+    return f"{text}, which `python scripts/prepare_data.py --out PREFIX {source}` writes"
+
+
 @contextlib.contextmanager
 def _opening(path: str) -> Iterator[None]:
     """Raise UserError if the file that the `with` block opens is missing or cannot be read."""
     try:
         yield
     except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx"
-        ) from None
+        raise UserError(_missing(path)) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 

@@ -8,9 +8,9 @@ variables.
 OF_RUNS = {
     "train.py": """
 @/train.py --layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --device cpu --steps 2
---tp 3 | tp(3) * pp(1) * dp(?) does not divide 1 ranks
+--tp 3 | tp(3) * pp(1) * dp(?) does not divide 1 rank: start
 --hidden -64 | --hidden must be at least 1, not -64
---hidden 64.5 | --hidden: invalid int value: '64.5'
+--hidden 64.5 | --hidden takes a whole number, not '64.5'
 --hidden 10000000 | a rank of stage 0 needs, in GB, weights 19,200,007.8, gradients 19,200,007.8
 --vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
 --seq-length 1099511627776 | a rank of stage 0 needs, in GB, weights 281,475.0, gradients
@@ -154,21 +154,21 @@ layouts --model 176b --gpu '' | no value, after '--gpu': is a variable not set?
 layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
 layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
-layouts --model 176b --nodes two | --nodes: invalid int value: 'two'
+layouts --model 176b --nodes two | --nodes takes a whole number, not 'two'
 layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
 stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 ranks
 stages --model 176b --pp 100 | pp(100) is more stages than there are parts to place: 70 blocks +
 days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
-days --model 176b --tokens 450Q | --tokens: invalid float value: '450Q'
+days --model 176b --tokens 450Q | --tokens takes a number, not '450Q'
 days --model 176b --tokens nan | --tokens must be above 0, not nan
 days --model 176b --tokens -1 | --tokens must be above 0, not -1
 days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3197.7 GB with
 smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, largest, rampup,
 largest --gpus 8 --tp 2 | --tp: largest tries every tp and pp at micro-batch 1, full recomputation
 largest --gpus 8 --risk 0.2 | --risk goes with layouts, stages, days and rampup, not largest
-days --model 176b --tokens 200BB | --tokens: invalid float value: '200BB'
+days --model 176b --tokens 200BB | --tokens takes a number, not '200BB'
 model --model 176b --tokens 1e9 | --tokens goes with days, not model
 model --model 176b --trace t.json | --trace goes with timeline, not model
 days --model 176b --tokens inf | --tokens must be below 1e+18, not inf
@@ -186,7 +186,7 @@ rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write d
 calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
 gap nowhere --json | cannot read nowhere: No such file or directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were
-smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
+smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000): give --heads 100 or 125
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)
 model --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
 constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
@@ -209,7 +209,7 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --launch 'mpirun -n {rank}' | --launch 'mpirun -n {rank}' has no {ranks}, as in 'mpirun -n {ranks}'
 --launch "mpirun -n {ranks} 'x" | is not a command
 --launch 'no-such-mpirun -n {ranks}' | cannot start 'no-such-mpirun' of --launch
---gpus eight | --gpus: invalid int value: 'eight'
+--gpus eight | --gpus takes a whole number, not 'eight'
 --gpus 0 | --gpus must be above 0, below 1e+18, not 0
 --gpus -8 | --gpus must be above 0, below 1e+18, not -8
 --try tp=x | --try tp=x: --tp takes a whole number, not 'x'
@@ -228,7 +228,7 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --budget 2h | --budget is a number of trials or minutes above 0, as 12 or 90m, not '2h'
 --budget '' | no value, after '--budget': is a variable not set?
 --time-limit nan | --time-limit must be above 0, below 1e+18, not nan
---time-limit 10m | --time-limit: invalid float value: '10m'
+--time-limit 10m | --time-limit takes a number, not '10m'
 --timed 0 | --timed must be above 0, below 1e+18, not 0
 --gain nan | --gain must be at least 0 and below 1e+18, not nan
 --out a-file | --out a-file: cannot write in

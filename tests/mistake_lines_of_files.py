@@ -29,11 +29,11 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt '0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5' | the longest prompt has 16 tokens and --max-tokens
 --prompt 1 --max-tokens 16 | the longest prompt has 1 tokens and --max-tokens is 16: together 17
 --prompt 1 --max-tokens 0 | --max-tokens must be from 1 to 1048576, not 0
---prompt 1 --max-tokens ten | --max-tokens: invalid int value: 'ten'
+--prompt 1 --max-tokens ten | --max-tokens takes a whole number, not 'ten'
 --prompt 1 --max-tokens 1e9 | --max-tokens must be from 1 to 1048576, not 1000000000
 --prompt 1 --temperature -1 | --temperature must be at least 0 and finite, not -1.0
 --prompt 1 --temperature nan | --temperature must be at least 0 and finite, not nan
---prompt 1 --temperature warm | --temperature: invalid float value: 'warm'
+--prompt 1 --temperature warm | --temperature takes a number, not 'warm'
 --prompt 1 --top-p 0 | --top-p must be above 0 and at most 1, not 0.0
 --prompt 1 --top-p 95 | --top-p must be above 0 and at most 1, not 95.0
 --prompt 1 --seed -3 | --seed must be at least 0 and below 2^63, not -3
@@ -41,8 +41,8 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt 1 --tokenizer dir | --tokenizer dir: there is no such file
 --prompt 1 --tokenizer a-file | cannot read the tokenizer a-file: expected ident at line 1 column 2
 --prompt 1 --tokenizer binary.toml | binary.toml is not UTF-8
---prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 ranks
---prompt 1 --max-tokens 5 --pp 3 | tp(1) * pp(3) * dp(?) does not divide 1 ranks
+--prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 rank: start
+--prompt 1 --max-tokens 5 --pp 3 | tp(1) * pp(3) * dp(?) does not divide 1 rank: start
 --prompt 1 --max-tokens 5 --tp 0 | --tp must be at least 1, not 0
 --prompt 1 --max-tokens 5 --precision fp8 | --precision is one of auto, fp64, fp32, bf16, fp16
 --prompt 1 --max-tokens 5 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
@@ -90,7 +90,7 @@ a.txt | the following arguments are required: --out
 --out a-file/c a.txt | the folder of --out, a-file: cannot write in
 --out c --vocab-size 1000000000 a.txt | --vocab-size(1000000000) must be in 257..4194304
 --out c --vocab-size 0 a.txt | --vocab-size(0) must be in 257..4194304
---out c --vocab-size 32kk a.txt | --vocab-size: invalid int value: '32kk'
+--out c --vocab-size 32kk a.txt | --vocab-size takes a whole number, not '32kk'
 --out c --vocab-size 300 --tokenizer a.txt a.txt | --vocab-size is for a new tokenizer; --tokenizer
 --out c --tokenizer a.txt a.txt | --tokenizer a.txt is not a tokenizer
 --out c --tokenizer '' a.txt | no value, after '--tokenizer': is a variable not set?
@@ -119,7 +119,7 @@ allreduce.py | one rank has nothing to exchange: start this with mpirun or srun
 allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter, all-gather
 allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1: --max-bytes is at
 allreduce.py --seconds nan | --seconds must be a number above 0, not nan
-allreduce.py --min-bytes 1Q | --min-bytes: invalid int value: '1Q'
+allreduce.py --min-bytes 1Q | --min-bytes takes a whole number, not '1Q'
 allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
 allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
 allreduce.py --out a-file | --out a-file: cannot write in

@@ -239,7 +239,7 @@ def test_plain_python_in_a_job_of_many_tasks():
     words = "--layers 2 --hidden 8 --heads 2 --tp 3"
     outcome = start([sys.executable, "train.py", *words.split()], timeout=300, **job)
     assert "note: this Slurm job has 4 tasks, but this process was started without" in outcome.err
-    assert "error: tp(3) * pp(1) * dp(?) does not divide 1 ranks" in outcome.err
+    assert "error: tp(3) * pp(1) * dp(?) does not divide 1 rank: start" in outcome.err
     assert check_launch(Launch("python"), job | {"SLURM_NTASKS": "1"}) is None
     assert check_launch(Launch("python"), job | {"SLURM_STEP_ID": "0"}) is None
 

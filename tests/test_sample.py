@@ -324,7 +324,7 @@ def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
             "5",
             "--max-tokens",
             "39",
-        ): "tp(5) * pp(1) * dp(?) does not divide 1 ranks",
+        ): "tp(5) * pp(1) * dp(?) does not divide 1 rank: start",
         ("--prompt", "1", "--tokenizer", str(runs["gpt2"] / "run.json")): "there is no such file",
     }
     for more, sentence in wrong.items():

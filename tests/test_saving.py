@@ -309,7 +309,7 @@ def test_a_stop_ends_the_wait_for_room(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "SECONDS_BETWEEN_ATTEMPTS", math.inf)
     checkpoints.after_step(Progress(1, 8), last=True)
     answers = [False, False, True]
-    with pytest.raises(SaveError, match="could not be saved: there is none yet"):
+    with pytest.raises(SaveError, match="could not be saved: no checkpoint has been saved so far"):
         checkpoints.finish(Progress(1, 8), lambda: answers.pop(0))
     assert answers == []
 
