@@ -146,7 +146,10 @@ def _sequence_parallelism_off(stages: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class RunSamples:
-    """Writes greedy continuations of --sample-prompt to a run's log, after --sample-every steps."""
+    """Writes continuations of --sample-prompt to a run's log, after --sample-every steps.
+
+    They are drawn at --sample-temperature with the run's seed: any layout draws the same tokens.
+    """
 
     def __init__(
         self,
@@ -163,6 +166,7 @@ class RunSamples:
         the run continues; without any, the token that ends a document of the corpus does.
         """
         self.every = config.run.sample_every
+        self.choice = Choice(config.run.sample_temperature, seed=config.training.seed)
         self.length = config.model.seq_length
         self.text, self.prompts = prompts_of_run(config)
         self.decoder = decoder
@@ -181,9 +185,8 @@ class RunSamples:
             return
         self.decoder.mesh.recorder.enter("sample")
         self.gather_weights()
-        most_likely = Choice()
         for prompt in self.prompts:
             count = min(SAMPLE_TOKENS, self.length - len(prompt))
-            ids = self.decoder.generate(prompt, count, most_likely, self.ends)
+            ids = self.decoder.generate(prompt, count, self.choice, self.ends)
             text = f"{self.text.decode(prompt)!r} -> {self.text.decode(ids)!r}"
             self.note(f" sample at iteration {iteration} | {text}")

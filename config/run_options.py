@@ -305,6 +305,12 @@ class Run:
         "texts that --sample-every continues, or ids where there is no tokenizer",
         nargs="+",
     )
+    sample_temperature: float = option(
+        0.0,
+        "temperature of the samples in the log; 0: the most likely tokens",
+        minimum=0.0,
+        needs=("--sample-every",),
+    )
     check_replicas_every: int = option(
         1000,
         "steps between replica checks, also before each save; 0: never",

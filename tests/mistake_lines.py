@@ -186,7 +186,7 @@ rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write d
 calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
 gap nowhere --json | cannot read nowhere: No such file or directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were
-smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000): give --heads 100 or 125
+smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)
 model --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
 constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help

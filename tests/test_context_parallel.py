@@ -135,7 +135,7 @@ def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
     """From its checkpoint, to the same losses, evaluations and samples."""
     words = "--layers 2 --hidden 32 --heads 4 --kv-heads 1 --seq-length 16 --vocab-size 61 --zero 1"
     words += " --pad-vocab-multiple 4 --precision fp64 --global-batch-size 4 --positions rotary"
-    words += " --steps 4 --eval-samples 4 --eval-every 2 --sample-every 2"
+    words += " --steps 4 --eval-samples 4 --eval-every 2 --sample-every 2 --sample-temperature 2"
     words += " --check-replicas-every 2 --lr 1e-2"
     both = ["train.py", *words.split(), "--sample-prompt", "3 4 5", "--out"]
     before, after = str(tmp_path / "cp"), str(tmp_path / "one")
@@ -158,7 +158,9 @@ def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
         assert relative_difference(facts, rows[key]) <= 1e-10, (key, facts, rows[key])
     samples = [re.findall(r"sample at iteration 4 \| (.*)", outcome.out) for outcome in done]
     assert len(samples[0]) == 1
-    assert samples[0] == samples[1]
+    assert samples[0] == samples[1]  # drawn at a temperature, by the same seed
+    drawn = json.loads(samples[0][0].partition(" -> ")[2].replace("'", '"')).split()
+    assert len(set(drawn)) > 5
 
 
 def facts_of(folder: str) -> dict[tuple, list[float]]:
