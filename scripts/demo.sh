@@ -12,7 +12,7 @@ if [ ! -f data/stories.idx ]; then
     python scripts/prepare_data.py --out data/stories --vocab-size 512 data/stories.jsonl
 fi
 if [ "${1:-}" = --moe ]; then
-    experts=(--experts 8 --experts-per-token 2 --ffn-hidden 192 --activation swiglu --no-bias)
+    experts=(--experts 8 --ffn-hidden 192 --activation swiglu)
     balance=(--balance bias --balance-rate 0.003)
     mpirun -n 4 python train.py --config scripts/demo.toml --tp 2 --pp 1 --ep 4 \
         "${experts[@]}" "${balance[@]}" --out runs/demo-moe

@@ -1,10 +1,13 @@
 """Writes the pages of the documentation's site: `python scripts/site_pages.py`.
 
 The pages are every Markdown file of the repository and the files that they link to, at the same
-relative paths, and reference/PROGRAM.md with the `--help` of each program. They are not committed,
-so they cannot differ from the options. docs/mkdocs.yml makes a site of them.
+relative paths, and reference/PROGRAM.md with the options of each program: those of train.py in
+tables with an anchor for each, of the others as `--help` prints them. They are not committed, so
+they cannot differ from the options. docs/mkdocs.yml makes a site of them. A link to a folder, which
+is no page of the site, is left as text; a picture gets its alternative text as a caption.
 """
 
+import dataclasses
 import os
 import re
 import shutil
@@ -18,6 +21,11 @@ SOURCES = ("*.md", "docs/*.md", "hardware/*.md", "benchmarks/data/*.md", "benchm
 PROGRAMS = ("train", "plan", "tune", "rehearse", "supervise", "runs", "checkpoint", "sample")
 SCRIPTS = ("prepare_data", "prepare_chats", "corpus")
 LINK = re.compile(r"\]\(([^)\s#]+)")
+TEXT_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)[^)]*\)")
+PICTURE = re.compile(r"^(!\[([^\]]+)\]\([^)]+\))$(?!\n\n\*)", re.MULTILINE)  # without a caption
+sys.path.insert(0, str(ROOT))
+
+from config.schema import GROUPS  # noqa: E402
 
 
 def linked_files(page: Path) -> set[Path]:
@@ -26,12 +34,37 @@ def linked_files(page: Path) -> set[Path]:
     return {target for target in targets if target.is_file() and target.is_relative_to(ROOT)}
 
 
+def page_text(page: Path) -> str:
+    """Return the text of a page for the site: no links to folders, and captions under pictures."""
+
+    def link(found: re.Match[str]) -> str:
+        text, target = found.groups()
+        return text if (page.parent / target).is_dir() else found.group()
+
+    return PICTURE.sub(r"\1\n\n*\2*", TEXT_LINK.sub(link, page.read_text()))
+
+
+def option_tables() -> str:
+    """Return the options of train.py as Markdown: a table for each group, an anchor for each."""
+    parts = ["# train.py", "Options are flags, and keys of the TOML file that `--config` names."]
+    for name, group in GROUPS.items():
+        rows = ["| option | values | what it does | default |", "| --- | --- | --- | --- |"]
+        for field in dataclasses.fields(group):
+            flag = field.name.replace("_", "-")
+            facts = field.metadata
+            kind = facts["item"] if facts["nargs"] else field.type
+            values = ", ".join(map(str, facts["choices"])) or kind.__name__
+            default = "" if field.default is None else f"`{field.default}`"
+            text = facts["help"].replace("|", "\\|").replace("<", "&lt;")
+            rows.append(f'| <a id="{flag}"></a>`--{flag}` | {values} | {text} | {default} |')
+        parts += [f"## {name}", (group.__doc__ or "").splitlines()[0], "\n".join(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
 def help_of(path: str) -> str:
     """Return the text of all options of a program; CalledProcessError if the program fails."""
     environment = os.environ | {"COLUMNS": "76", "NO_COLOR": "1"}
     words = [sys.executable, path, "--help"]
-    if path == "train.py":  # its --help alone lists the options that people use first
-        words.append("all")
     done = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
@@ -46,11 +79,16 @@ def write_pages(folder: Path) -> None:
     for path in pages | linked:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
+        if path in pages:
+            copy.write_text(page_text(path))
+        else:
+            shutil.copyfile(path, copy)
     (folder / "reference").mkdir()
     paths = [f"{name}.py" for name in PROGRAMS] + [f"scripts/{name}.py" for name in SCRIPTS]
     for path in paths:
         text = f"# {path}\n\n```text\n{help_of(path).rstrip()}\n```\n"
+        if path == "train.py":
+            text = option_tables()
         (folder / "reference" / f"{Path(path).stem}.md").write_text(text)
 
 
