@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
 GPUS = ("nodes", "gpus")
 COSTS = ("price_per_gpu_hour", "watts_per_gpu")
-TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "fp8")
+TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "fp8", "launch")
 RAMP_UP = (*GPUS, "risk", "deadline", "restart", "stages", "submit")
 QUESTIONS = {
     "layouts": Kind(
@@ -89,13 +89,17 @@ QUESTIONS = {
     "largest": Kind(
         model_questions.largest,
         "the largest model that trains on some GPUs",
-        GPUS,
+        (*GPUS, "risk"),
         layout=(),
         tries=True,
         example="gpt3-175b",
     ),
     "smallest": Kind(
-        model_questions.smallest, "the fewest nodes that hold a model", (), layout=(), tries=True
+        model_questions.smallest,
+        "the fewest nodes that hold a model",
+        ("risk",),
+        layout=(),
+        tries=True,
     ),
     "rampup": Kind(
         growth.rampup, "a batch-size ramp-up, in stages", RAMP_UP, tries=True, example="bloom-176b"
@@ -110,7 +114,7 @@ QUESTIONS = {
     "compare": Kind(
         compare.compare,
         "two layouts: where one loses time and memory against the other",
-        (*GPUS, "fp8"),
+        (*GPUS, "risk", "fp8"),
     ),
 }
 WRITTEN = ("trace", "stages", "write", "picture")  # options that name a file to write
@@ -215,8 +219,8 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     if not machine.bf16:
         how = f"{config.training.precision}, {machine.kernel} kernels"
         notes.append(f"{machine.device} has neither bf16 nor flash attention: planned with {how}")
-    if config.model.experts > 1 and kind.tries and name not in questions.SEARCHED:
-        goes = "goes with layouts, days and stages"
+    if config.model.experts > 1 and kind.tries and name not in (*questions.SEARCHED, "smallest"):
+        goes = "goes with layouts, days and stages, and with smallest"
         raise UserError(f"a model with experts {goes}, not {name}")
     if options.fp8:
         machine = hardware.with_fp8(machine)

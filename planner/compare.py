@@ -77,6 +77,7 @@ def _facts(question: Question) -> dict[str, Any]:
         "causes": by_cause(job),
         "memory": parts | {"total": fullest.total},
         "fits": prediction.fits,
+        "risk": prediction.risk,
         "machine": job.machine.name,
         "gpus": job.gpus,
         "global_batch_size": job.training.global_batch_size,
@@ -106,9 +107,14 @@ def compare(first: Question, second: Question, names: Sequence[str]) -> Answer:
     most = max(CAUSES, key=lambda cause: abs(differences[cause]))
     if differences[most]:
         lines.append(f"most of the difference: {most}, {differences[most]:+.2f} s a step")
+    accepted = first.options.risk
+    risks = " and ".join(f"{facts['risk']:.1%}" for facts in sides.values())
+    lines.append(f"risk of running out of memory: {risks}; accepted are {accepted:.0%} (--risk)")
     for letter, facts in sides.items():
         if not facts["fits"]:
             lines.append(f"{letter} runs out of memory")
+        elif facts["risk"] > accepted:
+            lines.append(f"{letter} fits only with a risk above {accepted:.0%}")
     if one["global_batch_size"] != two["global_batch_size"]:
         lines.append("note: the global batches differ: compare tokens/s, not seconds")
     return Answer("\n".join(lines), {"a": one, "b": two, "difference": differences})

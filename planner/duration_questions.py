@@ -12,7 +12,7 @@ from dataclasses import asdict
 from config import schema
 from config.messages import UserError
 from planner import cost, layouts
-from planner.layout_table import notes, ranked_lines, where_it_fits
+from planner.layout_table import notes, ranked_lines, risk_of_fitting, where_it_fits
 from planner.questions import Answer, Question
 
 DAY = 86400.0
@@ -27,14 +27,16 @@ def days(question: Question) -> Answer:
     tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
     if not tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
-    ranked, rejected, *_ = question.rank(most=1)
-    if not ranked:
+    answer = question.rank(most=1)
+    safe = [line for line in answer.ranked if line.prediction.risk <= question.options.risk]
+    if not safe:
+        rejected = answer.rejected
         reasons = [entry.reason for entry in rejected] if len(rejected) == 1 else []
-        why = "; ".join([*reasons, *where_it_fits(question, rejected)])
+        if answer.ranked:
+            reasons = [risk_of_fitting(question, answer.ranked)]
+        why = "; ".join([*reasons, *where_it_fits(question, answer)])
         raise UserError(f"no layout fits on {where}: {why}".removesuffix(": "))
-    # If every layout is riskier than --risk, the fastest of them is taken nevertheless.
-    safe = [line for line in ranked if line.prediction.risk <= question.options.risk]
-    best = (safe or ranked)[0]
+    best = safe[0]
     step = best.prediction.seconds
     seconds = tokens / best.prediction.tokens_per_second
     # The duration is as uncertain as the seconds of a step.
@@ -45,6 +47,8 @@ def days(question: Question) -> Answer:
         "between": [low, high],
         "tokens": tokens,
         "gpus": question.gpus,
+        "global_batch_size": question.config.training.global_batch_size,
+        "risk": best.prediction.risk,
         "layout": asdict(best.layout),
         "seconds_per_step": step,
         **rates.of(question.gpus, seconds),
@@ -52,6 +56,7 @@ def days(question: Question) -> Answer:
     lines = [
         f"{seconds / DAY:.1f} days ({low:.1f} to {high:.1f} in 9 of 10 cases) for {tokens:.3g} "
         f"tokens on {where}, without stops and ramp-up",
+        f"{question.batch}; {risk_of_fitting(question, [])}",
         rates.sentence(question.gpus, seconds),
         *ranked_lines([best], question),
         *notes([best]),

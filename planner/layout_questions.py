@@ -38,6 +38,9 @@ def stages(question: Question) -> Answer:
         parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]
         line = f"{row_of:5} {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
         lines.append(line + "  <- fullest" * (stage.stage == fullest))
+    probability = risk.out_of_memory(job.machine, table[fullest].total)
+    accepted = f"accepted are {question.options.risk:.0%} (--risk)"
+    lines.append(f"risk of running out of memory: {probability:.1%}; {accepted}")
     loads = expert_loads(question, job)
     lines += _lines_of_loads(loads, question)
     lines += ["", "share of time"]
@@ -46,7 +49,8 @@ def stages(question: Question) -> Answer:
         bar = "#" * round(50 * row.share / widest)
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
     data = {"stages": [asdict(row) for row in rows], "memory": [asdict(row) for row in table]}
-    return Answer("\n".join(lines), data | {"fullest": fullest, "expert_loads": loads})
+    data |= {"fullest": fullest, "risk": probability, "expert_loads": loads}
+    return Answer("\n".join(lines), data)
 
 
 def expert_loads(question: Question, job: Job) -> dict[str, float] | None:

@@ -20,11 +20,12 @@ from config import schema
 from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
-from planner import cost, layouts, model_sizes, picture, risk
+from planner import cost, hardware, layouts, picture, risk
 from planner.job import Job
-from planner.questions import BILLION, Answer, Question, flags
+from planner.questions import BILLION, MOST_SHARDED, Answer, Question, flags, is_unmeasured
 from planner.step_time import Prediction, predict
 
+PMI = "--mpi=pmi2 starts MPICH and its kin; Open MPI needs --launch 'srun --mpi=pmix -n {ranks}'"
 STEPS = 1000  # the value of --steps in the printed command, if the user gives no length of the run
 SHOWN_RISKY = 5  # number of risky layouts that are printed
 # If the predicted times of two layouts differ by less than this factor, either may be the faster:
@@ -33,12 +34,20 @@ TOLD_APART = 1.06
 WIDTH = 120  # width of a table that fits in a terminal, in characters
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that are aligned to the left
 # By column, the value that tells the reader nothing: a column whose cells all have it is left out.
-LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}
+LEFT_OUT = {"cp": "1", "ep": "1", "s/slow": "-", "ramp-up": "-"}
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 NETWORK = (
-    "note: ranked at the rate of the network's datasheet, and 90 % reaches to a quarter of it: "
-    "--network GB/s gives yours, the busbw of all ranks by scripts/bench_allreduce.sh"
+    "note: s/step is at the rate of the network's datasheet; s/slow, by which lines are ranked, "
+    "and 90 % are at a quarter of it: --network GB/s gives yours, the busbw of all ranks by "
+    "scripts/bench_allreduce.sh"
 )
+UNMEASURED = (
+    f"note: no measured row has --zero 3 over more than {MOST_SHARDED} ranks: such lines come "
+    "after all others that are within their interval"
+)
+# Without --network one line says which layout is the fastest at this rate: bytes/s out of a node
+# that has a single adapter of 200 Gb/s.
+ONE_ADAPTER = 25e9
 
 
 def ranked_layouts(question: Question) -> Answer:
@@ -60,13 +69,20 @@ def ranked_layouts(question: Question) -> Answer:
         "risky": [_as_data(line, question) for line in risky],
         "rejected": [entry.layout | {"reason": entry.reason} for entry in answer.rejected],
     }
-    lines = _listed(question, answer, safe)
-    lines += _risky_lines(safe, risky, question)
+    lines = _listed(question, answer, safe, risky)
+    if safe:
+        lines += _risky_lines(safe, risky, question)
+    elif risky:
+        lines += _only_risky_lines(risky, question)
     lines += ["", f"{len(answer.rejected)} cannot run:"]
     lines += _reasons(answer.rejected, options.rejected)
-    lines += notes(safe[:1])
-    if not answer.ranked:
-        lines += where_it_fits(question, answer.rejected)
+    lines += notes(safe or risky)
+    if not safe:
+        lines += where_it_fits(question, answer)
+    data["at_one_adapter"] = None
+    if safe and (at_one_adapter := _at_one_adapter(question, safe)):
+        data["at_one_adapter"], line = at_one_adapter
+        lines.append(line)
     if safe and not question.machine.software.fp8:  # train.py has no fp8, so no command for it
         command_data, command_lines = _commands(question, safe[0], answer.plain)
         data |= command_data
@@ -77,18 +93,22 @@ def ranked_layouts(question: Question) -> Answer:
     return Answer("\n".join(lines), data)
 
 
-def _listed(question: Question, answer: layouts.Answer, safe: list[layouts.Ranked]) -> list[str]:
+def _listed(
+    question: Question,
+    answer: layouts.Answer,
+    safe: list[layouts.Ranked],
+    risky: list[layouts.Ranked],
+) -> list[str]:
     """Return the lines of the table of safe layouts, with a title and the number of slower ones.
 
     answer: the planner's answer; its layouts that fit and were not ranked count as slower.
     """
     training = question.config.training
     top = question.options.top
-    fitting = len(answer.ranked) + answer.slower
-    lines = [
-        f"{fitting} layouts fit on {question.gpus} GPUs of {question.machine.name}, "
-        f"global batch {training.global_batch_size}, {training.precision}"
-    ]
+    fitting = len(safe) + answer.slower
+    fits = f"{fitting} layouts fit on {question.gpus} GPUs of {question.machine.name}"
+    risks = risk_of_fitting(question, [] if safe else risky)
+    lines = [f"{fits} {risks}, {question.batch}, {training.precision}"]
     if safe:
         lines += ranked_lines(safe[:top], question)
     slower = answer.slower + max(0, len(safe) - top)
@@ -97,6 +117,54 @@ def _listed(question: Question, answer: layouts.Answer, safe: list[layouts.Ranke
     if len(safe) > 1:
         lines.append(FIRST)
     return lines
+
+
+def _has_networks(lines: list[layouts.Ranked]) -> bool:
+    """Return whether lines are predicted at several rates of a network that nobody measured."""
+    return any(line.prediction.at_networks for line in lines)
+
+
+def risk_of_fitting(question: Question, risky: list[layouts.Ranked]) -> str:
+    """Return a text on the risk with which a layout counts as one that fits.
+
+    risky: the layouts that fit only with a higher risk, if no other layout fits; else empty.
+    """
+    accepted = f"{question.options.risk:.0%}"
+    if not risky:
+        return f"at a risk of at most {accepted}"
+    risks = sorted(line.prediction.risk for line in risky)
+    between = " to ".join(dict.fromkeys(f"{risk:.0%}" for risk in (risks[0], risks[-1])))
+    return f"at a risk of at most {accepted} ({len(risky)} at {between})"
+
+
+def _at_one_adapter(
+    question: Question, lines: list[layouts.Ranked]
+) -> tuple[dict[str, Any], str] | None:
+    """Return which of some lines is the fastest if a node has one network adapter (ONE_ADAPTER).
+
+    It is returned as data and as a printed line. Return None if the network's rate is known, is
+    not above this one, or does not matter on these GPUs.
+    """
+    machine = question.machine
+    if not _has_networks(lines) or machine.network.bandwidth <= ONE_ADAPTER:
+        return None
+    slow = hardware.with_network(machine, ONE_ADAPTER)
+    run = question.config
+
+    def seconds(line: layouts.Ranked) -> float:
+        return predict(
+            Job(run.model, line.priced, run.training, slow), line.prediction.memory
+        ).seconds
+
+    best = min(lines[: question.options.top], key=seconds)
+    rate = f"{ONE_ADAPTER / BILLION:g} GB/s"
+    text = f"at {rate} out of a node, one adapter of 200 Gb/s: "
+    if best is lines[0]:
+        text += f"the first line is still the fastest of these, {seconds(best):.2f} s"
+    else:
+        text += f"{_words(best.layout)}, {seconds(best):.2f} s, where the first takes "
+        text += f"{seconds(lines[0]):.2f} s; --network {ONE_ADAPTER / BILLION:g} ranks so"
+    return {"seconds": seconds(best), "flags": flags(best.layout)}, text
 
 
 def _commands(
@@ -149,12 +217,15 @@ def _recommended(first: layouts.Ranked, plain: list[layouts.Ranked]) -> layouts.
     """Return the plain layout to recommend instead of the first layout, or None.
 
     The prediction of a plain layout is more certain, because real runs have measured its kind. It
-    is recommended unless the first layout is the same, or is faster by more than TOLD_APART. plain:
+    is recommended unless the first layout is the same, is faster by more than TOLD_APART, or is so
+    much faster at the slowest network that the plain one is not within its interval there. plain:
     the fastest plain layout, or an empty list.
     """
     if not plain or plain[0].layout == first.layout:
         return None
-    is_near = plain[0].prediction.seconds <= first.prediction.seconds * TOLD_APART
+    simple, fastest = plain[0].prediction, first.prediction
+    is_near = simple.seconds <= fastest.seconds * TOLD_APART
+    is_near = is_near and simple.compared <= fastest.interval[1]
     return plain[0] if is_near else None
 
 
@@ -163,34 +234,32 @@ def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
 
     It says how much slower this layout is than the first one, and why it is recommended.
     """
-    seconds = recommended.prediction.seconds
-    more = seconds / first.prediction.seconds - 1
+    prediction = recommended.prediction
+    more = prediction.seconds / first.prediction.seconds - 1
+    slow = ""
+    if prediction.at_networks:
+        slow = f" ({prediction.compared / first.prediction.compared - 1:.1%} on the slow network)"
     return (
-        f"{_words(recommended.layout)}: {seconds:.2f} s, {more:.1%} more than the first, but of a "
-        "kind that was measured: the plan does not tell them apart"
+        f"{_words(recommended.layout)}: {prediction.seconds:.2f} s, {more:.1%} more than the "
+        f"first{slow}, but of a kind that was measured: the plan does not tell them apart"
     )
 
 
-def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[str]:
+def where_it_fits(question: Question, answer: layouts.Answer) -> list[str]:
     """Return a line that names a layout or a number of nodes with which the model would fit.
 
-    Called if no layout is ranked. It returns no line if no layout was rejected for its memory. A
-    layout must fit with the risk that the user accepts, so a GPU counts as having less memory.
+    Called if no layout is safe. It returns no line if memory is not the reason.
     """
-    model = question.config.model
-    training = question.config.training
-    machine = question.machine
-    if not any(entry.reason.startswith("out of memory") for entry in rejected):
+    has_room = [entry.reason.startswith("out of memory") for entry in answer.rejected]
+    if not answer.ranked and not any(has_room):
         return []
-    allowed = risk.safe_bytes(machine, question.options.risk)
-    safe_machine = replace(machine, memory=allowed)
-    if layout := model_sizes.leanest(model, training, safe_machine, question.gpus):
-        return [f"not as it was given, but {' '.join(flags(layout))} fits"]
+    if line := question.leanest(question.config.model, question.gpus):
+        return [f"not as it was given, but {_words(line.layout)} fits"]
     try:
-        nodes, layout = model_sizes.smallest(model, training, safe_machine)
+        nodes, line = question.fewest_nodes()
     except UserError as error:
         return [str(error)]
-    return [f"{nodes} nodes of {machine.node} hold it, with {' '.join(flags(layout))}"]
+    return [f"{nodes} nodes of {question.machine.node} hold it, with {_words(line.layout)}"]
 
 
 def _command(question: Question, layout: schema.Layout) -> list[str]:
@@ -218,7 +287,15 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
 
 
 def _launcher(question: Question) -> list[str]:
-    """Return the words that start the ranks: none on one GPU, mpirun on one node, else srun."""
+    """Return the words that start the ranks: none on one GPU, mpirun on one node, else srun.
+
+    --launch replaces them; raise UserError if its words cannot be read.
+    """
+    if given := question.options.launch:
+        try:
+            return shlex.split(given.replace("{ranks}", str(question.gpus)))
+        except ValueError as error:
+            raise UserError(f"--launch {given!r}: {error}") from None
     if question.gpus == 1:
         return []
     if question.gpus <= question.machine.node:
@@ -239,7 +316,10 @@ def _stand_ins(question: Question) -> list[str]:
         missing.append("--data synthetic is random tokens: give the prefix of your corpus")
     if not _has_length(run):
         missing.append(f"--steps {STEPS} is an example: give your length")
-    return [f"  {'; '.join(missing)}"] if missing else []
+    lines = [f"  {'; '.join(missing)}"] if missing else []
+    if not question.options.launch and question.gpus > question.machine.node:
+        lines.append(f"  {PMI}")
+    return lines
 
 
 def _as_data(line: layouts.Ranked, question: Question) -> dict[str, Any]:
@@ -268,8 +348,8 @@ def _risky_lines(
     A line says by how many GB the layout exceeds the memory at which it would be safe, and names a
     safe layout with the same tp, pp and micro-batch size if there is one.
     """
-    fastest_safe = safe[0].prediction.seconds if safe else math.inf
-    faster = [line for line in risky if line.prediction.seconds < fastest_safe]
+    fastest_safe = safe[0].prediction.compared
+    faster = [line for line in risky if line.prediction.compared < fastest_safe]
     if not risky:
         return []
     accepted = question.options.risk
@@ -293,6 +373,18 @@ def _risky_lines(
             f"safe with {over:.1f} GB less{advice}"
         )
     return lines
+
+
+def _only_risky_lines(risky: list[layouts.Ranked], question: Question) -> list[str]:
+    """Return the table of risky layouts where no layout is safe, and the commands of the first."""
+    lines = ranked_lines(risky[: question.options.top], question)
+    if question.machine.software.fp8:  # train.py has no fp8, so there are no commands
+        return lines
+    lines.append("none of them is recommended; their commands:")
+    for line in risky[:SHOWN_RISKY]:
+        command = shlex.join([*_launcher(question), *_command(question, line.layout)])
+        lines.append(f"  risk {line.prediction.risk:.0%}: {command}")
+    return lines + _stand_ins(question)
 
 
 def _place(layout: schema.Layout) -> tuple[int, int, int]:
@@ -324,15 +416,16 @@ def columns(rows: list[list[str]], texts: Collection[str] = TEXTS) -> list[str]:
     Columns with a name in `texts` are aligned to the left, the others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # A wide table has only one space between its columns.
-    gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH else " "
+    # A wide table has only one space between its columns, and none before the first.
+    is_wide = sum(widths) + 2 * len(widths) > WIDTH
+    gap = " " if is_wide else "  "
     lines = []
     for row in rows:
         line = ""
         for name, cell, width in zip(rows[0], row, widths, strict=True):
             aligned = cell.ljust(width) if name in texts else cell.rjust(width)
             line += gap + aligned
-        lines.append(line.rstrip())
+        lines.append(line.rstrip()[is_wide:])
     return lines
 
 
@@ -355,6 +448,7 @@ def _cells(line: layouts.Ranked, question: Question) -> dict[str, str]:
         "sp": "sp" if layout.sequence_parallel else "-",
         "zero": str(layout.zero),
         "s/step": f"{p.seconds:.2f}",
+        "s/slow": f"{p.compared:.2f}" if p.at_networks else "-",
         # How much longer a step may take: the upper end of the interval of 90 of 100 runs.
         "90 %": f"+{upper_end / p.seconds - 1:.0%}",
         "tokens/s": f"{p.tokens_per_second:,.0f}",
@@ -396,11 +490,10 @@ def _needed(reason: str) -> list[float]:
 
 
 def notes(ranked: list[layouts.Ranked]) -> list[str]:
-    """Return notes on ranked layouts: the predictions' warnings, and one on an unmeasured network.
-
-    `at_networks` has seconds at several network rates if the network's rate was not measured.
-    """
-    lines = [f"note: {text}" for line in ranked for text in line.prediction.warnings]
-    if any(line.prediction.at_networks for line in ranked):
+    """Return notes on ranked layouts: warnings about the first, the network, unmeasured kinds."""
+    lines = [f"note: {text}" for line in ranked[:1] for text in line.prediction.warnings]
+    if _has_networks(ranked):
         lines.append(NETWORK)
+    if any(is_unmeasured(line.layout) for line in ranked):
+        lines.append(UNMEASURED)
     return lines

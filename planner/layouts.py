@@ -36,14 +36,27 @@ from schedules.partition import blocks_per_stage
 # With --schedule auto, a schedule is searched only for this number of layouts: those that are the
 # fastest with 1F1B.
 SEARCHED = 8
+# The options with which a layout needs the least memory. Schedules that keep more activations than
+# 1F1B are left out.
+LEAN: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "recompute": "full",
+    "recompute_layers": None,
+    "schedule": ["1f1b", "zb-h1", "zb-v"],
+}
 FAR = 1.3  # a row is far behind if it likely takes more than FAR times as long as the fastest row
 
 
 class Ranked(NamedTuple):
-    """A layout that fits, with --ep filled in, and its prediction."""
+    """A layout that fits, with --ep filled in, and its prediction.
+
+    priced: the layout that was predicted: with --schedule auto, the layout with the schedule that
+    was found for it; else the layout itself.
+    """
 
     layout: Layout
     prediction: Prediction
+    priced: Layout
 
 
 class Answer(NamedTuple):
@@ -109,6 +122,20 @@ def rank(
     return Answer(ranked, rejected, slower, plain_lines[:1])
 
 
+def leanest(
+    asked: Asked,
+    refusal: Callable[[Layout], str] = lambda layout: "",
+    accepted: float = risk.DEFAULT,
+) -> Ranked | None:
+    """Return a lean layout without risk, or None if there is none: whether a model fits at all.
+
+    Lean layouts need the least memory (LEAN). Of those that fit, it is the one that is likely the
+    fastest. The arguments are those of `rank`, which finds this layout and others.
+    """
+    table, _ = every_layout(asked._replace(fixed=LEAN | asked.fixed))
+    return _Search(table, accepted, refusal).first() if table else None
+
+
 def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
     """Return layouts that were ranked with 1F1B as layouts with --schedule auto, in order of speed.
 
@@ -116,15 +143,15 @@ def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
     keep the prediction of 1F1B: in simulation the searched schedule is never slower.
     """
     with_auto = []
-    for number, (with_1f1b, prediction) in enumerate(ranked):
+    for number, (with_1f1b, prediction, priced) in enumerate(ranked):
         auto_layout = replace(with_1f1b, schedule="auto")
         if number < SEARCHED:
             micro_batches = asked.job(with_1f1b).micro_batches
             layout, _ = decide_layout(asked.model, auto_layout, micro_batches)
             searched = predict(asked.job(layout))
             if searched.fits and searched.seconds < prediction.seconds:
-                prediction = searched
-        with_auto.append(Ranked(auto_layout, prediction))
+                prediction, priced = searched, layout
+        with_auto.append(Ranked(auto_layout, prediction, priced))
     return _in_order(with_auto)
 
 
@@ -205,6 +232,11 @@ class _Search:
         self.taken |= lines.keys()
         self.left_out = [row for place, row in waiting.items() if place not in lines]
         return _in_order(list(lines.values()))
+
+    def first(self) -> Ranked | None:
+        """Return the first row without risk, in the order of likely seconds, or None."""
+        lines = (self._line(row, risky=False) for row in self._likely_first(False))
+        return next((line for line in lines if line), None)
 
     def risky(self, safe: list[Ranked]) -> list[Ranked]:
         """Return the fastest risky row of each place, if it is faster than all rows without risk.
@@ -295,7 +327,7 @@ class _Search:
             if reason := self.refusal(layout):
                 self.refused.setdefault(row.place, reason)
                 return None
-            return Ranked(job.layout_with_ep, predict(job, stages))
+            return Ranked(job.layout_with_ep, predict(job, stages), layout)
         return None
 
     def rejected(self, every: bool) -> list[Rejected]:

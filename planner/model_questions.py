@@ -6,10 +6,11 @@ A question has the planner's flags, the configuration of a run and a machine. pl
 finds the models; here the results are put into words and data.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from config import block_kinds, model_stats, schema, validation
+from config import block_kinds, model_stats, validation
 from planner import model_sizes
+from planner.layouts import Ranked
 from planner.questions import BILLION, Answer, Question
 
 
@@ -48,28 +49,38 @@ def model(question: Question) -> Answer:
 
 def largest(question: Question) -> Answer:
     """Return the answer of `plan.py largest`: the largest model that trains on the GPUs."""
-    run, gpus, name = question.config, question.gpus, question.machine.name
-    size, found, layout = model_sizes.largest(question.machine, gpus, run.training, run.model)
-    data = {"parameters": size, "gpus": gpus, "machine": name}
-    data |= {"model": asdict(found), "layout": asdict(layout)}
+    gpus, name = question.gpus, question.machine.name
+    like = question.config.model
+    if "model" not in question.given:  # the example's table of positions sets no limit
+        like = replace(like, max_positions=max(like.max_positions, like.seq_length))
+    validation.check_shape(like)
+    size, found, line = model_sizes.largest(question.leanest, like, gpus)
+    data = {"parameters": size, "gpus": gpus, "machine": name, "risk": line.prediction.risk}
+    data |= {"model": asdict(found), "layout": asdict(line.layout)}
     shape = f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads"
-    text = f"{size / BILLION:.1f} B parameters on {gpus} x {name}: {shape}; {_leanest(layout)}"
-    return Answer(text, data)
+    text = f"{size / BILLION:.1f} B parameters on {gpus} x {name}: {shape}; {_on(line)}"
+    return Answer(f"{text}\n{_accepted(question)}", data)
 
 
 def smallest(question: Question) -> Answer:
     """Return the answer of `plan.py smallest`: the fewest nodes on which the model trains."""
-    run, machine = question.config, question.machine
-    nodes, layout = model_sizes.smallest(run.model, run.training, machine)
-    data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": asdict(layout)}
-    return Answer(f"{nodes} nodes of {machine.node} {machine.name}: {_leanest(layout)}", data)
+    machine = question.machine
+    nodes, line = question.fewest_nodes()
+    data = {"nodes": nodes, "gpus": nodes * machine.node, "risk": line.prediction.risk}
+    data |= {"layout": asdict(line.layout)}
+    text = f"{nodes} nodes of {machine.node} {machine.name}: {_on(line)}"
+    return Answer(f"{text}\n{_accepted(question)}", data)
 
 
-def _leanest(layout: schema.Layout) -> str:
-    """Return a text on a layout that `largest` or `smallest` has found.
-
-    These only try layouts with micro-batch 1 and full recomputation, which need the least memory.
-    """
+def _on(line: Ranked) -> str:
+    """Return a text on the layout that `largest` or `smallest` has found, and its risk."""
+    layout, p = line.layout, line.prediction
     cp = f"cp {layout.cp}, " * (layout.cp > 1)
-    axes = f"tp {layout.tp}, pp {layout.pp}, {cp}dp {layout.dp}"
-    return f"{axes}, micro-batch 1, full recomputation"
+    axes = f"tp {layout.tp}, pp {layout.pp}, {cp}dp {layout.dp}, ZeRO {layout.zero}"
+    return f"{axes}, micro-batch 1, full recomputation, risk {p.risk:.1%}"
+
+
+def _accepted(question: Question) -> str:
+    """Return a line on the rule by which a model fits, and the batch for which it does."""
+    rule = f"a risk of at most {question.options.risk:.0%} of running out of memory"
+    return f"fits: {rule} (--risk), as in `layouts`; {question.batch}"

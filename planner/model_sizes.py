@@ -1,38 +1,35 @@
 """Finds the largest model for some GPUs, and the fewest nodes for a model.
 
-    parameters, shape, layout = largest(machine, gpus=64, training=training, like=preset("7b"))
-    nodes, layout = smallest(model, training, machine)
+    parameters, shape, line = largest(question.leanest, like=preset("7b"), gpus=64)
+    nodes, line = smallest(question.leanest, model, least=2)
 
-`largest` and `smallest` ask only whether a model fits into memory, not how fast it is. So they try
-layouts that need the least memory, here called lean: micro-batch 1 with full recomputation.
+Both ask only whether a model fits into memory, not how fast it is. `fits(model, gpus)` says so: it
+returns a layout with its prediction, or None. It is Question.leanest, which searches as
+`plan.py layouts` does and accepts the same risk, so that the answers agree.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
-from itertools import product
 from typing import Any
 
 from config.command_line import reshape
 from config.messages import UserError
 from config.model_stats import parameters
-from config.schema import Layout, ModelShape, Training
-from config.validation import check_shape, check_split
-from planner import memory
-from planner.enumeration import LONG, divisors
-from planner.hardware import Machine
+from config.schema import ModelShape
+from config.validation import check_shape
+from planner import memory_terms, risk
 from planner.job import Job
+from planner.layouts import Ranked
 
 MOST_NODES = 10_000  # `smallest` tries no more nodes than this
 
+Fits = Callable[[ModelShape, int], Ranked | None]  # the arguments are the model and the GPUs
 
-def largest(
-    machine: Machine, gpus: int, training: Training, like: ModelShape
-) -> tuple[int, ModelShape, Layout]:
-    """Return the parameters, shape and layout of the largest model that fits on some GPUs.
+
+def largest(fits: Fits, like: ModelShape, gpus: int) -> tuple[int, ModelShape, Ranked]:
+    """Return the parameters, the shape and a layout of the largest model that fits on some GPUs.
 
     like: a model whose other options the result has. The hidden sizes that are tried are multiples
     of 256, with heads of size 128. The hidden size is 60 to 200 times the number of layers, as in
@@ -40,21 +37,21 @@ def largest(
     """
     # For each hidden size, the deepest model that fits. From some hidden size on, the deepest model
     # would be too shallow for its width, and wider models more so: the loop ends.
-    trains: list[tuple[int, ModelShape, Layout]] = []
+    trains: list[tuple[int, ModelShape, Ranked]] = []
     for hidden in range(512, 32768, 256):
-        found = _deepest(machine, gpus, training, like, hidden)
+        found = _deepest(fits, like, gpus, hidden)
         if found and found[0].layers >= hidden // 200:
             trains.append((parameters(found[0]), *found))
         elif trains:
             break
     if not trains:
-        raise UserError(f"no model of hidden 512 or more fits on {gpus} x {machine.name}")
+        raise UserError(f"no model of hidden 512 or more fits on {gpus} GPUs")
     return max(trains, key=lambda found: found[0])
 
 
 def _deepest(
-    machine: Machine, gpus: int, training: Training, like: ModelShape, hidden: int
-) -> tuple[ModelShape, Layout] | None:
+    fits: Fits, like: ModelShape, gpus: int, hidden: int
+) -> tuple[ModelShape, Ranked] | None:
     """Return the model of a hidden size with the most blocks that fits, and a layout; or None.
 
     The number of blocks is found by bisection, since a deeper model needs more memory. It is at
@@ -62,7 +59,7 @@ def _deepest(
     returns a layout with which this model fits, or None.
     """
     sized = cache(lambda layers: _resized(like, layers, hidden, hidden // 128))
-    fitting = cache(lambda layers: leanest(sized(layers), training, machine, gpus))
+    fitting = cache(lambda layers: fits(sized(layers), gpus))
     # The position in 1, 2, 3, ... of the first number of blocks that does not fit, which is the
     # number of the last one that fits; 0 if none does.
     most = bisect_left(range(1, hidden // 60 + 1), True, key=lambda n: fitting(n) is None)
@@ -84,66 +81,32 @@ def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelSha
     return reshape(like, sizes | {"head_size": hidden // heads})
 
 
-def _lean(model: ModelShape, machine: Machine, gpus: int = 0) -> Iterator[Layout]:
-    """Yield the lean layouts of a model, without dp, in the order in which they are tried.
-
-    gpus: tp, pp and cp must divide this number; 0: no such limit. Small cp come first, then large
-    tp, then small pp. cp above 1 is tried only for long samples. train.py must accept the split.
-    """
-    ranks = divisors(gpus) if gpus else range(1, max(machine.node, model.layers) + 1)
-    tps = [tp for tp in ranks if tp <= machine.node][::-1]
-    cps = [2**k for k in range(11) if k == 0 or model.seq_length >= LONG]  # 1, or 1 to 1024
-    for cp, tp, pp in product(cps, tps, [pp for pp in ranks if pp <= model.layers]):
-        layout = Layout(tp=tp, pp=pp, cp=cp, recompute="full")
-        with suppress(UserError):
-            check_split(model, layout)
-            yield layout
-
-
-def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:
-    """Return the first lean layout that fits on exactly `gpus` GPUs, or None.
-
-    Also called if no layout of `plan.py layouts` fits, to say which layout would.
-    """
-    for lean in _lean(model, machine, gpus):
-        dp, rest = divmod(gpus, lean.tp * lean.pp * lean.cp)
-        layout = replace(lean, dp=dp)
-        if not rest and _trains(Job(model, layout, training, machine)):
-            return layout
-    return None
-
-
-def _trains(job: Job) -> bool:
-    """Return whether a job fits into memory, with the batch rounded up to a multiple of dp."""
-    dp = job.layout.dp or 1
-    samples = -(-job.training.global_batch_size // dp) * dp
-    training = replace(job.training, global_batch_size=samples)
-    return memory.fullest(job._replace(training=training)).total <= job.machine.memory
-
-
-def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[int, Layout]:
+def smallest(fits: Fits, model: ModelShape, node: int, least: int = 1) -> tuple[int, Ranked]:
     """Return the fewest full nodes on which a model fits, and a layout for them.
 
-    Each lean layout is tried with fewer nodes than the best layout so far. More replicas never need
-    more memory on a GPU, so the fewest replicas are found by bisection. Raise UserError if more
-    than MOST_NODES nodes would be needed.
+    node: the GPUs of a node. least: a number of nodes below which the model surely does not fit.
+    Numbers of nodes are tried one after the other, since a larger one may be worse: 31 nodes have
+    no common divisor with a batch of 2,048 samples, so that each replica must fill all of them.
+    Raise UserError if MOST_NODES nodes do not hold the model.
     """
     check_shape(model)
-    fewest, found = MOST_NODES + 1, None
-    for lean in _lean(model, machine):
-        replica = lean.tp * lean.pp * lean.cp
-        # The fewest nodes that whole replicas fill: replicas of 12 GPUs fill 3 nodes of 8 GPUs.
-        nodes = math.lcm(replica, machine.node) // machine.node
-        # with_dp(n): this layout on n times `nodes` nodes.
-        with_dp = lambda n: replace(lean, dp=n * nodes * machine.node // replica)  # noqa: B023, E731
-        # fits(n): whether the model then fits into memory.
-        fits = lambda n: _trains(Job(model, with_dp(n), training, machine))  # noqa: B023, E731
-        # count * nodes is a number of nodes that is less than the fewest so far. If the largest
-        # count fits, the smallest count that fits is found by bisection.
-        counts = range(1, (fewest - 1) // nodes + 1)
-        if counts and fits(counts[-1]):
-            count = counts[bisect_left(counts, True, key=fits)]
-            fewest, found = nodes * count, with_dp(count)
-    if found is None:
-        raise UserError(f"the model fits on no number of {machine.name} nodes up to {MOST_NODES}")
-    return fewest, found
+    enough = 1  # a number of nodes that holds the model, found by doubling
+    while (found := fits(model, enough * node)) is None:
+        enough *= 2
+        if enough > MOST_NODES:
+            raise UserError(f"the model fits on no number of nodes up to {MOST_NODES}")
+    for nodes in range(least, enough):
+        if line := fits(model, nodes * node):
+            return nodes, line
+    return enough, found
+
+
+def least_nodes(job: Job, accepted: float) -> int:
+    """Return a number of nodes below which a model surely does not fit.
+
+    They hold the optimizer's state alone, each number once. accepted: the highest probability of
+    running out of memory. job: a job with the model on any layout.
+    """
+    room = risk.safe_bytes(job.machine, accepted) - job.machine.context
+    state = parameters(job.model) * memory_terms.state_bytes(job)
+    return max(1, math.ceil(state / max(room, 1.0) / job.machine.node))

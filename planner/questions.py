@@ -11,7 +11,7 @@ layouts that are tried; the planner chooses the others.
 
 import math
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,14 +19,16 @@ from config import schema, validation
 from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
-from planner import hardware, layouts
+from planner import hardware, layouts, model_sizes
 from planner.enumeration import PLAIN, Asked
 from planner.job import Job
-from planner.step_time import with_networks
+from planner.step_time import NETWORK_SHARES, predict, with_networks
 
 BATCH = 2048  # the global batch size if none is given: all published runs of 200B models have it
 # The options of a ramp-up of the batch, as None: a run with them has the full batch in every step.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
+# The most ranks over which --zero 3 shards weights in a measured row (benchmarks/data/public).
+MOST_SHARDED = 512
 SEARCHED = ("layouts", "days")  # questions for which all schedules and numbers of blocks are tried
 BILLION = 1e9  # a billion parameters, and the bytes of a gigabyte
 
@@ -53,6 +55,19 @@ class Question:
         """The number of GPUs: --gpus, or all GPUs of --nodes nodes, or of one node."""
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
+    @property
+    def batch(self) -> str:
+        """The global batch as text, with its tokens, and whether it is only the planner's default.
+
+        train.py has another default, since a first run on one CPU must end; so a command that the
+        planner prints always names the batch.
+        """
+        samples = self.config.training.global_batch_size
+        tokens = samples * self.config.model.seq_length
+        text = f"global batch {samples} ({tokens / 1e6:,.1f}M tokens"
+        given = {"global_batch_size", "batch_tokens", "batch_schedule"} & set(self.given)
+        return text + (")" if given else "; the planner's default)")
+
     def rank(self, most: float = math.inf, plain: bool = False) -> layouts.Answer:
         """Return the fastest layouts on the question's GPUs, and the layouts that cannot run.
 
@@ -68,31 +83,61 @@ class Question:
         # for each number of nodes.
         if not searched:
             fixed = PLAIN | {"recompute_layers": None} | fixed
-        # The check is for the full batch: whether a layout can run the smaller batches of a ramp-up
-        # is not a reason to reject it, but a column of the table.
-        full = replace(run, training=replace(run.training, **FULL_BATCH))
+        machine = self.machine
+        refusal = self._refusal(run.model, self.gpus)
+        if not searched or machine.network_measured or self.gpus <= machine.node:
+            asked = Asked(run.model, run.training, machine, self.gpus, fixed)
+            return layouts.rank(asked, refusal, self.options.risk, most, plain)
+        # Nobody has measured the network. A layout that is fast only on a fast network loses much
+        # on another one, so layouts are compared on the slowest, and then predicted on this one.
+        slowest = hardware.at_share_of_network(machine, NETWORK_SHARES[-1])
+        asked = Asked(run.model, run.training, slowest, self.gpus, fixed)
+        found = layouts.rank(asked, refusal, self.options.risk, most, plain)
+
+        def at_networks(line: layouts.Ranked) -> layouts.Ranked:
+            job = Job(run.model, line.priced, run.training, machine)
+            prediction = predict(job, line.prediction.memory)
+            return line._replace(prediction=with_networks(prediction, job))
+
+        ranked = _measured_first(list(map(at_networks, found.ranked)))
+        return found._replace(ranked=ranked, plain=list(map(at_networks, found.plain)))
+
+    def fewest_nodes(self) -> tuple[int, layouts.Ranked]:
+        """Return the fewest full nodes that hold the question's model, and a layout for them.
+
+        Raise UserError if no number of nodes does.
+        """
+        run, machine = self.config, self.machine
+        job = Job(run.model, schema.Layout(dp=1), run.training, machine)
+        least = model_sizes.least_nodes(job, self.options.risk)
+        return model_sizes.smallest(self.leanest, run.model, machine.node, least)
+
+    def leanest(self, model: schema.ModelShape, gpus: int) -> layouts.Ranked | None:
+        """Return a layout with which a model fits on some GPUs, or None if none does.
+
+        Nothing that the user gave about the layout is fixed. The risk is at most --risk, and
+        train.py's own checks accept the layout, so `rank` finds one too.
+        """
+        asked = Asked(model, self.config.training, self.machine, gpus)
+        return layouts.leanest(asked, self._refusal(model, gpus), self.options.risk)
+
+    def _refusal(self, model: schema.ModelShape, gpus: int) -> Callable[[schema.Layout], str]:
+        """Return a function from a layout to the error with which train.py would refuse it, or "".
+
+        The check is for the full batch: whether a layout can run the smaller batches of a ramp-up
+        is not a reason to reject it, but a column of the table.
+        """
+        training = replace(self.config.training, **FULL_BATCH)
+        full = replace(self.config, model=model, training=training)
 
         def refusal(layout: schema.Layout) -> str:
-            """Return the error with which train.py would refuse a layout, or "" if it accepts."""
             try:
-                validation.check_any_length(replace(full, layout=layout), self.gpus)
+                validation.check_any_length(replace(full, layout=layout), gpus)
             except UserError as error:
                 return str(error)
             return ""
 
-        def at_networks(row: layouts.Ranked) -> layouts.Ranked:
-            """Return a ranked layout, its interval widened if the network was not measured."""
-            # The searched schedule of `auto` is not known here; 1F1B stands for it.
-            name = row.layout.schedule.replace("auto", "1f1b")
-            job = Job(run.model, replace(row.layout, schedule=name), run.training, self.machine)
-            return row._replace(prediction=with_networks(row.prediction, job))
-
-        asked = Asked(run.model, run.training, self.machine, self.gpus, fixed)
-        found = layouts.rank(asked, refusal, self.options.risk, most, plain)
-        if not searched:
-            return found
-        ranked = list(map(at_networks, found.ranked))
-        return found._replace(ranked=ranked, plain=list(map(at_networks, found.plain)))
+        return refusal
 
     def job(self) -> Job:
         """Return the job of the layout that the user gave, for questions about one layout.
@@ -104,6 +149,28 @@ class Question:
         ranks = self.gpus if given else layout.tp * layout.pp * layout.cp * (layout.dp or 1)
         run = validation.check_any_length(self.config, ranks)
         return Job(run.model, run.layout, run.training, self.machine)
+
+
+def is_unmeasured(layout: schema.Layout) -> bool:
+    """Return whether no row that the planner is compared with is of a layout's kind.
+
+    These are layouts whose weights are sharded over more ranks than in any measured row.
+    """
+    return layout.zero == 3 and (layout.dp or 1) * layout.cp > MOST_SHARDED
+
+
+def _measured_first(lines: list[layouts.Ranked]) -> list[layouts.Ranked]:
+    """Return ranked lines with those of an unmeasured kind moved back: see `is_unmeasured`.
+
+    Such a line comes after every line of a measured kind that is within its interval, because the
+    prediction does not tell them apart.
+    """
+    found = [line for line in lines if not is_unmeasured(line.layout)]
+    for line in filter(lambda line: is_unmeasured(line.layout), lines):
+        highest = line.prediction.interval[1]
+        place = sum(other.prediction.compared <= highest for other in found)
+        found.insert(place, line)
+    return found
 
 
 def flags(layout: schema.Layout) -> list[str]:

@@ -29,6 +29,7 @@ from schedules.simulation import Seconds
 
 # If the network's rate was not measured, a step is predicted with each of these shares of the
 # datasheet's rate: reductions over many nodes have been measured at a half to a quarter of it.
+# Layouts are compared at the last one.
 NETWORK_SHARES = (1.0, 0.25)
 
 
@@ -65,6 +66,11 @@ class Prediction:
     # Seconds of a step at each of NETWORK_SHARES, or empty. They are filled in by `with_networks`
     # if several nodes exchange data and the network's rate was not measured.
     at_networks: tuple[float, ...] = ()
+
+    @property
+    def compared(self) -> float:
+        """The seconds by which layouts are ranked: at the slowest network, if none was measured."""
+        return self.at_networks[-1] if self.at_networks else self.seconds
 
 
 def predict(job: Job, stages: list[memory.StageMemory] | None = None) -> Prediction:
