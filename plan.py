@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
 GPUS = ("nodes", "gpus")
 COSTS = ("price_per_gpu_hour", "watts_per_gpu")
-TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "fp8", "launch")
+TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "fp8", "launch", "sbatch")
 RAMP_UP = (*GPUS, "risk", "deadline", "restart", "stages", "submit")
 QUESTIONS = {
     "layouts": Kind(
@@ -117,7 +117,7 @@ QUESTIONS = {
         (*GPUS, "risk", "fp8"),
     ),
 }
-WRITTEN = ("trace", "stages", "write", "picture")  # options that name a file to write
+WRITTEN = ("trace", "stages", "write", "picture", "sbatch")  # options that name a file to write
 
 
 def main(arguments: list[str] | None = None) -> None:

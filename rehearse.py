@@ -35,7 +35,8 @@ from planner import hardware
 from schedules import choice
 
 MOST_RANKS = 1_000_000  # largest --gpus
-LINES = 4  # the number of lines that Progress prints after its first line
+LINES = 4  # the number of lines that Progress prints after its first line, if nothing takes long
+SILENCE = 15.0  # seconds after which Progress prints a line although no further quarter has ended
 
 
 def main(arguments: list[str]) -> int:
@@ -96,25 +97,36 @@ def _rehearse(arguments: list[str]) -> int:
 
 
 class Progress:
-    """Prints to standard error how many of `total` ranks have ended, a line for each quarter."""
+    """Prints to standard error how many of `total` ranks have ended, and since when it works.
+
+    There is a line for each quarter of the ranks, and one after SILENCE seconds without a line: the
+    first rank of a large model takes minutes.
+    """
 
     def __init__(self, total: int):
         """Begin with no rank done, and print so; total: the number of ranks to rehearse."""
         self.total = total
         self.began = time.monotonic()
         self._quarter = -1  # the last quarter that was printed
+        self._printed = self.began  # when the last line was printed
         self(0)
 
     def __call__(self, done: int) -> None:
-        """Note that `done` ranks have ended; print a line if another quarter of the ranks has.
+        """Note that `done` ranks have ended; print a line if there is something to say.
 
-        The rehearsal calls this after each rank.
+        The rehearsal calls this after each rank, and every few seconds.
         """
         quarter = done * LINES // self.total
-        if quarter > self._quarter:
-            seconds = time.monotonic() - self.began
-            text = f"ranks rehearsed: {done} of {self.total}, {seconds:.0f} s"
+        now = time.monotonic()
+        is_silent = now - self._printed >= SILENCE
+        if quarter > self._quarter or is_silent:
+            text = f"ranks rehearsed: {done} of {self.total}, {now - self.began:.0f} s"
+            if is_silent:
+                text += (
+                    "; each builds its model and runs two steps on fake GPUs, on a core of its own"
+                )
             print(text, file=sys.stderr, flush=True)
+            self._printed = now
         self._quarter = quarter
 
 

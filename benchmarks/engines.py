@@ -51,13 +51,23 @@ def on(
     that of `values`, or else the one in use. kind: a class of Engine, default: Engine.
     """
     values = {c.name: c.value for c in constants()} | (values or {})
-    found = asdict(machine.software)
+    found = asdict(machine.software) | OF_PROGRAMS
     found |= {name: values[name] for name in ("misaligned_fraction", "stride_penalty")}
     for name, fact in facts.items():
         found[name] = values.get(fact, fact) if isinstance(fact, str) else fact
     if found.get("attention") in hardware.KERNELS:
         machine = replace(machine, kernel=found.pop("attention"))
     return replace(machine, software=(kind or Engine)(**found))
+
+
+# What a program has if its facts do not say otherwise, where Trine differs: communication buffers
+# of the same size for every layout, and no measured time of the host beside its launches.
+OF_PROGRAMS = {
+    "buffers": 2e9,
+    "group_bytes": 0.0,
+    "limited_group_bytes": 0.0,
+    "host_of_block": 0.0,
+}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from emulator.fake_devices import ONE_RANK
 from emulator.matching import deadlock, mismatches
 from emulator.rehearsal import STEADY, Rehearsal
-from planner import memory
+from planner import memory, memory_terms
 from planner.hardware import Machine
+from planner.job import Job
 
 GIGABYTE = 1e9
 # The text points out a stage if the memory of its step in the rehearsal differs from plan.py's
@@ -45,7 +46,7 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
     stages = [_stage(run, stage, machine) for stage in range(layout.pp)]
     fullest = max(stages, key=lambda stage: stage["needed"])
     fits = fullest["needed"] <= machine.memory
-    room = _room(fullest, machine)
+    room = _room(fullest, machine, _outside(run, machine))
     # `finding` is the first problem: operations that do not meet, or else too little memory.
     finding = "" if fits else room
     if stuck:
@@ -129,16 +130,23 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
         "difference": fullest.step_peak / predicted - 1,
         "held": dict(held),
         "tensor": peaks[largest].tensor,
-        "needed": fullest.peak + machine.context + machine.software.buffers,
+        "needed": fullest.peak + _outside(run, machine),
     }
 
 
-def _room(fullest: dict[str, Any], machine: Machine) -> str:
+def _outside(run: Rehearsal, machine: Machine) -> float:
+    """Return the bytes of a GPU outside of torch's allocator: its context, and communication."""
+    config = run.config
+    job = Job(config.model, config.layout, config.training, machine)
+    return machine.context + float(memory_terms.buffers_of(job))
+
+
+def _room(fullest: dict[str, Any], machine: Machine, outside: float) -> str:
     """Return a sentence on the memory that the rank with the largest need takes of its GPU.
 
-    fullest: the result of `_stage` for the stage of this rank.
+    fullest: the result of `_stage` for the stage of this rank. outside: the result of `_outside`.
     """
-    reserved = (machine.context + machine.software.buffers) / GIGABYTE
+    reserved = outside / GIGABYTE
     return (
         f"rank {fullest['rank']} of stage {fullest['stage']} needs "
         f"{fullest['needed'] / GIGABYTE:.1f} GB, of which {reserved:.1f} GB for context and "

@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -158,6 +158,7 @@ def _kinds(config: Config, positions: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(kinds)
 
 
+TICK = 5.0  # seconds after which `rehearse` shows that it goes on
 STEPS = 2  # the steps that a rehearsal runs
 STEADY = ("forward", "backward", "optimizer")  # the phases of a step, as the meter names them
 
@@ -243,16 +244,19 @@ def rehearse(
 ) -> Rehearsal:
     """Run the ranks that `ranks_of(case)` returns, in the processes of a pool of `processes`.
 
-    show: called whenever a rank ends, with the number of ranks that have. Raise every exception of
-    the trainer, such as UserError.
+    show: called with the number of ranks that have ended, when some end and every few seconds
+    (TICK). Raise every exception of the trainer, such as UserError.
     """
     config = case.config
     short = shortened(config)
     where = (case.world, case.nodes, case.gpu, case.routing)
     futures = [pool.submit(run_rank, short, rank, *where) for rank in ranks_of(case)]
-    for done, future in enumerate(as_completed(futures), start=1):
-        future.result()  # raises the exception of the rank
-        show(done)
+    running = set(futures)
+    while running:
+        ended, running = wait(running, TICK, FIRST_COMPLETED)
+        for future in ended:
+            future.result()  # raises the exception of the rank
+        show(len(futures) - len(running))
     records = [future.result() for future in futures]
     events = {record.rank: record.events for record in records}
     # A rank that was not run gets the trace of the rank that represents it.

@@ -15,5 +15,6 @@ gap             where a run's time went, which flags win it back; measured_steps
 flags           the planner's own flags: meaning and limits; plan.py says which question reads them
 questions       what a question and an answer are; the questions are in layout_table (picture draws
                 it), duration_questions, layout_questions, model_questions, compare; cost: money
+batch_file      a Slurm batch file for a layout
 run_files       reads measured runs; calibration refits a machine's constants to them
 """

@@ -35,7 +35,9 @@ def by_cause(job: Job) -> dict[str, float]:
     With experts or cp, the cause `tp` includes their collectives. Called by `plan.py compare`, and
     by `plan.py gap` for the column `planned`.
     """
-    software = replace(job.machine.software, host_per_block=0, host_per_operation=0)
+    software = replace(
+        job.machine.software, host_per_block=0, host_per_operation=0, host_of_block=0
+    )
     no_links = replace(job.machine, nvlink=FREE, network=FREE)
     no_host = replace(no_links, software=software)
     no_recompute = replace(job.layout, **NO_RECOMPUTE)

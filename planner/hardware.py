@@ -88,11 +88,21 @@ class Software:
     fused_accumulation: bool = True
     gradient_bytes: float = 4.0  # bytes of one gradient in the sum that every replica keeps
     sharded_bytes: float = 12.0  # bytes of a parameter's master weight and Adam's two moments
-    buffers: float = 2e9  # bytes of communication buffers, whose size no option changes
+    # Bytes outside of the allocator for each communicator: where NCCL chooses the number of its
+    # channels, and where that is limited (memory_terms.communicators). They are not measured yet:
+    # NCCL's issues 964, 864 and 2363 report 0.5 to 1.6 GB for one communicator without a limit.
+    group_bytes: float = 0.5e9
+    limited_group_bytes: float = 0.15e9
+    buffers: float = 0.0  # bytes of further communication buffers
     host_per_block: float = 0.0  # seconds a GPU waits for the host, for each block and micro-batch
     # Seconds in which the host launches one operation. A pass is never faster than the launches of
     # all its operations.
     host_per_operation: float = 8e-6
+    # Seconds of Python and autograd that a block's launches take beside, for one micro-batch,
+    # forward and backward together. On an H100's machine the host took 2.5 ms for a small block
+    # (benchmarks/results/gpu-h100.md), of which its 3 x 20 launches are 0.5 ms. Larger blocks hide
+    # it: nothing is added to a pass that takes longer.
+    host_of_block: float = 2e-3
     per_step: float = 0.05  # seconds of a step that do not depend on the model or the batch
 
 

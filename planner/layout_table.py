@@ -20,7 +20,7 @@ from config import schema
 from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
-from planner import cost, hardware, layouts, picture, risk
+from planner import batch_file, cost, hardware, layouts, picture, risk
 from planner.job import Job
 from planner.questions import BILLION, MOST_SHARDED, Answer, Question, flags, is_unmeasured
 from planner.step_time import Prediction, predict
@@ -87,6 +87,8 @@ def ranked_layouts(question: Question) -> Answer:
         command_data, command_lines = _commands(question, safe[0], answer.plain)
         data |= command_data
         lines += command_lines
+    if options.sbatch:
+        lines.append(_batch_file(question, safe, answer.plain))
     if options.picture:
         _draw(question, answer)
         lines.append(f"written: {options.picture}")
@@ -189,6 +191,23 @@ def _commands(
     return data, lines + _stand_ins(question)
 
 
+def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layouts.Ranked]) -> str:
+    """Write the batch file of --sbatch for the recommended layout, or the first, and return a line.
+
+    Raise UserError if there is no safe layout, or if train.py cannot train so.
+    """
+    if question.machine.software.fp8:
+        raise UserError("--sbatch: train.py has no fp8, so there is nothing to submit")
+    if not safe:
+        raise UserError("--sbatch: no layout fits at --risk, so there is nothing to submit")
+    chosen = _recommended(safe[0], plain) or safe[0]
+    longest = chosen.prediction.interval[1]
+    words = _words_of_train(question, chosen.layout)
+    batch_file.write(question.options.sbatch, question.machine, question.gpus, longest, words)
+    where = question.options.sbatch
+    return f"written: {where}, for {_words(chosen.layout)}; in the repository: sbatch {where}"
+
+
 def _draw(question: Question, answer: layouts.Answer) -> None:
     """Write a picture of layouts, tokens per second over memory, to the file of --picture.
 
@@ -266,8 +285,22 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
     """Return the words of the command, without its launcher, that trains on a layout.
 
     The command can be run as it is: if the user gave no data or no length, it has synthetic data or
-    STEPS steps. If the user gave --model, the command has --model too, and of the options of the
-    model only those that the user gave in addition; otherwise it has all the model's sizes.
+    STEPS steps.
+    """
+    words = _words_of_train(question, layout)
+    run = question.config
+    if run.data.data == ("synthetic",):
+        words += ["--data", "synthetic"]
+    if not _has_length(run):
+        words += ["--steps", str(STEPS)]
+    return ["python", "train.py", *words]
+
+
+def _words_of_train(question: Question, layout: schema.Layout) -> list[str]:
+    """Return train.py's words for a layout, with all that the user gave and nothing in its place.
+
+    If the user gave --model, they have --model too, and of the options of the model only those that
+    the user gave in addition; otherwise they have all the model's sizes.
     """
     run = replace(question.config, layout=layout)
     name = question.options.model
@@ -279,11 +312,7 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
         given = question.given
         model_words = ["--model", name, *to_words(run.model, always=given, only=given)]
         words[: len(size_words)] = model_words
-    if run.data.data == ("synthetic",):
-        words += ["--data", "synthetic"]
-    if not _has_length(run):
-        words += ["--steps", str(STEPS)]
-    return ["python", "train.py", *words]
+    return words
 
 
 def _launcher(question: Question) -> list[str]:

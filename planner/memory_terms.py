@@ -199,8 +199,38 @@ def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
 
 @term
 def buffers_of(job: Job) -> Column:
-    """Return the bytes of communication buffers on a GPU."""
-    return job.machine.software.buffers
+    """Return the bytes of communication buffers on a GPU, which the allocator does not count.
+
+    Most of them belong to the communicators of the rank's groups.
+    """
+    software = job.machine.software
+    free, limited = communicators(job)
+    return software.buffers + software.group_bytes * free + software.limited_group_bytes * limited
+
+
+def communicators(job: Job) -> tuple[Column, Column]:
+    """Return the number of a rank's groups, of which each has a communicator: (free, limited).
+
+    They are the groups of several ranks that distributed/mesh.py makes for a rank at an end of its
+    pipeline. Free: NCCL chooses how many channels an operation takes, each with buffers; limited:
+    their number has a limit (distributed/context.py).
+    """
+    layout = job.layout
+    tp, pp, cp = np.greater(layout.tp, 1), np.greater(layout.pp, 1), np.greater(job.cp, 1)
+    over_heads = np.greater(job.over_heads, 1)
+    gathers_keys = over_heads & np.greater(job.cp, job.over_heads)
+    experts = np.greater(job.ep, 1)
+    free = 1 * tp + cp + over_heads + gathers_keys + experts
+    replicas = cp & np.greater(job.shards, 1)
+    expert_replicas = (experts | tp) & np.greater(job.shards * layout.tp, job.ep)
+    expert_replicas = expert_replicas & (job.model.experts > 1)
+    # Activations, their gradients, and the ends of a pipeline, which may share a tied matrix. If
+    # ranks hold several stages, messages have eight groups more; --vocab-pp has five.
+    pipeline = 3 * pp + 8 * (pp & np.greater(layout.stages_per_rank, 1))
+    pipeline = pipeline + 5 * (pp & np.bool_(layout.vocab_pp))
+    all_ranks = np.greater(job.gpus, 1)
+    limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks
+    return free, limited
 
 
 # ---- Activations ---------------------------------------------------------------------------------
@@ -211,7 +241,9 @@ def kept_of_block(job: Job) -> tuple[Column, Column]:
     # Kept tensors are allocated between tensors that are freed soon, and the freed memory leaves
     # gaps in the allocator: `activation_overhead` is a factor above 1.
     recomputed = kept_bytes(job) * job.machine.activation_overhead
-    return recomputed, block_activations(job, True)
+    whole = block_activations(job, True)
+    # Without recomputation the same tensors are kept, and more: `selective` keeps nearly all.
+    return np.minimum(recomputed, whole), whole
 
 
 def kept_bytes(job: Job) -> Column:

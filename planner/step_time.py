@@ -174,7 +174,9 @@ def block_passes(job: Job) -> Pass:
     attention_again = time_terms.selective_seconds(job, computed.forward)
     again = np.where(is_full, computed.forward, 0.0)
     again = np.where(is_selective, attention_again, again)
-    launched = job.machine.software.host_per_operation * time_terms.operations(job)
+    software = job.machine.software
+    launched = software.host_per_operation * time_terms.operations(job)
+    launched = launched + software.host_of_block / 3  # a backward has about two thirds of it
     forward = np.maximum(computed.forward, launched)
     backward = np.maximum(computed.backward, 2 * launched)  # it has about twice the operations
     recomputed_backward = np.maximum(computed.backward + again, 2 * launched)

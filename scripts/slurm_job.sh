@@ -6,6 +6,11 @@
 # the end scripts/requeue.py requeues the job if its next start, by --resume auto, can continue it:
 # after 75 and after a lost rank, but not after scancel, a mistake or what supervise.py has stopped.
 #
+# MPI=pmix is for an Open MPI; without it srun has --mpi=pmi2 (docs/install.md). Neighbouring ranks, which
+# are a tensor group, are on neighbouring cores of one socket (--distribution=block:block; Slurm's default
+# deals them out to the sockets in turn). Each rank sees all GPUs of its node (--gpu-bind=none) and takes
+# that of its local rank: ranks that see one GPU each cannot open their neighbours' memory.
+#
 # One log per node: $LOGS/NAME-JOB.NUMBER.NODE.out. A job array (--array=1-20%1) needs no requeue: its
 # next element resumes. Slurm checks time limits about every 30 s, so the signal comes up to a minute
 # early, and a requeued job may wait for two minutes before it starts. While the file of --kill-switch
@@ -30,7 +35,8 @@ ranks() {
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before
     # Python handles it must not end it: SIGTERM follows at the limit.
     env --ignore-signal=USR1 .venv/bin/python supervise.py --spare-nodes "$spare" "${fewer[@]}" -- \
-        srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+        srun --mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+        --distribution=block:block --gpu-bind=none \
         --open-mode=append --output="$LOGS/%x-%j.%n.%N.out" \
         env --ignore-signal=USR1 .venv/bin/python "$@" &
     step=$!

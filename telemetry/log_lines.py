@@ -8,6 +8,7 @@ telemetry/log.py calls these functions.
 """
 
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -257,7 +258,8 @@ def summary(
         f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
         f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
         losses,
-        f"where the time of a step goes: python plan.py gap {out}",
-        files,
     ]
+    if os.path.exists(os.path.join(out, "times.jsonl")):  # a run of few steps measures none
+        lines.append(f"where the time of a step goes: python plan.py gap {out}")
+    lines.append(files)
     return "\n".join(lines)
