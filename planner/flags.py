@@ -11,11 +11,12 @@ plan.py that read it.
 """
 
 import math
-from argparse import SUPPRESS, Namespace
+import re
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from config.messages import Parser, UserError
+from config.messages import UNITS, Parser, UserError
 from planner import hardware, risk
 
 DEFAULT_TOP = 20  # the number of lines of a table without --top
@@ -23,15 +24,34 @@ DEFAULT_TOP = 20  # the number of lines of a table without --top
 EVERYWHERE = ("config", "gpus_per_node", "calibration", "network")
 
 
+# A rate of a network, with or without its unit: 25, 25GB, 25 GB/s; 200Gb/s are bits.
+RATE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?) *(?:([KMGT])(B|b|bit)(?:ps|/s)?)?")
+
+
+def rate(text: str) -> float:
+    """Return a rate of the command line in GB/s; a number without a unit is in GB/s."""
+    found = RATE.fullmatch(text.strip())
+    try:
+        number = float(found[1]) if found else math.nan
+    except ValueError:
+        number = math.nan
+    if found is None or math.isnan(number):
+        raise ArgumentTypeError(f"{text!r} is no rate in GB/s, such as 25, 25GB/s or 200Gb/s")
+    if found[2] is None:
+        return number
+    bits = 1 if found[3] == "B" else 8
+    return number * UNITS[found[2].replace("G", "B")] / 1e9 / bits
+
+
 class Flag(NamedTuple):
     """A flag of the command line.
 
-    type: the type of its value; bool: a switch without a value. below: the value must be above 0
-    and below this number; None: any value.
+    type: the type of its value, or a function that reads it; bool: a switch without a value. below:
+    the value must be above 0 and below this number; None: any value.
     """
 
     help: str
-    type: type = str
+    type: Callable[[str], Any] = str
     metavar: str | None = None
     below: float | None = None
 
@@ -42,7 +62,7 @@ FLAGS = {
     "nodes": Flag("full nodes (default 1)", int, None, 1e6),
     "gpus": Flag("GPUs, in place of nodes", int, None, 1e6),
     "calibration": Flag("measured rates of this machine, TOML", str, "FILE"),
-    "network": Flag("GB/s of a node as measured, in place of the datasheet's", float, None, 1e5),
+    "network": Flag("GB/s of a node as measured, in place of the datasheet's", rate, None, 1e5),
     "top": Flag(f"lines to print (default {DEFAULT_TOP})", int, None, math.inf),
     "rejected": Flag("print every rejected layout", bool),
     "tokens": Flag("tokens to train on", float, None, 1e18),

@@ -255,11 +255,29 @@ def _merged(name: str) -> dict[str, Any]:
     elif name in names():
         own = read_toml(FOLDER / f"{name}.toml", name)
     else:
-        others = f"; there are {', '.join(names())}, and files that end in .toml"
-        raise UserError(f"no machine is called {name!r}{nearest(name, names(), 0.8) or others}")
+        raise UserError(f"no machine is called {name!r}{_others(name)}")
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables
+
+
+def _others(name: str) -> str:
+    """Return the end of an error about an unknown machine: what else --gpu takes.
+
+    Of a machine with a like name it says the memory and the rate, since another letter is another
+    GPU: gb300 is no b300.
+    """
+    own = "for another GPU write a FILE.toml: hardware/README.md"
+    known = names()
+    if not (meant := nearest(name, known, 0.8)):
+        return f"; there are {', '.join(known)}, and files that end in .toml; {own}"
+    facts = []
+    for other in known:
+        if repr(other) in meant:
+            found = load(other)
+            rate = f"{found.peak / 1e12:.0f} TFLOP/s"
+            facts.append(f"{other} has {found.memory / 1e9:.0f} GB and {rate} a GPU")
+    return f"{meant} {'; '.join(facts)}; {own}"
 
 
 def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
