@@ -110,7 +110,8 @@ def _listed(
     fitting = len(safe) + answer.slower
     fits = f"{fitting} layouts fit on {question.gpus} GPUs of {question.machine.name}"
     risks = risk_of_fitting(question, [] if safe else risky)
-    lines = [f"{fits} {risks}, {question.batch}, {training.precision}"]
+    batch = f"global batch {training.global_batch_size}"
+    lines = [f"{fits} {risks}, {batch}, {training.precision}"]
     if safe:
         lines += ranked_lines(safe[:top], question)
     slower = answer.slower + max(0, len(safe) - top)
@@ -345,6 +346,8 @@ def _stand_ins(question: Question) -> list[str]:
         missing.append("--data synthetic is random tokens: give the prefix of your corpus")
     if not _has_length(run):
         missing.append(f"--steps {STEPS} is an example: give your length")
+    if question.has_default_batch:
+        missing.append(f"{question.batch}: give --global-batch-size or --batch-tokens")
     lines = [f"  {'; '.join(missing)}"] if missing else []
     if not question.options.launch and question.gpus > question.machine.node:
         lines.append(f"  {PMI}")

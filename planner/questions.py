@@ -64,9 +64,14 @@ class Question:
         """
         samples = self.config.training.global_batch_size
         tokens = samples * self.config.model.seq_length
-        text = f"global batch {samples} ({tokens / 1e6:,.1f}M tokens"
+        text = f"global batch {samples} ({tokens / 1e6:,.1f}M tokens a step"
+        return text + ("; the planner's default)" if self.has_default_batch else ")")
+
+    @property
+    def has_default_batch(self) -> bool:
+        """Whether the user gave no batch, neither as a flag nor in a file nor by a run."""
         given = {"global_batch_size", "batch_tokens", "batch_schedule"} & set(self.given)
-        return text + (")" if given else "; the planner's default)")
+        return not given and not self.options.config
 
     def rank(self, most: float = math.inf, plain: bool = False) -> layouts.Answer:
         """Return the fastest layouts on the question's GPUs, and the layouts that cannot run.

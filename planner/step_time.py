@@ -134,7 +134,8 @@ def with_networks(prediction: Prediction, job: Job) -> Prediction:
     # The prediction may have another schedule than the job, which has the seconds at each share of
     # the network's rate. So the prediction's seconds are scaled by the ratios of the job's seconds.
     at_datasheet_rate = seconds_at_share[0]
-    scaled = tuple(prediction.seconds * seconds / at_datasheet_rate for seconds in seconds_at_share)
+    ratios = [seconds / at_datasheet_rate for seconds in seconds_at_share]
+    scaled = tuple(prediction.seconds * ratio for ratio in ratios)
     low, high = prediction.interval
     high_at_slowest = high * scaled[-1] / scaled[0]
     return replace(prediction, interval=(low, high_at_slowest), at_networks=scaled)

@@ -14,6 +14,7 @@ from planted_mismatches import KINDS, Cannot, plant
 from ranks import ROOT, start
 from rehearsal_cases import CASES, IN_SUITE
 
+import rehearse
 from emulator.matching import World, deadlock, mismatches
 from emulator.recording import LOAD, READ, Event
 from planner import memory
@@ -334,3 +335,18 @@ def test_a_batch_job_ends_before_srun_if_it_is_rejected(gpu, words, status, sent
     assert (tmp_path / "called").exists() == (status == 0)
     assert ("rehears" in outcome.out) == (gpu != "none")
     assert ("GPU=none sbatch ... skips it" in outcome.err) == (status == 2)
+
+
+def test_progress_goes_on_while_a_rank_takes_long(capsys, monkeypatch):
+    """The clock advances without a further rank, and says what is being done."""
+    now = [100.0]
+    monkeypatch.setattr(rehearse.time, "monotonic", lambda: now[0])
+    show = rehearse.Progress(9)
+    for seconds in (5, 14, 16, 20, 40):
+        now[0] = 100.0 + seconds
+        show(0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in lines] == [
+        f"ranks rehearsed: 0 of 9, {seconds} s" for seconds in (0, 16, 40)
+    ]
+    assert all("builds its model and runs two steps" in line for line in lines[1:])

@@ -242,7 +242,7 @@ def test_a_requeue_outside_of_a_job_is_one_sentence():
         assert outcome.err.startswith("error: SLURM_JOB_ID is ")
 
 
-@pytest.mark.parametrize("name", ["train_1b3", "train_104b", "train_176b"])
+@pytest.mark.parametrize("name", ["train", "train_1b3", "train_104b", "train_176b"])
 def test_a_batch_file_without_slurm_is_one_sentence(name):
     outcome = start(["env", "-u", "SLURM_JOB_ID", "bash", f"scripts/{name}.slurm"])
     sentence = f"error: not in a Slurm job: sbatch scripts/{name}.slurm\n"
