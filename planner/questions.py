@@ -73,6 +73,19 @@ class Question:
         given = {"global_batch_size", "batch_tokens", "batch_schedule"} & set(self.given)
         return not given and not self.options.config
 
+    @property
+    def compared_on(self) -> hardware.Machine:
+        """The machine on which layouts are compared; they are then predicted on `machine`.
+
+        If nobody has measured the network between nodes, it is the slowest of NETWORK_SHARES: a
+        layout that is fast only on a fast network loses much on another one.
+        """
+        machine = self.machine
+        searched = self.options.question in SEARCHED
+        if not searched or machine.network_measured or self.gpus <= machine.node:
+            return machine
+        return hardware.at_share_of_network(machine, NETWORK_SHARES[-1])
+
     def rank(self, most: float = math.inf, plain: bool = False) -> layouts.Answer:
         """Return the fastest layouts on the question's GPUs, and the layouts that cannot run.
 
@@ -90,14 +103,10 @@ class Question:
             fixed = PLAIN | {"recompute_layers": None} | fixed
         machine = self.machine
         refusal = self._refusal(run.model, self.gpus)
-        if not searched or machine.network_measured or self.gpus <= machine.node:
-            asked = Asked(run.model, run.training, machine, self.gpus, fixed)
-            return layouts.rank(asked, refusal, self.options.risk, most, plain)
-        # Nobody has measured the network. A layout that is fast only on a fast network loses much
-        # on another one, so layouts are compared on the slowest, and then predicted on this one.
-        slowest = hardware.at_share_of_network(machine, NETWORK_SHARES[-1])
-        asked = Asked(run.model, run.training, slowest, self.gpus, fixed)
+        asked = Asked(run.model, run.training, self.compared_on, self.gpus, fixed)
         found = layouts.rank(asked, refusal, self.options.risk, most, plain)
+        if self.compared_on == machine:
+            return found
 
         def at_networks(line: layouts.Ranked) -> layouts.Ranked:
             job = Job(run.model, line.priced, run.training, machine)
