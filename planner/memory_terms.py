@@ -225,9 +225,8 @@ def communicators(job: Job) -> tuple[Column, Column]:
     expert_replicas = (experts | tp) & np.greater(job.shards * layout.tp, job.ep)
     expert_replicas = expert_replicas & (job.model.experts > 1)
     # Activations, their gradients, and the ends of a pipeline, which may share a tied matrix. If
-    # ranks hold several stages, messages have eight groups more; --vocab-pp has five.
+    # ranks hold several stages, messages have eight groups more.
     pipeline = 3 * pp + 8 * (pp & np.greater(layout.stages_per_rank, 1))
-    pipeline = pipeline + 5 * (pp & np.bool_(layout.vocab_pp))
     all_ranks = np.greater(job.gpus, 1)
     limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks
     return free, limited

@@ -257,7 +257,6 @@ def test_the_communicators_of_the_plan_are_those_of_the_mesh():
         {"dp": 8},
         {"tp": 8},
         {"tp": 4, "pp": 12, "dp": 8},
-        {"tp": 2, "pp": 4, "dp": 2, "vocab_pp": True},
         {"pp": 4, "schedule": "interleaved", "virtual_stages": 2, "dp": 2},
         {"pp": 4, "schedule": "zb-v"},
         {"cp": 8, "dp": 2},
