@@ -8,6 +8,7 @@ that the user gave, with model, training options and machine.
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 from config.messages import write_file
 from planner import hardware, memory, risk, step_time
@@ -48,7 +49,8 @@ def stages(question: Question) -> Answer:
     for row in rows:
         bar = "#" * round(50 * row.share / widest)
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
-    data = {"stages": [asdict(row) for row in rows], "memory": [asdict(row) for row in table]}
+    data: dict[str, Any] = {"stages": [asdict(row) for row in rows]}
+    data |= {"memory": [asdict(row) for row in table]}
     data |= {"fullest": fullest, "risk": probability, "expert_loads": loads}
     return Answer("\n".join(lines), data)
 

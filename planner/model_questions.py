@@ -7,6 +7,7 @@ finds the models; here the results are put into words and data.
 """
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from config import block_kinds, model_stats, validation
 from planner import model_sizes
@@ -66,8 +67,8 @@ def smallest(question: Question) -> Answer:
     """Return the answer of `plan.py smallest`: the fewest nodes on which the model trains."""
     machine = question.machine
     nodes, line = question.fewest_nodes()
-    data = {"nodes": nodes, "gpus": nodes * machine.node, "risk": line.prediction.risk}
-    data |= {"layout": asdict(line.layout)}
+    data: dict[str, Any] = {"nodes": nodes, "gpus": nodes * machine.node}
+    data |= {"risk": line.prediction.risk, "layout": asdict(line.layout)}
     text = f"{nodes} nodes of {machine.node} {machine.name}: {_on(line)}"
     return Answer(f"{text}\n{_accepted(question)}", data)
 

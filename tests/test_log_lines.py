@@ -38,6 +38,13 @@ ROW = {
 }
 
 
+def test_a_run_without_measured_steps_names_no_question_about_them(tmp_path):
+    command = [sys.executable, "train.py", *SMALL.split(), str(tmp_path), "--steps", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "plan.py gap" not in done.stdout
+    assert not (tmp_path / "times.jsonl").exists()
+
+
 def test_with_output_in_a_file_the_lines_are_there_and_in_log_txt(tmp_path):
     with open(tmp_path / "out.txt", "wb") as out:
         command = [*mpi_command(2), sys.executable, "train.py", *SMALL.split(), str(tmp_path / "r")]
@@ -48,6 +55,8 @@ def test_with_output_in_a_file_the_lines_are_there_and_in_log_txt(tmp_path):
     steps = [line.split("|")[0].strip() for line in lines if line.startswith(" step ")]
     assert steps == ["step 1/6", "step 2/6", "step 4/6", "step 6/6"]
     assert lines[-1].startswith("files: ")
+    assert (tmp_path / "r" / "times.jsonl").exists()
+    assert "where the time of a step goes: python plan.py gap " in lines[-2]
     rows = [
         json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().split("\n")[:-1]
     ]
