@@ -27,6 +27,7 @@ from distributed.context_parallel import (
     causal_attention,
     chunk_kernel,
     gather_tokens,
+    heads_of_kernel,
     to_heads,
     to_tokens,
 )
@@ -341,6 +342,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "Mask | None", group: Group) 
     elif group.size > 1:
         mixed = causal_attention(q, k, v, group)
     else:
+        k, v = heads_of_kernel(q, k, v)
         grouped = q.shape[1] != k.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return mixed.permute(2, 0, 1, 3).flatten(2)
@@ -408,7 +410,7 @@ def attention_kernel(
         from corpora import attention_masks
 
         flex = attention_masks.takes_flex(model.head_size, factory.dtype, factory.device)
-    if masked and factory.device.type == "cuda" and not flex:
+    if masked and not flex and attention_masks.has_flex(factory.device):
         takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"
         need = "masks need flex_attention on GPUs, which takes"
         raise UserError(f"{need} {takes}: head-size({model.head_size})")
@@ -435,6 +437,7 @@ def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) ->
     queries = model.heads // model.kv_heads
     heads = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)  # as in training
     q, k, v = (t.permute(1, 2, 0, 3) for t in heads)  # b heads s d
+    k, v = heads_of_kernel(q, k, v)
     queries_here = s // mesh.kv.size
     bias = None
     if alibi:
@@ -445,6 +448,6 @@ def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) ->
         v,
         attn_mask=bias,
         is_causal=bias is None,
-        enable_gqa=queries > 1,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return SDPBackend(choice).name.lower()

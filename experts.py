@@ -194,6 +194,8 @@ class HeldExperts(nn.Module):
         if model.activation == "swiglu":
             # dynamic: the number of rows differs in each pass, and torch limits compiled graphs.
             self.activation = factory.compile_for_training(activation, dynamic=True)
+            if factory.compile:
+                self.activation = functools.partial(_with_two_rows, self.activation)
         self.deferred = factory.deferred
         matrices = (2,) if model.up_matrices == 2 else ()  # gate and up are one tensor
         f = model.expert_ffn_hidden  # the width of an expert
@@ -221,6 +223,18 @@ class HeldExperts(nn.Module):
         down = self.down.view(self.experts_here, h, -1)
         inner = self.activation(grouped_linear(rows, self.up, up, counts, self.deferred))
         return grouped_linear(inner, self.down, down, counts, self.deferred)
+
+
+def _with_two_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return function(x) for x (n, ...), computed on 2 rows at least.
+
+    torch.compile makes one graph for all sizes of a dynamic dimension but 0 and 1, for each of
+    which it compiles again, in the middle of a run.
+    """
+    missing = 2 - len(x)
+    if missing <= 0:
+        return function(x)
+    return function(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]))[: len(x)]
 
 
 class ExpertMLP(nn.Module):
@@ -312,13 +326,12 @@ class ExpertMLP(nn.Module):
         """
         group = self.factory.mesh.experts
         # The rows arrive by rank, are sorted by expert for the products, and go back by rank.
-        sent, received, counts_by_rank = exchange_counts(group, counts, len(rows))
+        sent, received, counts_here, counts_by_rank = exchange_counts(group, counts, len(rows))
         rows = Exchange.apply(rows, group, received, sent)
-        by_expert = order_by_expert(counts_by_rank, rows.device)
+        by_expert = order_by_expert(counts_by_rank, len(rows))
         by_rank = inverse(by_expert)
         rows = Permute.apply(rows, by_expert, by_rank)
-        counts_here = map(sum, zip(*counts_by_rank))  # for each expert here, the rows of all ranks
-        rows = self.held_experts(rows, list(counts_here))
+        rows = self.held_experts(rows, counts_here)
         rows = Permute.apply(rows, by_rank, by_expert)
         return Exchange.apply(rows, group, sent, received)
 

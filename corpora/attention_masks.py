@@ -4,7 +4,8 @@
     mixed = masked_attention(q, k, v, mask)                 in each block
 
 On a CPU a mask is a tensor for torch's attention. On a GPU it is blocks of 128 x 128 tokens for
-torch's flex_attention, which skips blocks that no token sees: no s x s tensor is made.
+torch's flex_attention, which skips blocks that no token sees: no s x s tensor is made. On a GPU
+before Ampere it is a bias of s x s numbers for torch's memory-efficient attention.
 
 Letters of shapes: b samples, s tokens of a sample, a attention heads on this rank, q queries. With
 context parallelism a rank has the keys of all s tokens, but only the queries of some of them.
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from distributed.context_parallel import heads_of_kernel
 
 BLOCK = 128  # the tokens of a block of queries or keys; it is flex_attention's default
 
@@ -68,10 +71,14 @@ def visible(
     if places is not None:  # only the ranges of the queries on this rank are needed
         starts = starts[:, places]
         stops = stops[:, places]
-    if starts.device.type == "cuda":
+    if has_flex(starts.device):
         score = None if slopes is None else alibi_score(slopes.float(), places)
         return Mask(None, visible_blocks(starts, stops, length), score)
-    return Mask(_dense(starts, stops, slopes, dtype, length, places))
+    dense = _dense(starts, stops, slopes, dtype, length, places)
+    if dense.is_cuda and slopes is None:
+        # torch would make a bias of a bool mask in each block, and keep it for the backward pass.
+        dense = torch.zeros_like(dense, dtype=dtype).masked_fill_(~dense, -torch.inf)
+    return Mask(dense)
 
 
 def _dense(
@@ -166,13 +173,25 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return numbers[:, None], order[:, None].to(torch.int32)
 
 
+def has_flex(device: torch.device) -> bool:
+    """Return whether masks are for flex_attention here: on GPUs of compute capability 8.0 or more.
+
+    For older GPUs, such as the V100, Triton has no tensor-core code: its kernel is many times as
+    slow as torch's memory-efficient kernel with a dense bias. A GPU that is not here is a new one.
+    """
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether flex_attention can apply a mask to heads of this size and type here.
 
-    It takes at least 16 columns a head, no fp64, and only GPUs. Otherwise ALiBi uses a dense mask;
-    masks of documents are refused on GPUs at the start of the run.
+    It takes at least 16 columns a head, no fp64, and only GPUs that `has_flex` names. Otherwise
+    ALiBi uses a dense mask. Masks of documents do so on older GPUs; on newer ones they are refused
+    at the start of the run.
     """
-    return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
+    return head_size >= 16 and dtype != torch.float64 and has_flex(device)
 
 
 def causal_alibi(
@@ -247,5 +266,6 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """
     if mask.blocks is not None:
         return flex(q, k, v, mask)
+    k, v = heads_of_kernel(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=grouped)

@@ -52,14 +52,23 @@ COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's timeout; the watchdog reports
 # priority: if another product is ready at the same time, NCCL's kernel gets its SMs first and runs
 # beside that product. Megatron-LM offers the same as --high-priority-stream-groups.
 HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
-# The most SMs (NCCL: CTAs) that an operation of a group takes, by the first word of the group's
-# role; for other roles NCCL chooses. SMs that NCCL takes do not compute.
+# The most SMs (NCCL: CTAs) that an operation of a group takes, by the group's role or the first
+# word of it; for other roles NCCL chooses. SMs that NCCL takes do not compute.
 # Messages (forward, backward): the kernel of a message runs from its start until the other rank
 # has joined, and messages of both groups run at once: one that finds no free SM would never begin.
 # Four CTAs move about 80 GB/s, more than a network link.
-# Gradients (dp, replicas): they are reduced during the backward pass, which needs the other SMs.
-# Four and 16 of a GPU's 132 SMs are estimates from published rates, not measured.
-MOST_CTAS = {"forward": 4, "backward": 4, "dp": 16, "replicas": 16}
+# Gradients (dp, replicas, expert replicas): they are reduced during the backward pass, which needs
+# the other SMs. tied: one gradient a step. world: a few numbers a step; each CTA takes memory.
+# Two, four and 16 of a GPU's 132 SMs are estimates from published rates, not measured.
+MOST_CTAS = {
+    "forward": 4,
+    "backward": 4,
+    "dp": 16,
+    "replicas": 16,
+    "expert replicas": 16,
+    "tied": 16,
+    "world": 2,
+}
 SECONDS_FOR_MONITOR_TO_END = 5.0  # the longest wait of `stop` for the monitor
 SECONDS_FOR_THREADS_TO_REST = 5.0  # the longest wait of `stop` for threads of gloo
 M_ARENA_MAX = -8  # the option of glibc's mallopt for the most heaps of a process (malloc.h)
@@ -344,9 +353,9 @@ def _nccl_options(role: str) -> Any:
 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=role in HIGH_PRIORITY)
     options._timeout = COLLECTIVE_TIMEOUT  # torch warns if new_group has another timeout
-    name = role.partition(" ")[0]  # the first word of the role, the key of MOST_CTAS
-    if name in MOST_CTAS:
-        options.config.max_ctas = MOST_CTAS[name]
+    ctas = MOST_CTAS.get(role) or MOST_CTAS.get(role.partition(" ")[0])  # such as "forward up"
+    if ctas is not None:
+        options.config.max_ctas = ctas
     return options
 
 
@@ -397,12 +406,16 @@ def _start_process_groups(context: Context) -> None:
     import torch.distributed as dist
 
     context.recorder.enter("connect")
+    options: dict[str, Any] = {}
+    if context.backend == "nccl":
+        options["pg_options"] = _nccl_options("world")
     dist.init_process_group(
         context.backend,
         store=context.group_store,
         rank=context.rank,
         world_size=context.size,
         timeout=COLLECTIVE_TIMEOUT,
+        **options,
     )
 
 

@@ -144,10 +144,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     rank 0's chunks 0 and 3 attend to the keys of chunk 0 and of chunks 0 to 3.
     """
     half = q.shape[2] // 2  # the tokens of a chunk
-    heads = q.shape[1]
-    if k.shape[1] != heads and not (q.is_cuda and chunk_kernel(q) == "flash_attention"):
-        # Kernels other than flash attention on a GPU need a key/value head for every query head.
-        k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    k, v = heads_of_kernel(q, k, v)
     # The chunks are `rank` and `2 size - 1 - rank`: each attends to all tokens up to its own end.
     ends = (group.rank + 1) * half, (2 * group.size - group.rank) * half
     parts = [
@@ -155,6 +152,20 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
         for chunk, end in zip(q.chunk(2, 2), ends, strict=True)
     ]
     return torch.cat(parts, 2)
+
+
+def heads_of_kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with as many heads as the kernel for these queries needs.
+
+    q: (b, a, s, d). k, v: (b, g, t, d). On a GPU only flash attention lets several query heads
+    share a key/value head. For another kernel each is repeated, (b, a, t, d): else torch would
+    compute attention by matrix products, which store the scores of all pairs of tokens.
+    """
+    heads = q.shape[1]
+    if k.shape[1] == heads or not q.is_cuda or chunk_kernel(q) == "flash_attention":
+        return k, v
+    repeats = heads // k.shape[1]
+    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
 
 
 def chunk_kernel(q: Tensor) -> str:

@@ -61,13 +61,13 @@ def counts_on_host(group: Group, counts: Tensor, rows: int) -> list:
 
 def exchange_counts(
     group: Group, counts: Tensor, rows: int
-) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return three numbers of rows for each rank of `group`: sent, received, received by expert.
+) -> tuple[list[int], list[int], list[int], Tensor]:
+    """Return the numbers of rows: sent to each rank, received from each rank, of each expert here,
+    and as a tensor on the device, (ranks, experts here), those received from each rank for each
+    expert.
 
-    counts: this rank's rows for each of the E experts, (E,). rows: the sum of `counts`. The first
-    result is the rows that this rank sends to each rank; the second the rows that it receives from
-    each rank; the third divides these by this rank's experts. The host waits for the device here,
-    once in a forward pass.
+    counts: this rank's rows for each of the E experts, (E,). rows: the sum of `counts`. The host
+    waits for the device here, once in a forward pass.
     """
     # The n ranks have E / n experts each, in order: row j of `by_rank` counts the rows for rank j.
     by_rank = counts.view(group.size, -1)  # (n, E / n)
@@ -75,21 +75,23 @@ def exchange_counts(
     arriving = torch.empty_like(by_rank)
     group.at_once.all_to_all(arriving, by_rank).wait()
     leaving, arrived = counts_on_host(group, torch.stack([by_rank, arriving]), rows)
-    return list(map(sum, leaving)), list(map(sum, arrived)), arrived
+    of_experts = [sum(of_ranks) for of_ranks in zip(*arrived)]
+    return list(map(sum, leaving)), list(map(sum, arrived)), of_experts, arriving
 
 
-def order_by_expert(counts: list[list[int]], device: torch.device) -> Tensor:
+def order_by_expert(counts: Tensor, rows: int) -> Tensor:
     """Return the permutation, (n,), that sorts n received rows by expert, then rank.
 
     The rows have arrived by rank, then expert. counts: for each rank, the number of its rows for
-    each of this rank's experts. Example: [[2, 1], [1, 0]] says that rows 0 and 1 came from rank 0
-    for expert 0, row 2 from rank 0 for expert 1, and row 3 from rank 1 for expert 0. The result is
-    [0, 1, 3, 2].
+    each of this rank's experts, (ranks, experts here). rows: n, which is their sum: with it the
+    host does not wait for the device. Example: [[2, 1], [1, 0]] says that rows 0 and 1 came from
+    rank 0 for expert 0, row 2 from rank 0 for expert 1, and row 3 from rank 1 for expert 0. The
+    result is [0, 1, 3, 2].
     """
-    experts = torch.arange(len(counts[0])).repeat(len(counts))  # in the example: 0 1 0 1
-    rows = sum(map(sum, counts))
-    expert_of_row = experts.repeat_interleave(torch.tensor(counts).flatten(), output_size=rows)
-    return expert_of_row.argsort(stable=True).to(device)  # a stable sort keeps the ranks in order
+    ranks, experts_here = counts.shape
+    experts = torch.arange(experts_here, device=counts.device).repeat(ranks)  # here: 0 1 0 1
+    expert_of_row = experts.repeat_interleave(counts.flatten(), output_size=rows)
+    return expert_of_row.argsort(stable=True)  # a stable sort keeps the ranks in order
 
 
 class Exchange(torch.autograd.Function):

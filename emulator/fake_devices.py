@@ -233,14 +233,16 @@ def attention(
 ):
     """Replace F.scaled_dot_product_attention: call the kernel that torch would choose on a GPU.
 
-    With 16 bits and without a mask torch chooses the flash kernel, otherwise the memory-efficient
-    kernel. The memory-efficient kernel has no grouped queries, and no kernel has fp64: in these
-    cases torch computes attention by matrix products, which store the scores.
+    With 16 bits and without a mask torch chooses the flash kernel, otherwise, and on GPUs before
+    Ampere, the memory-efficient kernel. The memory-efficient kernel has no grouped queries, and no
+    kernel has fp64: in these cases torch computes attention by matrix products, which store the
+    scores.
     """
     if attn_mask is LOWER_RIGHT:  # a causal mask, which is not a tensor but a flag of the kernels
         attn_mask = None
         is_causal = True
-    if q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
+    has_flash = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if has_flash and q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if q.dtype == torch.float64 or enable_gqa:
         math_attention = torch.ops.aten._scaled_dot_product_attention_math

@@ -26,6 +26,7 @@ from ranks import (
     start,
 )
 
+from distributed import context as distributed_context
 from distributed.context import Context, await_other_threads
 from distributed.early_end import StartWatch, node_name
 from distributed.launch import Launch, Local
@@ -311,6 +312,10 @@ class NcclOptions:
 def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
     """Return the arguments to torch for each role of a mesh of 32 ranks with all groups."""
     asked: list[dict] = []
+    of_world: list[dict] = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: of_world.append(options)
+    )
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: asked.append(options))
     monkeypatch.setattr(dist, "get_backend", lambda handle: backend)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
@@ -334,27 +339,36 @@ def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
 
     monkeypatch.setattr(Context, "group", group)
     axes = {"pp": 2, "dp": 2, "cp": 4, "tp": 2}
-    Mesh(axes, context, channels=True, over_heads=2)
+    distributed_context._start_process_groups(context)
+    Mesh(axes, context, channels=True, over_heads=2, ep=4)
+    (of_role["world"],) = of_world
     return of_role
+
+
+# The most SMs of a group's operations; groups of messages have 4, groups of a layer no limit.
+LIMITS = {"dp": 16, "replicas": 16, "expert replicas": 16, "tied": 16, "world": 2}
 
 
 def test_groups_on_nccl_are_bound_to_a_device_and_limit_their_kernels(monkeypatch):
     """Else messages take lazy communicators of two ranks, and SMs that the products need."""
     of_role = groups_made(monkeypatch, "nccl")
-    assert {"tp", "cp", "heads", "kv", "replicas", "tied"} <= set(of_role)
+    assert {"tp", "cp", "heads", "kv", "experts"} <= set(of_role)
     for role, options in of_role.items():
         wanted = options["pg_options"]
-        assert options["device_id"] == torch.device("cuda", 0), role
+        # torch would make all other groups by splitting a world that is bound to a device.
+        device = None if role == "world" else torch.device("cuda", 0)
+        assert options.get("device_id") == device, role
         assert wanted._timeout == options["timeout"], "torch warns if they differ"
         assert wanted.is_high_priority_stream == (role in ("tp", "cp", "heads", "kv")), role
         few = role.startswith(("forward", "backward"))
-        many = role in ("dp", "replicas")
-        assert wanted.config.max_ctas == (4 if few else 16 if many else None), role
+        limit = 4 if few else LIMITS.get(role)
+        assert wanted.config.max_ctas == limit, role
+    assert LIMITS.keys() <= of_role.keys()
 
 
 def test_groups_of_a_torch_without_nccl_ask_for_none_of_its_options(monkeypatch):
     of_role = groups_made(monkeypatch, "gloo")
     assert of_role
     for options in of_role.values():
-        assert options["device_id"] is None
+        assert options.get("device_id") is None
         assert "pg_options" not in options

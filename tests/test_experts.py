@@ -27,6 +27,7 @@ import trainer
 from config import schema, validation
 from config.messages import UserError
 from distributed.mesh import Mesh
+from distributed.token_exchange import order_by_expert
 from emulator.matching import World, mismatches
 from emulator.recording import Event
 from experts import ExpertMLP, HeldExperts, Router, product_by_expert, product_in_one_kernel
@@ -327,9 +328,32 @@ def test_compiled_experts_take_any_number_of_rows(monkeypatch):
     factory = ParamFactory(Mesh(), torch.float64, compile=True)
     model = model_with(experts_per_token=1)
     held = HeldExperts(factory, "mlp", model, 0.02, ACTIVATIONS["swiglu"])
-    for rows in range(2, 13):
+    first = None
+    for rows in (7, 2, 12, 1, 0, 3):
         x = torch.randn(rows, 16, dtype=torch.float64)
-        assert held(x, [rows, *[0] * 7]).shape == x.shape
+        y = held(x, [rows, *[0] * 7])
+        assert y.shape == x.shape
+        if rows:
+            inner = ACTIVATIONS["swiglu"](x @ held.up[0].view(-1, 16).t())
+            assert_close(y, inner @ held.down[0].view(16, -1).t(), 1e-12)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        first = first or graphs
+        assert graphs == first, f"{rows} rows are compiled again"
+
+
+def test_rows_are_sorted_by_expert_where_they_are():
+    """By expert, then by the rank that sent them; the host is given only their number."""
+    counts = torch.tensor([[2, 1, 0], [1, 0, 3], [0, 0, 0]])
+    came = [
+        (rank, e)
+        for rank, row in enumerate(counts.tolist())
+        for e, n in enumerate(row)
+        for _ in range(n)
+    ]
+    order = order_by_expert(counts, 7)
+    assert [came[i] for i in order.tolist()] == sorted(came, key=lambda pair: pair[::-1])
+    with torch.device("meta"):  # a tensor there has no elements that the host could read
+        assert order_by_expert(torch.empty(4, 8, dtype=torch.int64), 67).shape == (67,)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 0], [0, 0, 0, 9], [1, 1, 1, 1]])

@@ -1,6 +1,7 @@
 """Masks and objectives: if this failed, tokens would see others than the rules say."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,15 +17,20 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import data
 import trainer
+from attention import attention_kernel
 from config import validation
 from config.messages import UserError
 from config.run_options import Data
+from config.schema import ModelShape
 from corpora import attention_masks
 from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from corpora.objectives import Objective
 from corpora.token_files import IndexedDatasetWriter
 from data import Batch
 from distributed.collectives import Group
+from distributed.context_parallel import heads_of_kernel
+from distributed.mesh import Mesh
+from parallel import ParamFactory
 
 EOD, S = END, 16
 
@@ -243,6 +249,23 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
         warnings.simplefilter("ignore")  # that it is not compiled
         ours = flex_attention(q, k, v, score, blocks, enable_gqa=True)
     assert_close(ours, expected, 1e-5, scale=1.0)
+
+
+@pytest.mark.parametrize(("capability", "flex"), [((7, 0), False), ((7, 5), False), ((8, 0), True)])
+def test_gpus_before_ampere_take_a_bias_and_the_efficient_kernel(monkeypatch, capability, flex):
+    """Triton has no tensor-core code for them. There a query head needs a key head of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert attention_masks.takes_flex(64, torch.float16, device) == flex
+    model = ModelShape(layers=1, hidden=64, heads=4, seq_length=16)
+    factory = ParamFactory(Mesh(), torch.float16, device)
+    kernel = "flex_attention" if flex else "scaled_dot_product_attention"
+    assert attention_kernel(model, factory, 1, masked=True) == f"torch {kernel}, of masks"
+    q = SimpleNamespace(is_cuda=True, device=device, dtype=torch.float16, shape=(1, 4, 8, 64))
+    k = torch.randn(1, 2, 8, 64)
+    for keys in heads_of_kernel(q, k, k):
+        assert torch.equal(keys, k if flex else k[:, [0, 0, 1, 1]])
 
 
 # ---- Every layout --------------------------------------------------------------------------------
