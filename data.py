@@ -314,9 +314,10 @@ class MicroBatches:
     def keep(self) -> None:
         """Keep every micro-batch from its first use on, so that later calls do not read it again.
 
-        Called before the first micro-batch is read.
+        Called before the first micro-batch is read; a second call does nothing.
         """
-        self._kept = {}
+        if self._kept is None:
+            self._kept = {}
 
     def __call__(self, index: int) -> Batch:
         """Return micro-batch number `index` of this replica, on the device.

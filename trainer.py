@@ -158,10 +158,29 @@ def run_passes(
     length = config.model.seq_length
     micro_batches = limit or config.micro_batches(size)
     batches = state.reader.batches(samples, consumed, config, keep=keep)
-    loss_weight = state.optimizer.begin_step(size * length, micro_batches)
+    counted = None  # the number of labels in the global batch that count in the loss, if needed
+    if config.data.masks_loss and config.training.has_router_losses:
+        counted = count_labels(state, batches, config.micro_batches(size))
+    loss_weight = state.optimizer.begin_step(size * length, micro_batches, counted)
     for begin_step in state.before_passes:
         begin_step(consumed, length)
     return state.pipeline.train(batches, micro_batches, loss_weight)
+
+
+def count_labels(state: ModelState, batches: data.MicroBatches, micro_batches: int) -> int:
+    """Return how many labels of the global batch count in the loss; collective over all ranks.
+
+    The ranks that compute losses read all of the batch for it, and keep it for the passes.
+    """
+    mesh = state.factory.mesh
+    counted = torch.zeros(1, dtype=torch.int64, device=state.factory.device)
+    if mesh.pp.rank == state.pipeline.last_rank and mesh.tp.rank == 0:
+        batches.keep()
+        for index in range(micro_batches):
+            mesh.recorder.at("data", index)
+            counted += batches(index).count
+    mesh.world.at_once.all_reduce(counted).wait()
+    return mesh.world.values(counted)[0]
 
 
 def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:

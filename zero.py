@@ -146,7 +146,7 @@ class Optimizer:
             p.gradient_added = lambda p: optimizer._count_gradient(p)  # layers call this
         return self.buckets
 
-    def begin_step(self, targets: int, micro_batches: int) -> float:
+    def begin_step(self, targets: int, micro_batches: int, counted: int | None = None) -> float:
         """Prepare for the backward passes of a step; return the loss weight, loss scale / targets.
 
         The caller multiplies every micro-batch's sum of losses by the loss weight, so that
@@ -154,7 +154,9 @@ class Optimizer:
         the global batch; `step` corrects the mean if some of them do not count. micro_batches:
         their number on each replica. A bucket counts the gradients that it still waits for: in each
         micro-batch one for each parameter, or two for a matrix that is used twice. It is reduced
-        after the last micro-batch, at --zero 2 after each one.
+        after the last micro-batch, at --zero 2 after each one. counted: the number of targets that
+        count; needed if loss masks leave some out and routers have auxiliary losses. These are
+        means over all tokens, so they must not change with the correction in `step`.
         """
         self._targets = targets
         self._next_bucket = 0
@@ -163,7 +165,9 @@ class Optimizer:
             bucket.missing = passes_before_reduction * bucket.passes
         loss_weight = self.scale.value / targets
         if self.balance is not None:
-            self.balance.begin_step(loss_weight)
+            # `step` multiplies all gradients by targets / counted.
+            counted_share = 1.0 if counted is None else counted / targets
+            self.balance.begin_step(loss_weight * counted_share)
         return loss_weight
 
     def _add_gradient(self, p: nn.Parameter) -> None:

@@ -150,6 +150,11 @@ class Training:
     router_z_loss: float = option(0.0, "factor of the router's z-loss", minimum=0.0)
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers of experts are trained by auxiliary losses beside the language loss."""
+        return self.balance in ("sequence", "global") or self.router_z_loss > 0
+
     def __post_init__(self) -> None:
         if self.global_batch_size is None:
             schedule = self.batch_schedule

@@ -35,21 +35,21 @@ class Penalty:
     """The auxiliary losses of a step: the routers of all blocks share it.
 
     kind: the value of --balance. rate: the factor of the loss of --balance. z_rate: the factor of
-    the z-loss, which keeps the router's logits small (--router-z-loss). loss_weight: the factor of
-    each sum of losses, which Optimizer.begin_step returns.
+    the z-loss, which keeps the router's logits small (--router-z-loss). weight: the factor of each
+    sum over tokens, which makes it the mean over all tokens of the global batch.
     """
 
     kind: str
     rate: float
     z_rate: float
-    loss_weight: float
+    weight: float
 
     def add_penalty(self, router: Router, weights: Tensor, choice: Choice) -> Tensor:
         """Return `weights`, whose backward pass adds the gradient of the auxiliary losses.
 
         The router calls this in each forward pass of training. weights: the weights that the router
-        gives to the experts' outputs, (T, k). Each loss is a sum over tokens, divided by the number
-        of targets as the language loss is.
+        gives to the experts' outputs, (T, k). Each loss is a mean over all tokens, also those whose
+        labels do not count in the language loss.
         """
         penalty = choice.logits.new_zeros(())
         if self.kind in ("sequence", "global"):
@@ -64,7 +64,7 @@ class Penalty:
             penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
         if not penalty.requires_grad:  # --balance none or bias, and no z-loss
             return weights
-        return _AddPenalty.apply(weights, penalty * self.loss_weight)
+        return _AddPenalty.apply(weights, penalty * self.weight)
 
 
 def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
@@ -129,14 +129,14 @@ class RouterBalance:
                 if block.has_experts:
                     self.routers[n] = block.mlp.router
 
-    def begin_step(self, loss_weight: float) -> None:
+    def begin_step(self, weight: float) -> None:
         """Give the routers the auxiliary losses for the passes of a step.
 
-        loss_weight: the factor of each sum of losses, which Optimizer.begin_step returns.
+        weight: the factor of each sum of auxiliary losses over tokens (Penalty).
         """
         training = self.training
         z_rate = training.router_z_loss
-        penalty = Penalty(training.balance, training.balance_rate, z_rate, loss_weight)
+        penalty = Penalty(training.balance, training.balance_rate, z_rate, weight)
         for router in self.routers.values():
             router.balance = penalty
 

@@ -22,10 +22,12 @@ from ranks import Job, mpi_command, results_of, start
 from small_corpora import write_chats, write_corpora
 from test_golden import check_lines, distance, lines_of, reference
 
+import data
 import parallel
 import trainer
 from config import schema, validation
 from config.messages import UserError
+from corpora.token_files import IndexedDatasetWriter
 from distributed.mesh import Mesh
 from distributed.token_exchange import order_by_expert
 from emulator.matching import World, mismatches
@@ -282,6 +284,50 @@ def test_an_even_load_of_the_last_step_has_no_global_loss():
     """The shares of a token sum to 1, so that equal loads leave no gradient."""
     gradient = penalty_of(model_with(), "global", torch.randn(9, 16, dtype=torch.float64))
     assert gradient.abs().max() < 1e-12
+
+
+def router_gradient(folder: Path, every: int, **losses) -> torch.Tensor:
+    """The gradient of a mean loss for a router, if one of `every` labels counts; 0: no mask."""
+    random = np.random.default_rng(0)
+    with (
+        IndexedDatasetWriter(f"{folder}/text", 61) as tokens,
+        IndexedDatasetWriter(f"{folder}/text.targets", 2) as answers,
+    ):
+        for _ in range(40):
+            tokens.add_document(random.integers(61, size=32))
+            answers.add_document(np.arange(32) % max(every, 1) == 0)
+    text = {"data": [f"{folder}/text"], "answers_only": every > 0, "split": "1", "cache": "none"}
+    experts = {"experts": 4, "experts_per_token": 2, "activation": "swiglu", "init_std": 0.3}
+    case = SHAPE | text | experts | losses | {"layers": 1, "seq_length": 32, "zero": 0}
+    config = validation.check(golden_worker.options(case), 1)
+    state, samples = trainer.build(config), data.build(config).train
+    found = []
+
+    def note(loss: float, norm: float, squares: torch.Tensor, factor: float) -> bool:
+        (router,) = (r.weight for r in state.optimizer.balance.routers.values())
+        found.append(router.main_grad * factor)
+        return True
+
+    state.optimizer.accepts = note
+    trainer.step(state, samples, 0, 1e-3)
+    state.reader.close()
+    return found[0]
+
+
+@pytest.mark.parametrize("losses", [{"balance": "sequence"}, {"router_z_loss": 0.1}])
+def test_auxiliary_losses_do_not_depend_on_how_many_labels_count(losses, tmp_path):
+    """They are means over all tokens, and the language loss is a mean over the labels that count.
+    With a label of 16 they would else have 16 times their factor.
+    """
+    auxiliary = [
+        router_gradient(tmp_path, every, balance_rate=0.1, **losses)
+        - router_gradient(tmp_path, every)
+        for every in (0, 1, 4, 16)
+    ]
+    largest = float(auxiliary[0].abs().max())
+    assert largest > 1e-4
+    for gradient in auxiliary[1:]:
+        assert_close(gradient, auxiliary[0], 1e-12, scale=largest)
 
 
 def run_of_one_rank(**options) -> trainer.TrainState:
