@@ -47,6 +47,32 @@ def take(local: Local, node: str, sharing: bool) -> tuple[Any, str]:
     return device, f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
+def visible() -> int:
+    """Return the number of GPUs that this rank sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def near_cores(device: Any, sysfs: str = "/sys") -> str | None:
+    """Return the logical CPUs on a GPU's socket, as in 0-31,64-95; None if they are not known.
+
+    device: a torch.device. sysfs: the folder of the kernel's files, for tests.
+    """
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in parts:  # this torch does not tell
+        return None
+    domain, bus, slot = parts
+    path = Path(f"{sysfs}/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/local_cpulist")
+    try:
+        return path.read_text().strip() or None
+    except OSError:  # not Linux, or a container without these files
+        return None
+
+
 def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharing: bool) -> int:
     """Return the index of a rank's GPU among the GPUs that the rank sees.
 
@@ -161,6 +187,6 @@ def check_gpus(places: list[Place]) -> None:
         on_node = sum(other.node == place.node for other in places)
         raise UserError(
             f"ranks {', '.join(map(str, ranks))} on node {place.node} have the same GPU "
-            f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
-            f"--gpus-per-task=1), or share GPUs with --backend gloo"
+            f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} "
+            f"--gpu-bind=none, or share GPUs with --backend gloo"
         )

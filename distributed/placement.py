@@ -31,6 +31,9 @@ class Place:
     gpu: str | None  # an identifier, unique among all GPUs of the job; None on a CPU
     cores: tuple[int, ...]  # the logical CPUs on which the rank may run
     asked_cores: int | None = None  # --cpus-per-task of the Slurm job; None if it was not given
+    # The logical CPUs on the socket of its GPU, as Linux writes them (0-31,64-95); None: not known.
+    near_gpu: str | None = None
+    visible_gpus: int | None = None  # how many GPUs this rank sees; None on a CPU
 
 
 def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
@@ -66,22 +69,30 @@ def threads_asked_for() -> int | None:
     return int(parts[0]) if text else None
 
 
-def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the logical CPUs of each physical core, in the machine's order of cores.
+def physical_cores(logical: tuple[int, ...], sysfs: str = "/sys") -> list[tuple[int, ...]]:
+    """Return the logical CPUs of each physical core, socket by socket.
 
     logical: the logical CPUs to group by core, such as those that this process may use; other CPUs
     of the same cores are left out. If CPUs 0 and 64 are one core, 0, 1, 64 give (0, 64) and (1,).
+    Many machines number the cores of their sockets in turn: there the cores 0, 2, ... come before
+    1, 3, ... sysfs: the folder of the kernel's files, for tests.
     """
-    groups: dict[int, list[int]] = {}  # the logical CPUs of a core, by the core's first CPU
+    # The logical CPUs of a core, by the number of its socket and the core's first CPU.
+    groups: dict[tuple[int, int], list[int]] = {}
     for cpu in logical:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        topology = Path(f"{sysfs}/devices/system/cpu/cpu{cpu}/topology")
         try:
-            siblings = path.read_text().replace("-", ",").split(",")  # such as "0,64" or "0-1"
+            # The text is such as "0,64" or "0-1".
+            siblings = (topology / "thread_siblings_list").read_text().replace("-", ",").split(",")
             first_cpu = int(siblings[0])
         except OSError:  # the kernel has no such file: take every CPU for a core
             first_cpu = cpu
-        groups.setdefault(first_cpu, []).append(cpu)
-    return [tuple(groups[first_cpu]) for first_cpu in sorted(groups)]
+        try:
+            socket = int((topology / "physical_package_id").read_text())
+        except OSError:
+            socket = 0
+        groups.setdefault((socket, first_cpu), []).append(cpu)
+    return [tuple(groups[core]) for core in sorted(groups)]
 
 
 def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tuple[int, ...] | None:
@@ -143,7 +154,8 @@ def placement_warnings(
     job, None without Slurm.
     """
     warnings = [*_uneven_nodes(places, job_nodes), *_split_group(places, layout)]
-    return warnings + _cores_not_inherited(places) + _sharing(places)
+    warnings += _cores_not_inherited(places) + _far_from_gpu(places)
+    return warnings + _one_gpu_visible(places) + _sharing(places)
 
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
@@ -194,6 +206,50 @@ def _cores_not_inherited(places: list[Place]) -> list[str]:
         f"cores, but the job asked for --cpus-per-task={first.asked_cores}: since Slurm 22.05 srun "
         f"does not inherit it; give it to srun as well"
     ]
+
+
+def _cpus_of(text: str) -> set[int]:
+    """Return the numbers in a list as Linux writes it: 0-2,8 gives 0, 1, 2 and 8."""
+    cpus: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _far_from_gpu(places: list[Place]) -> list[str]:
+    """Return a warning if ranks are bound to cores that are not on the socket of their GPU, or [].
+
+    A rank that may run on all cores of that socket, and on others, is not bound to a socket.
+    """
+    far = []
+    for rank, place in enumerate(places):
+        near, cores = _cpus_of(place.near_gpu or ""), set(place.cores)
+        if near and not cores <= near and not near <= cores:
+            far.append(rank)
+    if not far:
+        return []
+    first = places[far[0]]
+    return [
+        f"{len(far)} ranks, the first is {far[0]} on {first.node}, run on cores "
+        f"{number_ranges(first.cores)}, but cores {first.near_gpu} are on the socket of its GPU "
+        f"({first.device}): each copy and launch crosses the sockets; give srun "
+        f"--distribution=block:block"
+    ]
+
+
+def _one_gpu_visible(places: list[Place]) -> list[str]:
+    """Return a note if each of several ranks of a node sees one GPU alone, or []."""
+    for node, ranks in ranks_by(place.node for place in places).items():
+        if len(ranks) > 1 and all(places[rank].visible_gpus == 1 for rank in ranks):
+            if len({places[rank].gpu for rank in ranks}) < len(ranks):
+                continue  # they share a GPU, which is another warning
+            return [
+                f"each of the {len(ranks)} ranks on {node} sees one GPU alone: if Slurm confines "
+                f"devices, NCCL cannot use the links between them and is many times as slow; give "
+                f"srun --gpus-per-node={len(ranks)} --gpu-bind=none"
+            ]
+    return []
 
 
 def _sharing(places: list[Place]) -> list[str]:

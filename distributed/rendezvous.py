@@ -75,6 +75,11 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         store = opened.part("values")
         index = launch.rank
         this_place = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
+        if gpu is not None:
+            from distributed import gpus
+
+            near, visible = gpus.near_cores(device), gpus.visible()
+            this_place = dataclasses.replace(this_place, near_gpu=near, visible_gpus=visible)
         seconds = MEETING_TIMEOUT.total_seconds()
         exchange = StoreExchange(store, launch.rank, launch.size, "places", seconds=seconds)
         process = os.getpid(), start_time(os.getpid())

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,65 @@ def test_a_good_placement_has_no_warnings():
     given = places("aabb", cores=8, asked=8)
     assert placement.placement_warnings(given, Layout(tp=2, dp=2), job_nodes=2) == []
     assert placement.placement_warnings(given, Layout(tp=2, dp=2), job_nodes=None) == []
+
+
+def write_cpus(folder: Path, sockets: dict[int, int], sibling: int = 0) -> None:
+    """Write the kernel's files about CPUs: the socket of each; `sibling` numbers lie between the
+    two threads of a core, 0: a core has one.
+    """
+    for cpu, socket in sockets.items():
+        topology = folder / f"devices/system/cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{socket}\n")
+        threads = f"{cpu % sibling},{cpu % sibling + sibling}" if sibling else str(cpu)
+        (topology / "thread_siblings_list").write_text(f"{threads}\n")
+
+
+def test_each_rank_has_cores_of_one_socket_where_sockets_are_numbered_in_turn(tmp_path):
+    """As on many servers of two sockets: CPUs 0, 2, 4 ... are of socket 0, and 1, 3, 5 ... of 1."""
+    write_cpus(tmp_path, {cpu: cpu % 2 for cpu in range(16)}, sibling=8)
+    cores = placement.physical_cores(tuple(range(16)), str(tmp_path))
+    assert cores == [(c, c + 8) for c in (0, 2, 4, 6, 1, 3, 5, 7)]
+    shares = [placement.share_of_cores(cores, 4, rank) for rank in range(4)]
+    assert shares == [(0, 2, 8, 10), (4, 6, 12, 14), (1, 3, 9, 11), (5, 7, 13, 15)]
+    assert placement.physical_cores((3, 4), str(tmp_path / "none")) == [(3,), (4,)]
+
+
+def test_a_rank_on_the_wrong_socket_is_named(monkeypatch, tmp_path):
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    folder = tmp_path / "bus/pci/devices/0000:41:00.0"
+    folder.mkdir(parents=True)
+    (folder / "local_cpulist").write_text("0-3,8-11\n")
+    near = gpus.near_cores(torch.device("cuda", 0), str(tmp_path))
+    assert near == "0-3,8-11"
+    assert gpus.near_cores(torch.device("cuda", 0), str(tmp_path / "none")) is None
+
+    def warnings(*cores: tuple[int, ...]) -> list[str]:
+        given = [
+            Place("n1", i, f"cuda:{i}", f"g{i}", c, None, near, 2) for i, c in enumerate(cores)
+        ]
+        return placement.placement_warnings(given, Layout(dp=len(cores)))
+
+    assert warnings((0, 1, 8, 9), (2, 3, 10, 11)) == []
+    assert warnings(tuple(range(16))) == [], "it is not bound to a socket"
+    for wrong in (4, 5, 6, 7), (3, 4, 11, 12):
+        (found,) = warnings((0, 1, 8, 9), wrong)
+        assert found.startswith("1 ranks, the first is 1 on n1, run on cores ")
+        assert "but cores 0-3,8-11 are on the socket of its GPU (cuda:1)" in found
+
+
+def test_ranks_that_see_one_gpu_each_are_told_of_the_links_between_them():
+    def found(visible: list[int]) -> list[str]:
+        given = [
+            Place("n1", i, "cuda:0", f"g{i}", (i,), None, None, v) for i, v in enumerate(visible)
+        ]
+        return placement.placement_warnings(given, Layout(dp=len(visible)))
+
+    assert found([2, 2]) == found([1]) == []
+    (note,) = found([1, 1])
+    assert "each of the 2 ranks on n1 sees one GPU alone" in note
+    assert note.endswith("give srun --gpus-per-node=2 --gpu-bind=none")
 
 
 def test_table():
