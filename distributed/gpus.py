@@ -61,6 +61,8 @@ def near_cores(device: Any, sysfs: str = "/sys") -> str | None:
     """
     import torch
 
+    if not torch.cuda.is_available():
+        return None
     properties = torch.cuda.get_device_properties(device)
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in parts:  # this torch does not tell

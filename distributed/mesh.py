@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from config.schema import AXES, Config, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.context import Context
+from schedules.partition import placement
 from watchdog.flight_recorder import FlightRecorder
 
 # The attributes of Mesh that are groups in every layout; the pre-flight tries them in this order.
@@ -52,13 +53,15 @@ class Mesh:
         channels: bool = False,
         over_heads: int = 1,
         ep: int = 0,
+        tied: bool = True,
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
         axes: the number of ranks along each axis; None means 1 for each. channels: whether ranks
         hold several stages, so that messages travel in both directions or round a ring.
         over_heads: the number of neighbouring ranks of cp that form `heads`.
-        ep: the number of ranks in `experts`; 0: the model has no experts.
+        ep: the number of ranks in `experts`; 0: the model has no experts. tied: whether the first
+        and the last rank of a pipeline have copies of one matrix; if not, no group is made of them.
         Raise ValueError if the product of the axes is not the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
@@ -74,7 +77,7 @@ class Mesh:
         # The groups of every role are made in this order on all ranks.
         self._context = context
         self._make_groups_in_stages(over_heads, ep)
-        self._make_groups_of_pipelines(channels)
+        self._make_groups_of_pipelines(channels, tied)
         self.world = self._own_group(rows, "world")
 
     def _own_group(self, rows: list[tuple[int, ...]], role: str) -> Group:
@@ -111,19 +114,29 @@ class Mesh:
             replicas = _same_places(rows_of_stages, ep)
             self.expert_replicas = self._own_group(replicas, "expert replicas")
 
-    def _make_groups_of_pipelines(self, channels: bool) -> None:
-        """Make the groups of ranks that send each other messages; channels: as for Mesh."""
-        self.forward = self._along("forward", "pp")  # messages of activations
-        self.backward = self._along("backward", "pp")  # messages of their gradients
-        self.pp = self.forward
-        self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
+    def _make_groups_of_pipelines(self, channels: bool, tied: bool) -> None:
+        """Make the groups of ranks that send each other messages; the arguments are Mesh's.
+
+        A communicator of NCCL takes some hundred MB, so there is none that nothing is sent over.
+        """
+        rows = rows_along(self.axes, ("pp",))
+        pipeline = next(row for row in rows if self.rank in row)
+        self._channels: dict[str, list[Group]] = {}
         if channels:
+            # The pipeline as such, over which nothing is sent.
+            self.forward = self.backward = Group(pipeline, pipeline.index(self.rank))
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [self._along(f"{role} {name}", "pp") for name in CHANNELS]
-
+        else:
+            self.forward = self._along("forward", "pp")  # messages of activations
+            self.backward = self._along("backward", "pp")  # messages of their gradients
+            self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
+        self.pp = self.forward
         # The ranks with the embedding and the head, which have the same weights if they are tied.
-        ends = [tuple(sorted({row[0], row[-1]})) for row in rows_along(self.axes, ("pp",))]
-        self.tied = self._own_group(ends, "tied")
+        self.tied = Group((self.rank,))
+        if tied:
+            ends = [tuple(sorted({row[0], row[-1]})) for row in rows]
+            self.tied = self._own_group(ends, "tied")
 
     def channel(self, kind: str, source: int, to: int) -> Group:
         """Return the group that carries messages from a pipeline rank to a neighbour.
@@ -173,10 +186,13 @@ def mesh_of_run(config: Config, context: Context | None) -> Mesh:
     expert_ranks = 0  # the mesh of a model without experts has no groups for them
     if config.model.experts > 1:
         expert_ranks = layout.ep or 1
+    rank_of_stage = placement(layout)
+    tied_over_ranks = config.model.tied and rank_of_stage[0] != rank_of_stage[-1]
     return Mesh(
         layout.axes,
         context,
         channels=layout.stages_per_rank > 1,
         over_heads=layout.over_heads(config.model),
         ep=expert_ranks,
+        tied=tied_over_ranks,
     )

@@ -26,7 +26,7 @@ from config.messages import NodeError, UserError
 from config.schema import Config
 from distributed import placement
 from distributed.context import Context
-from distributed.mesh import ROLES, Mesh
+from distributed.mesh import ROLES, Mesh, mesh_of_run
 from distributed.placement import Say
 from distributed.run_lock import free_bytes
 from distributed.store import NoAnswer, StoreExchange
@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_ANSWER = 60.0
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the matrices that a device multiplies
 SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that a check allocates and frees again
+OPERATIONS = {"forward": "a message", "backward": "a message"}  # tried over a role's groups
 NAMED = 3  # the most ranks that an error message lists; it gives only the number of further ranks
 
 
@@ -202,7 +203,10 @@ def check_groups(config: Config, peers: Peers) -> None:
     in time.
     """
     # The names of the steps. answer["at"] is the index of the step that this rank does now.
-    names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
+    names = (
+        "making the groups",
+        *(f"{OPERATIONS.get(role, 'an all-reduce')} over {role}" for role in ROLES),
+    )
     answer: dict[str, Any] = {"at": 0, "error": None}
     context = peers.context
     done = threading.Event()
@@ -216,8 +220,11 @@ def check_groups(config: Config, peers: Peers) -> None:
         try:
             if context.device.type == "cuda":
                 torch.cuda.set_device(context.device)  # each thread has its own current device
-            mesh = Mesh(config.layout.axes, context)
+            mesh = mesh_of_run(config, context)
             for answer["at"], role in enumerate(ROLES, 1):
+                if role in ("forward", "backward"):
+                    pass_along(mesh, role[0].upper(), context.device)
+                    continue
                 group = mesh.group(role)
                 total = torch.ones(1, device=context.device)
                 group.all_reduce(total).wait()
@@ -240,6 +247,24 @@ def check_groups(config: Config, peers: Peers) -> None:
     reason = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
     text = f"preflight: {names[least]} fails on {peers.named(stuck)}: {reason}"
     raise NodeError(f"{text}; {peers.without(stuck)}", peers.nodes(stuck))
+
+
+def pass_along(mesh: Mesh, kind: str, device: torch.device) -> None:
+    """Pass a number on through the pipeline as activations (kind F) or gradients (B) are.
+
+    An all-reduce would connect rings that a run does not need. Raise RuntimeError if the number
+    that arrives is another one.
+    """
+    step = 1 if kind == "F" else -1
+    rank, size = mesh.pp.rank, mesh.pp.size
+    number = torch.ones(1, device=device)
+    if 0 <= rank - step < size:
+        number.zero_()
+        mesh.channel(kind, rank - step, rank).receive(number, rank - step).wait()
+        if number.item() != 1:
+            raise RuntimeError(f"the message 1 arrived as {number.item()}")
+    if 0 <= rank + step < size:
+        mesh.channel(kind, rank, rank + step).send(number, rank + step).wait()
 
 
 # ---- Room for checkpoints ------------------------------------------------------------------------

@@ -6,13 +6,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from fake_context import FakeContext
+from golden_worker import options as golden_options
 from hypothesis import given, settings
 from ranks import fork_ranks
 
+from config import validation
 from config.schema import Layout
 from distributed import collectives
 from distributed.collectives import Group
-from distributed.mesh import Mesh
+from distributed.mesh import CHANNELS, Mesh, mesh_of_run
 from parallel import draw_normal
 from watchdog.flight_recorder import FlightRecorder
 
@@ -124,3 +126,23 @@ def test_rank_order():
         assert mesh.tied.ranks == (ends if rank in ends else (rank,))
     with pytest.raises(ValueError, match=r"'dp': 4, .* is not a mesh of 23 ranks"):
         Mesh(layout.axes, FakeContext(23))
+
+
+def test_no_group_is_made_that_nothing_is_sent_over():
+    """A communicator of NCCL takes memory. Where ranks hold several stages, messages have groups
+    by direction; the ends of a pipeline have one only if they hold copies of one matrix.
+    """
+
+    def roles(**options) -> set[str]:
+        context = FakeContext(4, 1)
+        config = golden_options({"pp": 2, "layers": 4} | options)
+        mesh = mesh_of_run(validation.check(config, 4), context)
+        assert (mesh.pp.rank, mesh.pp.size, mesh.forward.ranks) == (0, 2, (1, 3))
+        return {role for role, _ in context.made}
+
+    directions = {f"{kind} {name}" for kind in ("forward", "backward") for name in CHANNELS}
+    assert roles(tied=True) == {"tp", "cp", "dp", "forward", "backward", "tied", "world"}
+    assert roles(tied=False) == {"tp", "cp", "dp", "forward", "backward", "world"}
+    several = roles(tied=False, schedule="interleaved", global_batch_size=8)
+    assert several == {"tp", "cp", "dp", "world"} | directions
+    assert "tied" not in roles(tied=True, schedule="zb-v"), "one rank has both ends"

@@ -155,6 +155,7 @@ def test_each_rank_has_cores_of_one_socket_where_sockets_are_numbered_in_turn(tm
 
 def test_a_rank_on_the_wrong_socket_is_named(monkeypatch, tmp_path):
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     folder = tmp_path / "bus/pci/devices/0000:41:00.0"
     folder.mkdir(parents=True)
