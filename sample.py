@@ -391,7 +391,8 @@ def main(arguments: list[str], watch: StartWatch) -> None:
         task = prepare_task(parse(arguments), launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    prepare(task.config.run, task.config.layout.pp)  # sets variables that torch and NCCL read
+    config = task.config  # set variables that torch, CUDA and NCCL read
+    prepare(config.run, config.layout.pp, config.model.experts)
     watch.follow(task.config.run.out)  # the folder for the report of a death
     context = start(launch, task.config.run)
     watch.close()  # the ranks have met: `context` ends them all if one fails from here on

@@ -76,7 +76,8 @@ def main(arguments: list[str], watch: StartWatch) -> None:
         check_machine(config)
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-    prepare(config.run, config.layout.pp)  # sets variables that torch and NCCL read
+    # Set variables that torch, CUDA and NCCL read.
+    prepare(config.run, config.layout.pp, config.model.experts)
     with messages.installed():
         import trainer
     trainer.main(config, launch, signals)

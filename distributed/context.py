@@ -79,11 +79,11 @@ SECONDS_AFTER_OTHERS = 1.0
 SECONDS_TO_BE_ENDED = 30.0
 
 
-def prepare(run: Run, pp: int = 1) -> None:
+def prepare(run: Run, pp: int = 1, experts: int = 1) -> None:
     """Set the environment variables that torch, CUDA, cuBLAS and NCCL read when they are loaded.
 
     Called before torch is imported. A variable that the user has set stays, but for those of
-    --blocking. pp: the number of pipeline stages.
+    --blocking. pp: the number of pipeline stages. experts: the number of experts of a block.
     """
     if run.blocking:  # every collective blocks the host, and so does every kernel
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -96,6 +96,12 @@ def prepare(run: Run, pp: int = 1) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Silence torch's warning, on each rank, that messages of one group may wait for one another.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    # By default CUDA loads a kernel at its first launch, which waits until the device is idle. An
+    # expert has another number of rows in each micro-batch, for which cuBLAS takes other kernels:
+    # every stage would wait so in any action of the first steps. EAGER loads all kernels at the
+    # start instead, which takes seconds and some hundred MB of each GPU.
+    if experts > 1 and pp > 1:
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     # Memory segments that can grow leave no gaps between tensors of different sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

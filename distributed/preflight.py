@@ -32,21 +32,36 @@ from distributed.run_lock import free_bytes
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
-# A rank that has not answered a check after this time is considered lost. A minute is enough,
-# because every rank has done its slow imports before the checks.
+# A rank that has not answered a check after SECONDS_TO_ANSWER, and SECONDS_PER_RANK more for each
+# rank of the job, is considered lost. Every rank has done its slow imports before the checks. But
+# NCCL makes one communicator after the other, with connections that take the longer the more ranks
+# there are: on a good day 15 to 30 s of 384 ranks, and over a minute of thousands.
 SECONDS_TO_ANSWER = 60.0
+SECONDS_PER_RANK = 0.25
+# If all ranks are in the same step, nobody knows whether they hang. After this many times the limit
+# without an end of the step they are taken to hang.
+MOST_LIMITS = 5
+STILL = 0.75  # the share of the limit after which a rank counts as still
+LOOKS = 2  # how often within the limit the ranks exchange how far they have come
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the matrices that a device multiplies
 SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that a check allocates and frees again
 OPERATIONS = {"forward": "a message", "backward": "a message"}  # tried over a role's groups
 NAMED = 3  # the most ranks that an error message lists; it gives only the number of further ranks
 
 
+def seconds_to_answer(ranks: int) -> float:
+    """Return the seconds after which a rank is considered lost, in a job of this many ranks."""
+    return SECONDS_TO_ANSWER + SECONDS_PER_RANK * ranks
+
+
 class Peers(StoreExchange):
     """Exchange of values between all ranks with a time limit, and the names of ranks in errors."""
 
-    def __init__(self, context: Context, seconds: float = SECONDS_TO_ANSWER):
-        """seconds: the time after which a silent rank is considered lost."""
+    def __init__(self, context: Context, seconds: float | None = None):
+        """seconds: the time after which a silent rank is considered lost; None: by the ranks."""
         self.context = context
+        if seconds is None:
+            seconds = seconds_to_answer(context.size)
         # The second connection to the store, because a wait of another thread may occupy the first.
         store = context.second_store
         name = "preflight"
@@ -81,6 +96,16 @@ class Peers(StoreExchange):
             return f"to run without it: --exclude={nodes} for sbatch or srun"
         return f"to run without it, leave {nodes} out of mpirun's hosts"
 
+    def refusal(self, text: str, ranks: list[int]) -> NodeError:
+        """Return the error that these ranks have failed a check, with the nodes to leave out.
+
+        If all ranks of several nodes have failed alike, the cause is none of the nodes: none is
+        named. text: what failed, where and why.
+        """
+        if len(ranks) == self.context.size and len(self.nodes(ranks)) > 1:
+            return NodeError(f"preflight: {text}; no node is named, since all fail alike", [])
+        return NodeError(f"preflight: {text}; {self.without(ranks)}", self.nodes(ranks))
+
     def nodes(self, ranks: list[int]) -> list[str]:
         """Return the names of the nodes on which these ranks run, sorted, each name once."""
         return sorted({self.context.nodes[rank] for rank in ranks})
@@ -99,7 +124,7 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     gpu = context.places[context.rank].gpu
     sharing = sum(place.gpu == gpu for place in context.places)  # ranks on this rank's GPU
     check_devices(peers.gather("device", try_device(context.device, sharing)), peers)
-    check_groups(config, peers)
+    check_groups(config, peers, say)
     say(
         f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, every device "
         f"multiplies, all groups reduce ({time.perf_counter() - began:.1f} s)"
@@ -185,43 +210,41 @@ def check_devices(errors: list[str], peers: Peers) -> None:
     """Raise NodeError if a device failed. errors: the result of `try_device` on every rank."""
     failed = [rank for rank, error in enumerate(errors) if error]
     if failed:
-        raise NodeError(
-            f"preflight: the device of {peers.named(failed)} failed: {errors[failed[0]]}; "
-            f"{peers.without(failed)}",
-            peers.nodes(failed),
+        raise peers.refusal(
+            f"the device of {peers.named(failed)} failed: {errors[failed[0]]}", failed
         )
 
 
 # ---- Groups --------------------------------------------------------------------------------------
 
 
-def check_groups(config: Config, peers: Peers) -> None:
+def check_groups(config: Config, peers: Peers, say: Say = lambda line: None) -> None:
     """All-reduce in every group of the layout; collective over all ranks.
 
-    A thread does it, so that a hang of a rank does not block this rank: the ranks then exchange how
-    far they have come. Raise NodeError, on every rank, with the ranks that failed or did not finish
-    in time.
+    A thread does it, so that a hang of a rank does not block this rank: after each time limit the
+    ranks exchange how far they have come. say: prints a line on rank 0. Raise NodeError, on every
+    rank, with the ranks that failed or did not finish in time (`stuck_ranks`).
     """
-    # The names of the steps. answer["at"] is the index of the step that this rank does now.
+    # The names of the steps. progress.at is the index of the step that this rank does now.
     names = (
         "making the groups",
         *(f"{OPERATIONS.get(role, 'an all-reduce')} over {role}" for role in ROLES),
     )
-    answer: dict[str, Any] = {"at": 0, "error": None}
-    context = peers.context
+    progress = _Progress()
     done = threading.Event()
+    context = peers.context
 
     def reduce() -> None:
-        """Make the groups and sum ones in each; put progress and a failure into `answer`.
+        """Make the groups and sum ones in each; put steps and a failure into `progress`.
 
-        Runs in a thread. answer["at"]: an index of `names`, the step that runs; len(names) when all
-        are done. answer["error"]: the text of a failure. At the end the event `done` is set.
+        Runs in a thread. At the end the event `done` is set.
         """
         try:
             if context.device.type == "cuda":
                 torch.cuda.set_device(context.device)  # each thread has its own current device
             mesh = mesh_of_run(config, context)
-            for answer["at"], role in enumerate(ROLES, 1):
+            for step, role in enumerate(ROLES, 1):
+                progress.begin(step)
                 if role in ("forward", "backward"):
                     pass_along(mesh, role[0].upper(), context.device)
                     continue
@@ -230,23 +253,75 @@ def check_groups(config: Config, peers: Peers) -> None:
                 group.all_reduce(total).wait()
                 if total.item() != group.size:
                     raise RuntimeError(f"the sum of {group.size} ones is {total.item()}")
-            answer["at"] = len(names)
+            progress.begin(len(names))
         except RuntimeError as error:
-            answer["error"] = str(error).splitlines()[0]
+            progress.error = str(error).splitlines()[0]
         done.set()
 
     # A daemon thread: if it hangs, the job can still end with the error below.
     threading.Thread(target=reduce, name="preflight", daemon=True).start()
-    done.wait(peers.seconds)
-    answers = peers.gather("groups", answer)
-    # The ranks that have come least far are named: the other ranks wait for them.
+    looks = 0  # the exchanges since the slowest rank began its step
+    before = -1  # the step of the slowest rank in the last exchange
+    while True:
+        # A rank that is done comes to the exchange early, and must not take the others for lost.
+        done.wait(peers.seconds / LOOKS)
+        answers = peers.gather("groups", progress.to_dict())
+        least = min(answer["at"] for answer in answers)
+        if least == len(names):
+            return
+        looks = looks + 1 if least == before else 1
+        before = least
+        stuck = stuck_ranks(answers, peers.seconds)
+        if stuck:
+            reason = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
+            raise peers.refusal(f"{names[least]} fails on {peers.named(stuck)}: {reason}", stuck)
+        limits, rest = divmod(looks, LOOKS)
+        if limits == MOST_LIMITS:
+            raise NodeError(
+                f"preflight: {names[least]} is not done on any rank in {limits * peers.seconds:g} "
+                f"s; no rank is ahead of the others, so no node is named: look at the network",
+                [],
+            )
+        if not rest:
+            say(f"preflight: {names[least]} is slow, still going on")
+
+
+class _Progress:
+    """How far this rank has come in `check_groups`; written by its thread.
+
+    at: the index of the step that runs; the number of steps when all are done. error: the text of
+    a failure, or None.
+    """
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins now."""
+        self.at = step
+        self.since = time.monotonic()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values that the ranks exchange; still: the seconds since the step began."""
+        return {"at": self.at, "error": self.error, "still": time.monotonic() - self.since}
+
+
+def stuck_ranks(answers: list[dict[str, Any]], seconds: float) -> list[int]:
+    """Return the ranks that hold up the others, or [] if all go on or none is to blame.
+
+    answers: `_Progress.to_dict` of every rank. seconds: the time limit. The ranks that have come
+    least far hold up the others if no rank has begun a step for most of the limit (STILL) and some
+    are ahead. If all are in the same step, the network may be slow for all of them alike. Ranks
+    that have failed are named at once.
+    """
     least = min(answer["at"] for answer in answers)
-    if least == len(names):
-        return
-    stuck = [rank for rank, answer in enumerate(answers) if answer["at"] == least]
-    reason = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
-    text = f"preflight: {names[least]} fails on {peers.named(stuck)}: {reason}"
-    raise NodeError(f"{text}; {peers.without(stuck)}", peers.nodes(stuck))
+    last = [rank for rank, answer in enumerate(answers) if answer["at"] == least]
+    failures = [(answer["at"], rank) for rank, answer in enumerate(answers) if answer["error"]]
+    if failures:  # the failure in the earliest step may have caused the others
+        return [rank for step, rank in sorted(failures) if step == min(failures)[0]]
+    moving = min(answer["still"] for answer in answers) < STILL * seconds
+    return [] if moving or len(last) == len(answers) else last
 
 
 def pass_along(mesh: Mesh, kind: str, device: torch.device) -> None:

@@ -131,12 +131,10 @@ def warms_up(config: Config, device: str) -> bool:
     """Return whether the run does a warm-up, a pass with one micro-batch, before step 1.
 
     It does with --compile, so that step 1 does not contain the compilation, and on GPUs with
-    several pipeline ranks, for this reason: a GPU loads a CUDA kernel at its first launch, and that
-    launch waits until nothing runs on the device. A message to another rank is a running kernel
-    too, until that rank receives it. In a step with several micro-batches two ranks could load
-    kernels while each has a message running that the other rank receives only in a later action:
-    both would wait for ever. With one micro-batch no running message waits for a later action
-    (Schedule.may_be_ahead has the rule), so all kernels can be loaded.
+    several pipeline ranks: a GPU loads a CUDA kernel at its first launch, and that launch waits
+    until nothing runs on the device. A message to another rank is a running kernel too, until that
+    rank receives it, so each first launch would delay the neighbours. Nothing waits for ever,
+    though, in any action (Schedule.may_be_ahead).
 
     device: cpu or cuda. trainer.warm_up does the pass.
     """

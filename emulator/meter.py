@@ -32,6 +32,7 @@ ACTIONS = {"data": "forward", "F": "forward", "B": "backward", "W": "backward"}
 ACTIONS |= {"E": "forward", "S": "forward", "T": "backward", "G": "backward"}
 ATEN = torch.ops.aten
 COPIES = (ATEN._to_copy.default, ATEN.copy_.default)
+EXPERTS = "experts.py"  # the file whose operations have as many rows as the router gives them
 INDEXED = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default)
 
 
@@ -163,23 +164,32 @@ class Meter(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if on_device and facts.launches:
             self.kernels += 1
-            self._load(tuple(kernel))
+            self._load(tuple(kernel), node)
             # A backward operation is reported with the line of its forward operation. In a forward
             # pass, autograd has just given the operation its sequence number, which both have.
             if node is None and torch.is_grad_enabled():  # so this is a forward pass
                 last_number = torch.autograd._get_sequence_nr() - 1
                 self._lines[last_number] = calling_line(3)
 
-    def _load(self, kernel: tuple) -> None:
+    def _load(self, kernel: tuple, node: Any) -> None:
         """Record that a kernel is loaded, if this is its first launch.
 
         kernel: its function, then the types and shapes of the results. Copies are left out, since
-        some of them launch no kernel.
+        some of them launch no kernel. node: the node of autograd that runs now, in a backward pass.
+        An expert has as many rows as the router gives it. In a rehearsal they are always equally
+        many, in a run any number, so every action in which experts compute may load kernels.
         """
         function = kernel[0]
-        if function not in COPIES and kernel not in self._loaded:
+        if function in COPIES:
+            return
+        line = calling_line(4)
+        if not line and node is not None:
+            line = self._lines.get(node._sequence_nr(), "")
+        if line.startswith(EXPERTS):
+            kernel = (EXPERTS, self.trace.place())  # one load in each action
+        if kernel not in self._loaded:
             self._loaded.add(kernel)
-            self.trace.stop(str(function), calling_line(4), LOAD)
+            self.trace.stop(str(function), line, LOAD)
 
     def _allocate(self, storage: Any, function: Any) -> None:
         """Count a new storage until it is freed, and update the peak of the current phase.

@@ -62,40 +62,29 @@ class Schedule(Pipeline):
     def may_be_ahead(self, action: Action) -> bool:
         """Return whether an action's receive may start before its rank's preceding action runs.
 
-        The pipeline asks this before each action, to receive the next action's input meanwhile. It
-        must not if the message can be sent only after the preceding action has run: on a GPU a
-        receive runs until its message has arrived, and a kernel that the preceding action loads for
-        the first time waits until the GPU is idle. Each of the two would wait for the other.
+        The pipeline asks this before each action, to receive the next action's input meanwhile. On
+        a GPU a receive runs until its message has arrived, and some calls of the host wait until
+        nothing runs on the device: the first launch of a kernel, and the allocator's second try
+        when memory is short. If two neighbours receive ahead in both directions, and each comes to
+        such a call, then each waits for the action of the other. `_message_starts` says why these
+        receives are safe.
         """
-        return action not in self._starts(self.rank_of[action.stage]).needed
+        return action in self._starts.ahead
 
     def sent_before(self, action: Action) -> int:
         """Return the index in its rank's list of actions before which an action's result is sent.
 
-        It is the index of the next action, or a later index if the receiver takes the message only
-        after further actions of this rank. On a GPU a send runs until its receive has begun, and a
-        kernel that one of these further actions loads waits until the GPU is idle: with an earlier
-        send, each of the two would wait for the other. If no action follows the send, the index is
-        the length of the list.
+        It is the index of the next action, or a later index if the receiver starts its receive only
+        after further actions of this rank. On a GPU a send runs until its receive has begun, so
+        with an earlier send a call that waits for the device, in one of these further actions,
+        would wait for ever. If no action follows the send, the index is the length of the list.
         """
-        return self._starts(self.rank_of[action.stage]).sent_before[action]
-
-    def _starts(self, rank: int) -> "_Starts":
-        """Return when a rank starts its messages, for `may_be_ahead` and `sent_before`.
-
-        It is computed at the first call for this rank.
-        """
-        if rank not in self._starts_of:
-            self._starts_of[rank] = _message_starts(self, rank)
-        return self._starts_of[rank]
+        return self._starts.sent_before[action]
 
     @cached_property
-    def _starts_of(self) -> "dict[int, _Starts]":
-        """The results of `_message_starts` by rank, kept so that each is computed once.
-
-        The dictionary is empty at first; `_starts` adds the result of a rank when it is needed.
-        """
-        return {}
+    def _starts(self) -> "_Starts":
+        """When each rank starts its messages, for `may_be_ahead` and `sent_before`."""
+        return _message_starts(self)
 
     # ---- What is held -------------------------------------------------------------------------
 
@@ -152,52 +141,87 @@ class Schedule(Pipeline):
 
 
 class _Starts(NamedTuple):
-    """When a rank starts its messages: the answers of `may_be_ahead` and `sent_before`.
+    """When the ranks start their messages: the answers of `may_be_ahead` and `sent_before`.
 
-    needed: the rank's actions whose receive must not start before the preceding action has run.
-    sent_before: for each action, the index in the rank's list before which its result is sent.
+    ahead: the actions whose receive starts before their rank's preceding action. sent_before: for
+    each action, the index in its rank's list before which its result is sent.
     """
 
-    needed: set[Action]
+    ahead: set[Action]
     sent_before: dict[Action, int]
 
 
-def _message_starts(schedule: Schedule, rank: int) -> _Starts:
-    """Return when a rank starts its messages; called once for each rank, by `Schedule._starts`.
+def _message_starts(schedule: Schedule) -> _Starts:
+    """Return when the ranks start their messages; no rank waits for ever by them.
 
-    One pass over `Schedule.order`, the actions of all ranks (`doer` does an action), finds for each
-    action how many actions of `rank`, from the first one on, must be done before the action can
-    end. `rank` starts a message only when the rank at the other end can start it too, without
-    waiting for further actions of `rank`.
+    The actions of all ranks are put into one order in which they can run. Each message gets a place
+    in this order, the first where its result is there and its receiver has only one action more to
+    do before the one that takes it. Both ranks start the message at that place: the sender before
+    its next action in the order, and the receiver too. If there is an action between, the receive
+    is ahead of it.
+
+    Then it does no harm if every action of every rank waits until nothing runs on its device. By
+    induction along the order: when all actions and messages before a place are done, the two ranks
+    of the message at this place have no other work to do before it, so that both start it, and it
+    ends; and the action at a place finds all messages ended that its rank has started. If two
+    messages cross between neighbours, the second is never ahead: the receiver of the first is at
+    its action by then.
+
+    The order is that of time, if an action takes a unit (a backward pass two, unless it is split):
+    messages that start as early as they can in this order do so in a run.
     """
-    needed = set[Action]()
-    sent_before = defaultdict[Action, int](int)
-    # For each action of any rank: how many of `rank`'s actions must be done when the action ends.
-    count_of = dict[Action, int]()
-    last_of = [0] * len(schedule.ranks)  # for each rank, the `count_of` of its last action so far
-    for doer, action in schedule.order:
+    place = {action: i for row in schedule.ranks for i, action in enumerate(row)}
+    receiver_of: dict[Action, Action] = {}  # by the action that sends, the action that receives
+    for action in place:
         sender = schedule.sender_of(action)
-        count = last_of[doer]
-        if doer == rank:
-            # `count` is the number of this rank's earlier actions, and `count_of[sender]` is how
-            # many of them must be done when the action ends whose result this action receives. If
-            # these are all, the receive must not start before the preceding action has run.
-            if sender and count_of[sender] == count:
-                needed.add(action)
-            # A result can be sent right after its action, at the earliest.
-            count += 1
-            sent_before[action] = max(sent_before[action], count)
-        else:
-            # If this action takes a message of `rank`, which `rank` sends after the action
-            # `sender`: the doer receives it once the doer's preceding action has run. That needs
-            # the first `count` actions of `rank`, so the message is not sent before these.
-            if sender and schedule.rank_of[sender.stage] == rank:
-                sent_before[sender] = max(sent_before[sender], count)
-            before = schedule.input_of(action)
-            if before is not None:
-                count = max(count, count_of[before])
-        count_of[action] = last_of[doer] = count
-    return _Starts(needed, dict(sent_before))
+        if sender is not None:
+            receiver_of[sender] = action
+    ahead = set[Action]()
+    sent_before = {action: index + 1 for action, index in place.items()}
+    done = [0] * len(schedule.ranks)  # for each rank, the number of its actions so far
+    # The results that are there before their receiver is, by (the receiver's rank, the number of
+    # actions that this rank has done when it is there).
+    early = defaultdict[tuple[int, int], list[Action]](list)
+    for doer, action in _in_time(schedule):
+        done[doer] += 1
+        starting = early.pop((doer, done[doer]), [])
+        receiver = receiver_of.get(action)
+        if receiver is not None:
+            rank, index = schedule.rank_of[receiver.stage], place[receiver]
+            if done[rank] < index - 1:
+                early[rank, index - 1].append(action)
+            else:
+                starting.append(action)
+        for sender in starting:
+            receiver = receiver_of[sender]
+            sent_before[sender] = done[schedule.rank_of[sender.stage]]
+            if done[schedule.rank_of[receiver.stage]] < place[receiver]:
+                ahead.add(receiver)
+    return _Starts(ahead, sent_before)
+
+
+def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
+    """Return the actions of all ranks as (rank, action) by the time at which they end.
+
+    A backward pass that is not split takes two units of time, every other action one, and a message
+    none. If actions end together, the one whose result the other's rank takes comes first, so that
+    the message is ahead of the other: forward passes by ascending stages, then backward passes by
+    descending stages.
+    """
+    backward = 1 if schedule.split else 2
+    ends: list[int] = []  # in the order of `Schedule.steps`
+    free = [0] * len(schedule.ranks)  # for each rank, the end of its last action so far
+    for rank, action, sources in schedule.steps:
+        start = max([free[rank], *(ends[source] for source in sources)])
+        free[rank] = start + (backward if action.kind == "B" else 1)
+        ends.append(free[rank])
+
+    def by_time(index: int) -> tuple[int, bool, int]:
+        """Return what the actions are sorted by."""
+        _, (kind, stage, _), _ = schedule.steps[index]
+        return ends[index], kind != "F", stage if kind == "F" else -stage
+
+    return [schedule.steps[index][:2] for index in sorted(range(len(ends)), key=by_time)]
 
 
 # ---- Checking ------------------------------------------------------------------------------------

@@ -58,10 +58,16 @@ class StreamMesh:
 
 
 class LoadingRecorder(FlightRecorder):
-    """The recorder of a rank that loads a kernel in its first action of each kind of a step."""
+    """The recorder of a rank that waits for its whole device in its actions.
 
-    def __init__(self):
+    every: in every action, as when an expert's products load a kernel for each number of rows, or
+    the allocator tries again; else in the first action of each kind of a step, as a kernel's first
+    launch does.
+    """
+
+    def __init__(self, every: bool = False):
         super().__init__()
+        self.every = every
         self.events: list[Event] = []  # on the groups of the rank's mesh
         self.loaded: set[str] = set()
 
@@ -71,7 +77,7 @@ class LoadingRecorder(FlightRecorder):
 
     def at(self, action: str, micro_batch: int | None = None) -> None:
         super().at(action, micro_batch)
-        if action not in self.loaded:
+        if self.every or action not in self.loaded:
             self.loaded.add(action)
             self.events.append(Event(LOAD, place=f"{action} {micro_batch}"))
 

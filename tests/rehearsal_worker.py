@@ -1,8 +1,9 @@
 """Rehearses configurations in one process and leaves the rehearsals for a test to judge.
 
-    python tests/rehearsal_worker.py FILE.json OUT.pickle
+    python tests/rehearsal_worker.py FILE.json OUT.pickle [both ways]
 
-FILE: {name: [world, "words of the command line"]}. OUT: {name: Rehearsal}.
+FILE: {name: [world, "words of the command line"]}. OUT: {name: Rehearsal}. both ways: stages receive
+activations and gradients ahead, all but those of the first micro-batch.
 """
 
 import json
@@ -18,6 +19,7 @@ from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware
 from schedules.choice import decide
+from schedules.schedule import Schedule
 
 device_guard.load()
 from emulator import rehearsal
@@ -25,6 +27,8 @@ from emulator import rehearsal
 MOST = 8  # processes that run ranks
 
 if __name__ == "__main__":
+    if sys.argv[3:] == ["both ways"]:
+        Schedule.may_be_ahead = lambda schedule, action: action.micro_batch > 0
     words = json.loads(Path(sys.argv[1]).read_text())
     machine, found = hardware.load("a100-80"), {}
     with rehearsal.processes(MOST, machine.device) as pool:

@@ -26,8 +26,9 @@ from ranks import (
     start,
 )
 
+from config.run_options import Run
 from distributed import context as distributed_context
-from distributed.context import Context, await_other_threads
+from distributed.context import Context, await_other_threads, prepare
 from distributed.early_end import StartWatch, node_name
 from distributed.launch import Launch, Local
 from distributed.mesh import Mesh
@@ -284,6 +285,19 @@ def test_debugging_flags_set_what_torch_reads_when_it_is_loaded():
     assert set_for(1, PYTORCH_ALLOC_CONF=given)[3:5] == [given, "None"]
     assert set_for(1, PYTORCH_CUDA_ALLOC_CONF=given)[3:5] == ["None", given]
     assert set_for(1, CUDA_DEVICE_MAX_CONNECTIONS="1")[5] == "1"
+
+
+@pytest.mark.parametrize(
+    ("pp", "experts", "given", "expected"),
+    [(2, 8, None, "EAGER"), (2, 1, None, None), (1, 8, None, None), (2, 8, "LAZY", "LAZY")],
+)
+def test_kernels_are_loaded_at_the_start_if_stages_have_experts(
+    pp, experts, given, expected, monkeypatch
+):
+    environment = {"CUDA_MODULE_LOADING": given} if given else {}
+    monkeypatch.setattr(os, "environ", environment)
+    prepare(Run(), pp, experts)
+    assert os.environ.get("CUDA_MODULE_LOADING") == expected
 
 
 def test_process_groups_start_under_the_watchdog():

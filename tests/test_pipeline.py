@@ -199,15 +199,23 @@ def test_an_output_is_freed_when_it_has_been_sent():
 FORWARD = ["forward", "forward interleaved", "forward zb-v"]
 
 
-def streams(order, channels: bool, steps: int = 2, loads: bool = False, connect: bool = True):
+def streams(
+    order,
+    channels: bool,
+    steps: int = 2,
+    loads: bool = False,
+    connect: bool = True,
+    every: bool = False,
+):
     """The meshes of all ranks after some steps: what every rank's host launches, and what its
     compute stream waits for.
 
-    loads: the first action of each kind loads a kernel. connect: whether the ranks connect first.
+    loads: the first action of each kind loads a kernel; with `every` each action does. connect:
+    whether the ranks connect first.
     """
     meshes, ones = [], torch.ones(1, WIDTH)
     for rank in range(len(order.ranks)):
-        recorder = LoadingRecorder() if loads else FlightRecorder()
+        recorder = LoadingRecorder(every) if loads else FlightRecorder()
         mesh = StreamMesh(rank, len(order.ranks), recorder, channels)
         if loads:
             recorder.events = mesh.events
@@ -243,6 +251,61 @@ def test_no_kernel_that_is_loaded_waits_for_a_message_that_waits_for_it(name):
             with torch.set_grad_enabled(name not in FORWARD):
                 meshes = streams(order, channels=order.stages > ranks, loads=True)
             assert stuck_streams(meshes) is None, (ranks, micro_batches)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *FORWARD])
+def test_all_actions_may_wait_for_the_whole_device(name):
+    """The kernels of an expert depend on its rows, so that any action may load one; and with little
+    memory the allocator waits in any action, too."""
+    for ranks in range(2, 9):
+        for micro_batches in (1, 2, 3, 4, 5, 7, 8, 16):
+            order = make(name, ranks, micro_batches)
+            with torch.set_grad_enabled(name not in FORWARD):
+                meshes = streams(order, channels=order.stages > ranks, loads=True, every=True)
+            assert stuck_streams(meshes) is None, (ranks, micro_batches)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([*NAMES, *FORWARD]),
+    st.integers(2, 6),
+    st.integers(1, 20),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_so_they_may_with_more_stages_a_rank_and_a_split_backward(name, ranks, count, more, split):
+    order = make(name, ranks, count)
+    if name == "interleaved":
+        order = orders.build(name, ranks, count, more)
+    if split and not order.split and name not in FORWARD:
+        order = handmade.split(order, count)
+    with torch.set_grad_enabled(name not in FORWARD):
+        meshes = streams(order, channels=order.stages > ranks, loads=True, every=True)
+    assert stuck_streams(meshes) is None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v"])
+def test_two_neighbours_that_both_receive_ahead_would_wait_for_ever(name, monkeypatch):
+    """In the steady state each receives what the other sends only after its next action."""
+    first = orders.build(name, 4, 8, 2 if name == "interleaved" else 1)
+    monkeypatch.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
+    meshes = streams(first, channels=first.stages > 4, loads=True, every=True)
+    assert stuck_streams(meshes).startswith("deadlock: rank")
+
+
+def test_messages_are_hidden_where_they_can_be():
+    """1F1B receives every activation ahead, zb-h1 nearly all gradients too, gpipe all of both."""
+    for name, ranks, count, gradients in (
+        ("1f1b", 4, 32, 0),
+        ("zb-h1", 4, 32, 90),
+        ("gpipe", 4, 32, 93),
+    ):
+        order = orders.build(name, ranks, count)
+        ahead = Counter(
+            action.kind for row in order.ranks for action in row if order.may_be_ahead(action)
+        )
+        assert ahead["F"] == (ranks - 1) * (count - 1)  # all but the first of each rank
+        assert ahead["B"] >= gradients
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,9 +1,14 @@
 """If this failed, a fault of a node would be found in training and not before it."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from ranks import mpirun
 
 from config.command_line import parse
+from config.messages import NodeError
+from distributed import preflight
 from distributed.placement import Place
 from distributed.preflight import Peers
 from distributed.start_checks import checks_nodes
@@ -67,3 +72,120 @@ def test_enabled_above_one_node():
     assert not checks_nodes(parse(words), one)
     assert checks_nodes(parse([*words, "--preflight"]), one)
     assert not checks_nodes(parse([*words, "--no-preflight"]), two)
+
+
+# ---- Time ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes in waits alone: of a check's thread, and of the exchange between ranks."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Together(Peers):
+    """Rank 0's peers, of which `progress` says how far they have come at a time, or rank 0 itself
+    if it is None.
+    """
+
+    def __init__(self, context, clock, progress=None):
+        self.context, self.clock, self.progress = context, clock, progress
+        self.seconds = preflight.seconds_to_answer(context.size)
+
+    def gather(self, key, value):
+        own = [value] * self.context.size
+        return self.progress(self.clock.now, value) if self.progress else own
+
+
+class Crowd(FakeContext):
+    """A context of many ranks, eight on a node."""
+
+    def __init__(self, size: int):
+        super().__init__(job_nodes=size // 8)
+        self.size, self.device = size, torch.device("cpu")
+        self.nodes = [f"n{rank // 8:03}" for rank in range(size)]
+
+
+def groups_checked(size: int, seconds: dict[str, float], monkeypatch, progress=None) -> list[str]:
+    """The lines of the groups' check if their steps take so long, by role; "made" for making."""
+    clock = Clock()
+    ends = []  # when each step ends
+    for name in ("made", *preflight.ROLES):
+        ends.append((ends or [0.0])[-1] + seconds.get(name, 1.0))
+
+    class Steps:
+        """The thread that makes the groups, and the event at its end, in virtual time."""
+
+        def __init__(self, target=None, **how):
+            self.at = 0
+
+        def start(self):
+            pass
+
+        def wait(self, limit):
+            until = min(clock.now + limit, ends[-1])
+            while ends[self.at] < until:
+                clock.now = ends[self.at]
+                self.at += 1
+                made[0].begin(self.at)
+            clock.now = max(clock.now, until)
+            if clock.now == ends[-1]:
+                made[0].begin(len(ends))
+
+        set = start
+
+    made = []
+    own = preflight._Progress
+
+    def progress_of_rank():
+        made.append(own())
+        return made[-1]
+
+    monkeypatch.setattr(preflight, "_Progress", progress_of_rank)
+    monkeypatch.setattr(preflight, "time", clock)
+    monkeypatch.setattr(preflight, "threading", SimpleNamespace(Event=Steps, Thread=Steps))
+    said = []
+    config = SimpleNamespace(layout=SimpleNamespace(axes={}))
+    preflight.check_groups(config, Together(Crowd(size), clock, progress), said.append)
+    return said
+
+
+@pytest.mark.parametrize("size", [384, 4096])
+def test_many_ranks_start_within_the_limit_if_each_collective_takes_a_second(size, monkeypatch):
+    """Making the groups takes a second for each of 19 communicators."""
+    assert groups_checked(size, {"made": 19.0}, monkeypatch) == []
+
+
+def test_what_is_slow_everywhere_names_no_node(monkeypatch):
+    said = groups_checked(64, {"world": 200.0}, monkeypatch)
+    assert said == ["preflight: an all-reduce over world is slow, still going on"] * 2
+    with pytest.raises(NodeError, match="not done on any rank in 380 s") as caught:
+        groups_checked(64, {"world": 1e9}, monkeypatch)
+    assert caught.value.nodes == []
+
+
+def test_a_rank_that_holds_up_the_others_is_named(monkeypatch):
+    """After one limit, if the others are ahead of it and nothing moves any more."""
+
+    def behind(now, value):
+        ahead = [{"at": 3, "error": None, "still": now - 2.0}] * 64
+        ahead[17] = {"at": 2, "error": None, "still": now - 1.0}
+        return ahead
+
+    with pytest.raises(NodeError, match="an all-reduce over cp fails on rank 17") as caught:
+        groups_checked(64, {"dp": 1e9}, monkeypatch, behind)
+    assert caught.value.nodes == ["n002"]
+
+
+def test_all_that_fail_alike_name_no_node():
+    peers = Together(Crowd(64), Clock())
+    with pytest.raises(NodeError, match="all fail alike") as caught:
+        preflight.check_devices(["no driver"] * 64, peers)
+    assert caught.value.nodes == []
+    with pytest.raises(NodeError, match="rank 3") as caught:
+        preflight.check_devices(["", "", "", "broken"] + [""] * 60, peers)
+    assert caught.value.nodes == ["n000"]

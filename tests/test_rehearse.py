@@ -27,11 +27,11 @@ SHAPE += "--precision bf16 --global-batch-size 8 "
 SLOW = pytest.mark.slow
 
 
-def rehearsed(cases: dict[str, tuple[int, str]], folder: Path) -> dict:
+def rehearsed(cases: dict[str, tuple[int, str]], folder: Path, *how: str) -> dict:
     """The rehearsals of worlds and command lines by name, of one process and its children."""
     listed, out = folder / "cases.json", folder / "out.pickle"
     listed.write_text(json.dumps(cases))
-    command = [sys.executable, "tests/rehearsal_worker.py", str(listed), str(out)]
+    command = [sys.executable, "tests/rehearsal_worker.py", str(listed), str(out), *how]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return pickle.loads(out.read_bytes())
@@ -297,6 +297,22 @@ def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
         assert mismatches(rehearsal.world) == [], case
         assert deadlock(rehearsal.world) is None, case
         assert any(event.kind == LOAD for event in rehearsal.world.traces[0]), case
+
+
+@pytest.mark.slow
+def test_stages_with_experts_may_load_kernels_in_every_action(tmp_path):
+    """The router gives an expert another number of rows in each micro-batch, so other kernels."""
+    olmoe = "--model olmoe-1b-7b --layers 4 --pp 2 --ep 4 --precision bf16 --global-batch-size 64"
+    lines = {"olmoe": (8, olmoe), "dense": (2, f"{SHAPE} --pp 2 --micro-batch-size 1")}
+    worlds = {name: found.world for name, found in rehearsed(lines, tmp_path).items()}
+    for trace in worlds["olmoe"].traces:
+        loads = {event.place for event in trace if event.kind == LOAD}
+        for action in ("F 0", "F 3", "B 0", "B 3"):
+            assert f"step 2, {action}" in loads
+    assert deadlock(worlds["olmoe"]) is None
+    worlds = {name: r.world for name, r in rehearsed(lines, tmp_path, "both ways").items()}
+    assert deadlock(worlds["olmoe"]).startswith("deadlock: rank")
+    assert deadlock(worlds["dense"]) is None  # its kernels are all loaded in the warm-up
 
 
 # A launcher that notes that it was called, as Slurm's would be.
