@@ -1,22 +1,46 @@
 """Ranks whose flight records are set by hand, and the answers that a monitor would have of them."""
 
 import json
+from functools import partial
 
 from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder, Operation
 from watchdog.hang_report import Case, WaitGraph, find_culprits
 
 
-class Ranks:
-    """Ranks of a tp 2 x pp 2 x dp 2 mesh whose records are set by hand."""
+class DeviceEvent:
+    """A CUDA event on the stream of a device that has done the first `done` of its events."""
 
-    def __init__(self, size=8):
-        self.recorders = [FlightRecorder() for _ in range(size)]
+    def __init__(self, device: dict[str, int]):
+        self.device = device
+
+    def record(self) -> None:
+        self.device["recorded"] += 1
+        self.place = self.device["recorded"]
+
+    def query(self) -> bool:
+        return self.place <= self.device["done"]
+
+
+class Ranks:
+    """Ranks of a tp 2 x pp 2 x dp 2 mesh whose records are set by hand.
+
+    event: the class of their devices' events, over NCCL; None over gloo.
+    """
+
+    def __init__(self, size=8, event: type[DeviceEvent] | None = None):
+        self.devices = [{"recorded": 0, "done": 0} for _ in range(size)]
+        makers = [partial(event, device) if event else None for device in self.devices]
+        self.recorders = [FlightRecorder(maker) for maker in makers]
         self.states = dict.fromkeys(range(size), "answered")
         self.still = dict.fromkeys(range(size), 100.0)
 
     def wait(self, rank: int, operation: Operation) -> None:
         self.recorders[rank].waiting = operation
+
+    def passes(self, rank: int, events: int) -> None:
+        """A rank's device has done the first `events` of its events."""
+        self.devices[rank]["done"] = events
 
     def collective(self, role, ranks, waiting, kind="all_reduce"):
         """All of `ranks` have done one; those of `waiting` wait in the second."""
@@ -44,7 +68,8 @@ class Ranks:
                 "stacks": {},
                 "raw": "",
             }
-        return json.loads(json.dumps(ranks), object_hook=with_numbers)
+        # As JSON has them: keys inside a rank are text then, as in messages.
+        return {int(rank): values for rank, values in json.loads(json.dumps(ranks)).items()}
 
     def culprits(self, **case) -> list[int]:
         return find_culprits(hang(**case), WaitGraph(self.to_dict()))
@@ -52,9 +77,4 @@ class Ranks:
 
 def hang(**case) -> Case:
     """A case of eight ranks."""
-    return Case("hang", 8, **{"limit": 60.0, "still": 0, "time": "now"} | case)
-
-
-def with_numbers(values: dict) -> dict:
-    """Ranks as numbers, which JSON has as text; keys inside a rank stay text, as in messages."""
-    return {int(k): v for k, v in values.items()} if "0" in values and "7" in values else values
+    return Case("hang", **{"size": 8, "limit": 60.0, "still": 0, "time": "now"} | case)

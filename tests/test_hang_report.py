@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from handmade_records import Ranks, hang
+from handmade_records import DeviceEvent, Ranks, hang
 
 from watchdog import flight_recorder, hang_report
 from watchdog.flight_recorder import FlightRecorder
@@ -98,31 +98,31 @@ def test_waits_of_a_stream_are_seen_by_events(monkeypatch, no_events):
     monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)
     recorder = FlightRecorder(Event)
     operations = wait_for_some(recorder, 3)
-    Event.passed = 1
+    Event.passed = 3 + 1  # behind the three that were recorded before the operations
     assert recorder.stream.not_passed() is operations[1]
     with recorder.waiting_for("device"):
         assert recorder.snapshot(0)["wait"]["number"] == 2
     assert recorder.snapshot(0)["wait"]["number"] == 2  # also when the host does not wait
     with recorder.waiting_for("writer"):
         assert recorder.snapshot(0)["wait"]["kind"] == "writer"
-    Event.passed = 3
+    Event.passed = 6
     assert recorder.stream.not_passed() is recorder.snapshot(0)["wait"] is None
 
 
 def test_waits_of_a_stream_are_timed_in_measured_steps_alone(monkeypatch, no_events):
-    """A timing event before and after each wait; in other steps one event, and no query."""
+    """A timing event before and after each wait; in other steps two events, and no query."""
     monkeypatch.setattr(flight_recorder, "DEVICE_WAITS", 5)
     recorder = FlightRecorder(Event)
     recorder.begin_step(1)
     wait_for_some(recorder, 20)
-    assert (Event.clock, Event.made, Event.queries) == (20, 5, 0)
+    assert (Event.clock, Event.made, Event.queries) == (40, 10, 0)
     assert math.isnan(recorder.take_waited())
     recorder.keep_spans(stamp)
     wait_for_some(recorder, 2)  # between the steps
     recorder.begin_step(2)
     recorded = Event.clock
     wait_for_some(recorder, 3)
-    assert Event.clock == recorded + 9
+    assert Event.clock == recorded + 12
     assert recorder.take_waited() == 3 * 2.0  # this clock counts events
     assert recorder.take_waited() == 0.0
     Event.passed = Event.clock - 3  # not the last wait's
@@ -134,13 +134,15 @@ def test_a_device_with_an_error_leaves_the_heartbeats(monkeypatch, no_events):
     monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)
     recorder = FlightRecorder(Event)
     wait_for_some(recorder, 1)
+    assert recorder.snapshot(0)["before"]["number"] == 1
+    Event.passed = 1
     assert recorder.snapshot(0)["device"]["number"] == 1
 
     def failed(self):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(Event, "query", failed)
-    assert recorder.snapshot(0)["device"] is None
+    assert recorder.snapshot(0)["device"] is recorder.snapshot(0)["before"] is None
 
 
 def test_the_driver_is_asked_only_when_progress_stands(monkeypatch, no_events):
@@ -157,7 +159,7 @@ def test_the_driver_is_asked_only_when_progress_stands(monkeypatch, no_events):
     assert asked == []
     Work.now += 0.2
     assert recorder.snapshot(0)["device"]["number"] == 1
-    assert len(asked) == 1
+    assert len(asked) == 2  # for the waits, and for the operations that it has not come to
 
 
 # ---- The wait graph ------------------------------------------------------------------------------
@@ -194,6 +196,43 @@ def test_messages_count_by_pair(kind):
     assert WaitGraph(ranks.to_dict()).blockers(0) == [1]
     theirs.enter_receive(4, 0) if kind == "send" else theirs.enter_send(4, 0)
     assert WaitGraph(ranks.to_dict()).blockers(0) == []
+
+
+def test_a_gpu_that_stands_still_before_an_operation_is_named(monkeypatch):
+    """Of four ranks whose hosts have run ahead to the ninth all-reduce, and have sent a message."""
+    monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", -1.0)
+    ranks = Ranks(4, DeviceEvent)
+    for recorder in ranks.recorders:
+        log = recorder.group_log("dp", (0, 1, 2, 3))
+        for _ in range(9):
+            log.enter("all_reduce", 4).under_way(Work()).wait()
+    for rank in (0, 1, 3):  # before each operation one event, and one behind the wait
+        ranks.passes(rank, 4 * 2 + 1)
+    ranks.passes(2, 4 * 2)
+    assert ranks.culprits(size=4) == [2]
+    values = ranks.to_dict()
+    assert [WaitGraph(values).blockers(rank) for rank in range(4)] == [[2], [2], [], [2]]
+    report = hang_report.format_report(hang(culprits=[2], size=4), values, "out")
+    assert "never entered all_reduce 5 of dp (ranks 0-3), 4 bytes, in which rank 0 waits" in report
+    assert "its GPU stands before all_reduce 5 of dp (ranks 0-3), 4 bytes, which its host" in report
+    # If all four have come to it, the network is the cause, or a device in the operation.
+    ranks.passes(2, 4 * 2 + 1)
+    assert ranks.culprits(size=4) == []
+    assert "NO CULPRIT AMONG" in hang_report.format_report(hang(size=4), ranks.to_dict(), "out")
+
+
+def test_a_gpu_that_stands_still_before_a_message_is_named(monkeypatch):
+    """The host of rank 0 has sent, and its GPU has not come to the send."""
+    monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", -1.0)
+    ranks = Ranks(2, DeviceEvent)
+    sender, receiver = (r.group_log("forward", (0, 1)) for r in ranks.recorders)
+    for _ in range(3):
+        sender.enter_send(4, 1).under_way(Work())
+        receiver.enter_receive(4, 0).under_way(Work()).wait()
+    ranks.passes(0, 2)
+    ranks.passes(1, 5)  # it has come to the third receive, and waits in it
+    assert ranks.culprits(size=2) == [0]
+    assert ranks.to_dict()[0]["snapshot"]["counts"] == [[0, {"1": 2}, {}]]
 
 
 def test_a_silent_rank_is_named_even_if_it_had_entered():

@@ -15,6 +15,8 @@ a microsecond. benchmarks/watchdog.py measures the cost.
 
 Over gloo a wait blocks the host until the operation is done. Over NCCL a wait returns at once and
 makes the device's stream wait; a CUDA event behind the wait shows whether the stream has passed it.
+An event before each operation shows whether the stream has come to it: a rank whose host has run
+ahead, while its GPU stands in a product before the operation, has not entered the operation.
 A span is a stretch of time with a name, kept to draw a step: (action, micro-batch, start, end).
 """
 
@@ -63,6 +65,8 @@ class Operation:
         self.entered = time.monotonic()
         recorder.ring.append(self)
         recorder.progress += 1
+        if recorder.stream:
+            recorder.stream.come_to(self)
 
     def under_way(self, handle: Any) -> "Operation":
         """Keep torch's handle of the operation, which has just been started; return `self`.
@@ -158,8 +162,25 @@ class StreamWaits:
         # The last operations for which the stream was made to wait, each with the CUDA event that
         # was recorded behind the wait: if the event is done, the stream has passed the wait.
         self._last: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
+        # The last operations that the host has started, each with the CUDA event that was recorded
+        # before it: if the event is done, the stream has come to the operation.
+        self._started: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
         # The timing events before and after each wait, while spans are kept; for `take_seconds`.
         self.timed: list[tuple[Any, Any]] = []
+
+    def come_to(self, operation: Operation) -> None:
+        """Record an event before an operation that the host starts next."""
+        self._record(self._started, operation)
+
+    def _record(self, kept: deque[tuple[Operation, Any]], operation: Operation) -> None:
+        """Record an event on the stream now, and keep it with the operation.
+
+        To make an event costs time. Once DEVICE_WAITS events are kept, the stream has passed the
+        oldest, so this event is used again; `append` drops its old entry.
+        """
+        event = kept[0][1] if len(kept) == DEVICE_WAITS else self.new_event()
+        event.record()
+        kept.append((operation, event))
 
     def wait_for(
         self, operation: Operation, stamp: Callable[[], Any] | None
@@ -172,12 +193,7 @@ class StreamWaits:
         """
         first = stamp() if stamp else None
         operation.handle.wait()
-        # To make an event costs time. Once DEVICE_WAITS events are kept, the stream has passed the
-        # oldest, so this event is used again; `append` drops its old entry.
-        reuses = len(self._last) == DEVICE_WAITS
-        passed = self._last[0][1] if reuses else self.new_event()
-        passed.record()
-        self._last.append((operation, passed))
+        self._record(self._last, operation)
         if stamp is None:
             return None
         self.timed.append((first, stamp()))
@@ -203,6 +219,19 @@ class StreamWaits:
         with suppress(RuntimeError):
             return next((operation for operation, passed in waits if not passed.query()), None)
         return None
+
+    def not_come_to(self) -> list[Operation]:
+        """Return the operations that the host has started and the stream has not come to, in order.
+
+        Called as `not_passed` is. One stream computes, so that behind the first such operation all
+        later ones are such operations too.
+        """
+        started = list(self._started)
+        with suppress(RuntimeError):
+            for index, (_, event) in enumerate(started):
+                if not event.query():
+                    return [operation for operation, _ in started[index:]]
+        return []
 
 
 class FlightRecorder:
@@ -358,7 +387,11 @@ class FlightRecorder:
         is_still = now - self._seen[1] >= SECONDS_TO_ASK  # no new progress for these seconds
         # The operation for which the GPU's stream waits, the operation for which the host waits,
         # and the host's wait that is no operation; each is None if there is no such wait.
-        device = self.stream.not_passed() if is_still and self.stream else None
+        device = None
+        ahead: list[Operation] = []  # the operations that the host has started and the GPU not
+        if is_still and self.stream:
+            device = self.stream.not_passed()
+            ahead = self.stream.not_come_to()
         waiting = self.waiting
         other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
@@ -366,6 +399,8 @@ class FlightRecorder:
             # the operation that the stream has not passed, because its launch queue is full. So the
             # rank really waits in that operation, `device`.
             waiting = device
+        if waiting in ahead:  # the GPU stands before the operation, and the rank in none
+            waiting = None
         return {
             **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),
             "since": _seconds_before(now, self.since),
@@ -374,8 +409,9 @@ class FlightRecorder:
             "median_step": statistics.median(self.steps) if self.steps else 0.0,
             "wait": waiting.to_dict(now) if waiting else _wait_to_dict(other, now),
             "device": device.to_dict(now) if device else None,
+            "before": ahead[0].to_dict(now) if ahead else None,
             "background": _wait_to_dict(self.background, now),
-            "counts": [(g.entered, g.sent, g.received) for g in list(self.group_logs.values())],
+            "counts": _counts(list(self.group_logs.values()), ahead),
             "last": [_record_to_dict(r, now) for r in list(self.ring)[-records:]],
         }
 
@@ -385,6 +421,24 @@ class FlightRecorder:
         A heartbeat sends the groups only if there are new groups, the counts each time.
         """
         return list(self.group_logs)
+
+
+def _counts(
+    group_logs: list[GroupLog], ahead: list[Operation]
+) -> list[tuple[int, dict[int, int], dict[int, int]]]:
+    """Return for each group (collectives, messages sent, received by peer) that the rank entered.
+
+    ahead: the operations that the host has started and the GPU has not come to: not entered yet.
+    """
+    counts = {id(g): [g.entered, dict(g.sent), dict(g.received)] for g in group_logs}
+    for operation in reversed(ahead):  # so that the first of each kind counts in the end
+        entered = counts[id(operation.group_log)]
+        if operation.peer is None:
+            entered[0] = operation.number - 1
+        else:
+            by_peer = entered[1 if operation.kind == "send" else 2]
+            by_peer[operation.peer] = operation.number - 1
+    return [(entered, sent, received) for entered, sent, received in counts.values()]
 
 
 def describe_place(snapshot: dict[str, Any]) -> str:

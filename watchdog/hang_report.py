@@ -20,7 +20,8 @@ waits does not wait, and is the cause:
     rank 0 --tp--> rank 1 --dp--> rank 5       rank 5 does not wait: it caused the hang
 
 Each rank numbers its operations of a group, so a rank whose count is less than an operation's
-number has not entered it (flight_recorder.py). Results that many ranks share are computed once,
+number has not entered it (flight_recorder.py). Over NCCL the host may have started operations that
+its GPU has not come to; these are not counted. Results that many ranks share are computed once,
 because there may be a thousand ranks.
 
 A rank is a dictionary with the keys of monitor.Rank.to_dict. Its "snapshot" is the rank's newest
@@ -301,7 +302,9 @@ def _describe_activity(rank: dict[str, Any]) -> list[str]:
         lines.append(f"  its checkpoint's thread: {thread['kind']}, for {thread['seconds']:.1f} s")
     if (wait := snapshot["wait"]) and wait["kind"] != "device":
         lines.append(f"  {it_is} waiting in {_operation(wait)}")
-    if snapshot["device"]:
+    if before := snapshot.get("before"):
+        lines.append(f"  its GPU stands before {_operation(before)}, which its host has started")
+    elif snapshot["device"]:
         lines.append(f"  its GPU has not passed {_operation(snapshot['device'])}")
     # The last records of the rank are actions and operations; only operations have a kind. If the
     # rank waits in an operation, the line above has told that.
