@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import difflib
 import errno
+import json
 import os
 import re
 import sys
@@ -30,6 +31,8 @@ UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS.update({"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30})
 # Characters that turn the direction of a text (Unicode Bidirectional Algorithm, UAX 9, 2.1 to 2.4).
 TURNS_TEXT = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+# The environment variable with the file into which a rank writes how it ends (`leave_end`).
+END_FILE = "TRINE_END_FILE"
 SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
 
 if sys.version_info < (3, 11):  # noqa: UP036
@@ -303,6 +306,31 @@ def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
     return between.join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
+def environment_with_end(path: str) -> dict[str, str]:
+    """Return this process's environment, in which the ranks write how they end into `path`.
+
+    The supervisor starts the launcher with it.
+    """
+    return {**os.environ, END_FILE: path}
+
+
+def leave_end(status: int, error: str = "") -> None:
+    """Leave this rank's exit status and error sentence for the supervisor, if there is one.
+
+    Launchers lose both: srun --kill-on-bad-exit makes 143 of a 2, torchrun makes 1 of everything,
+    and what a rank prints may go into a file of its own. If the file cannot be written, the status
+    of the launcher counts.
+    """
+    path = os.environ.get(END_FILE)
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{os.getpid()}"
+        Path(temporary).write_text(json.dumps({"status": status, "error": error}))
+        os.replace(temporary, path)
+
+
 def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoReturn:
     """Exit with the error's status, after printing the message if `prints`.
 
@@ -312,6 +340,7 @@ def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoRe
     """
     if prints:
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        leave_end(error.status, str(error))
     else:
         time.sleep(delay)
     sys.exit(error.status)

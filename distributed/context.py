@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from config.messages import NodeError, UserError
+from config.messages import NodeError, UserError, leave_end
 from config.run_options import Run
 from distributed.early_end import SECONDS_TO_FLUSH, ending_all_ranks
 from distributed.job_store import host_address
@@ -284,6 +284,8 @@ class Context(Meeting):
         if self.size > 1:
             await_other_threads(SECONDS_FOR_THREADS_TO_REST)
         if status:
+            if self.rank == 0:
+                leave_end(status)
             self._exit_job(status)
 
     def _exit_job(self, status: int) -> None:
@@ -327,6 +329,7 @@ class Context(Meeting):
             text = f"rank {self.rank} of {self.size} on {self.node} failed:\n{trace}"
             if status:  # a user's mistake needs no traceback
                 text = f"error: {error}"
+                leave_end(status, str(error))
             print(text, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
                 from watchdog import hang_report  # imported here: only this error needs it
@@ -450,6 +453,7 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
             context.end_all_ranks,
             monitor,
             ranks_here=context.processes_here(),
+            limit=run.hang_timeout,
         )
     except OSError as error:
         if monitor:

@@ -4,6 +4,7 @@ OUT/hang/case.json         a case: the fault that the watchdog or a check found,
 OUT/metrics.jsonl          the last step and its loss
 OUT/checkpoints            the newest complete checkpoint
 OUT/run.json               the bytes of a checkpoint
+OUT/end.json               the exit status and the error sentence of the rank that ended the run
 
 The supervisor starts the ranks of one run again and again, in the same folder OUT. So these files
 may come from an earlier start of the ranks. Their times do not show that, because the clock of a
@@ -36,7 +37,7 @@ SPIKE = "spike"  # the kind of case with which a run goes back to a checkpoint: 
 class Evidence:
     """How a start of the ranks ended."""
 
-    status: int  # exit status of the launcher
+    status: int  # exit status of the rank that ended the run, else that of the launcher
     kind: str = ""  # kind of case: dead, hang, missing, failed, preflight, audit, spike; or empty
     nodes: tuple[str, ...] = ()  # nodes that the case names
     ranks: tuple[int, ...] = ()  # ranks that the case names
@@ -89,6 +90,14 @@ class Evidence:
         return "; ".join(parts)
 
 
+def end_file(out: str) -> Path:
+    """Return the file into which a rank writes how it ends (messages.leave_end).
+
+    out: the run's folder. The session removes the file before it starts the ranks.
+    """
+    return Path(out, "end.json").absolute()
+
+
 @dataclass(frozen=True)
 class Files:
     """The contents of the files that differ after every start of the ranks.
@@ -122,13 +131,19 @@ def read_evidence(
     for this start. silent: nodes on which no task can be started. requested: whether a signal
     asked for the end.
     """
+    fields = _case(out, before)
+    end = read_object(_read(end_file(out)))
+    # Launchers lose the status of a rank, and may end with that of a rank which they killed.
+    if status and isinstance(end.get("status"), int) and end["status"]:
+        status = end["status"]
+        fields["error"] = fields.get("error") or str(end.get("error", ""))
     last_step, finite = _last_row(out, before)
     newest, _ = newest_checkpoint(out)
     # If this start has done no step, the ranks were at the step after their checkpoint.
     steps_done = last_step or newest or 0
     return Evidence(
         status,
-        **_case(out, before),
+        **fields,
         silent=silent,
         iteration=1 + steps_done,
         newest=newest,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from config.messages import UserError
+from config.messages import UserError, environment_with_end
 from distributed.parent_death import signal_at_parents_death
 from distributed.run_lock import in_use
 from supervisor import evidence
@@ -65,11 +65,12 @@ class Processes:
         for number in STOPS:
             signal.signal(number, self._forward)
 
-    def run(self, words: Sequence[str], reported: Callable[[], bool]) -> int:
+    def run(self, words: Sequence[str], reported: Callable[[], bool], end_file: str) -> int:
         """Run the launcher and return its exit status: 128 + N if signal N ended the launcher.
 
         words: the launcher's command line. reported: a function that returns whether the ranks have
-        written a case; the launcher then has SECONDS_TO_END to end. If a signal has asked the
+        written a case; the launcher then has SECONDS_TO_END to end. end_file: the file into which
+        the ranks write how they end. If a signal has asked the
         supervisor to end already, nothing is started and 75 is returned. Raise UserError if the
         launcher cannot be started.
         """
@@ -83,6 +84,7 @@ class Processes:
                 words,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=environment_with_end(end_file),
                 preexec_fn=self._prepare,
             )
         except OSError as error:
@@ -242,7 +244,7 @@ class Session:
     def _start(self) -> tuple[int, Decision]:
         """Start the ranks, wait for their end, and decide about the next action.
 
-        Return the launcher's exit status and the decision, which is in the journal then.
+        Return the ranks' exit status and the decision, which is in the journal then.
         """
         command = self.command
         journal = self.journal
@@ -256,13 +258,19 @@ class Session:
         self.back = ()
         self.asked = time.monotonic()
         before = evidence.files_before(command.out)  # to tell later which files are new
-        status = self.processes.run(self._words(nodes), lambda: self._look(before))
+        end_file = evidence.end_file(command.out)
+        end_file.unlink(missing_ok=True)
+        words = self._words(nodes)
+        status = self.processes.run(words, lambda: self._look(before), str(end_file))
         stopped = self.processes.stopped  # whether a signal asked the supervisor for the end
+        end = evidence.read_evidence(command.out, status, before, requested=stopped)
         # After a failure every node of this start is asked whether a task can be started on it.
-        failed = status not in (0, STOPPED_EARLY) and not stopped
-        silent = silent_nodes(nodes) if failed else ()
-        end = evidence.read_evidence(command.out, status, before, silent, stopped)
+        failed = end.status not in (0, STOPPED_EARLY) and not stopped
+        if failed and not end.is_mistake:
+            end = replace(end, silent=silent_nodes(nodes))
         end = replace(end, back=self.back)
+        if end.is_mistake and end.error:  # the ranks may have printed it into files of their own
+            say(f"error: {end.error}")
         # The number of nodes that the ranks may still lose; None if the launcher chooses the nodes.
         spare = len(self._usable()) - len(nodes) if nodes else None
         decision = decide(end, journal.earlier(), spare, self.limit)
@@ -270,7 +278,7 @@ class Session:
         if decision.action == Action.QUEUE and self.fewer:
             decision = self._on_fewer(decision, self.fewer)
         journal.add(end, decision)
-        return status, decision
+        return end.status, decision
 
     def _words(self, nodes: list[str]) -> list[str]:
         """Return the command line that starts the ranks on these nodes.

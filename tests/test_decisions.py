@@ -187,6 +187,24 @@ def test_the_evidence_is_of_this_start(tmp_path, monkeypatch, clock):
     assert full.describe().endswith("; 0.0 MB free of 2.1 needed")
 
 
+@pytest.mark.parametrize(
+    ("text", "status", "error"),
+    [
+        ('{"status": 2, "error": "tp(3) does not divide 2 ranks"}', 2, "tp(3) does not divide"),
+        ('{"status": 75, "error": ""}', 75, ""),
+        ('{"status": "2"}', 143, ""),
+        ('{"status": 2', 143, ""),
+        ("[2]", 143, ""),
+    ],
+)
+def test_the_status_of_a_rank_counts_more_than_that_of_the_launcher(tmp_path, text, status, error):
+    (tmp_path / "end.json").write_text(text)
+    found = read_evidence(str(tmp_path), 143, NOTHING)
+    assert (found.status, found.error[: len(error)]) == (status, error)
+    assert found.is_mistake == (status == 2)
+    assert read_evidence(str(tmp_path), 0, NOTHING).status == 0, "the launcher knows of no failure"
+
+
 def test_a_resumed_run_that_does_no_step_has_no_last_row(tmp_path):
     """It begins metrics.jsonl anew; a step that is done again makes another row."""
     file, out = tmp_path / "metrics.jsonl", str(tmp_path)

@@ -65,6 +65,29 @@ def test_a_step_that_always_fails_stops_the_run(tmp_path):
     assert decisions(tmp_path)[-1]["reason"] == "it failed 3 times in step 3"
 
 
+@pytest.mark.parametrize("status", [143, 1, 137])
+def test_a_mistake_stops_at_once_whatever_the_launcher_makes_of_its_status(tmp_path, status):
+    """srun kills the other ranks and ends with 143; its ranks print into files of their own."""
+    launcher = ["sh", "-c", f'"$@" 2>{tmp_path}/rank.log; exit {status}', "srun"]
+    command = supervised(tmp_path, [], launcher, "--tp", "3")
+    at = command.index("tests/supervised_worker.py")
+    outcome = start([*command[:at], "train.py", *command[at + 2 :]], **ONE_THREAD)
+    sentence = "error: tp(3) * pp(1) * dp(?) does not divide 1 ranks"
+    assert sentence in (tmp_path / "rank.log").read_text()
+    assert sentence in outcome.out
+    assert outcome.status == 2
+    assert actions(tmp_path) == [("", "stop")]
+
+
+def test_a_run_that_has_saved_is_stopped_early_whatever_the_launcher_says(tmp_path):
+    """As torchrun, which makes 1 of every status."""
+    launcher = ["sh", "-c", '"$@" || exit 1', "launcher"]
+    words = ("--stop-at-samples", "8")
+    outcome = start(supervised(tmp_path, [], launcher, *words), **ONE_THREAD)
+    assert outcome.status == 75, outcome.err
+    assert actions(tmp_path) == [("", "pass the status on")]
+
+
 @pytest.mark.slow
 def test_a_mistake_and_a_diverged_run_are_not_started_again(tmp_path):
     command = supervised(tmp_path / "mistake", [], [], "--tp", "3")

@@ -377,7 +377,7 @@ def test_a_stopped_monitor_is_not_left_behind(tmp_path, leave):
 
 
 def test_a_monitor_that_does_not_answer_or_end_is_killed(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(heartbeat, "MAX_UNANSWERED_BY_OWN", 1)
+    monkeypatch.setattr(heartbeat, "MAX_UNANSWERED", 1 + heartbeat.FEWER_BY_OWN)
     watchdog, process, ends = stopped_monitor(tmp_path)
     wait_until(lambda: ends)
     assert process.wait(30) == -signal.SIGKILL
@@ -400,3 +400,14 @@ def test_a_monitor_that_ends_before_its_rank_does_not_change_the_status(tmp_path
     assert process.wait(30) == 0
     watchdog._thread.join(30)
     assert ends == []
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 120), (5.0, 120), (900.0, 900)])
+def test_a_network_may_be_gone_for_two_minutes_or_the_hang_timeout(tmp_path, limit, expected):
+    """The rank that started the monitor kills it before the other ranks end the job."""
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 1, str(tmp_path), limit, KEY)
+    recorder = FlightRecorder()
+    watchdog = heartbeat.Watchdog(recorder, address, 0, "n", os._exit, process, limit=limit)
+    assert watchdog._most_unanswered == expected - heartbeat.FEWER_BY_OWN
+    watchdog.close()
+    assert process.wait(30) == 0

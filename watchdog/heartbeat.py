@@ -37,11 +37,13 @@ ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `wat
 MONITOR = "import sys; sys.path.insert(0, '.'); from watchdog import monitor; monitor.main()"
 BEAT_SECONDS = 1.0  # seconds between two heartbeats
 BEAT_RECORDS = 4  # the recorder's last records that a heartbeat contains
-# After this number of heartbeats without an answer, a rank considers the monitor or its node lost.
-MAX_UNANSWERED = 30
-# The number of unanswered heartbeats for the rank that started the monitor. It is less than
-# MAX_UNANSWERED, so that this rank can kill the monitor before other ranks end the whole job.
-MAX_UNANSWERED_BY_OWN = 25
+# After this number of heartbeats without an answer, a rank considers the monitor or its node lost:
+# or after --hang-timeout, if that is longer. The network of the hosts may be gone for a minute, as
+# when a switch starts again, while the GPUs' network goes on.
+MAX_UNANSWERED = 120
+# The rank that started the monitor counts fewer, so that it can kill the monitor before other ranks
+# end the whole job.
+FEWER_BY_OWN = 5
 # Seconds that a failed rank waits for the monitor's answer. If another rank failed first, this rank
 # waits as long again until the monitor ends it: only the first failed rank prints its error.
 EXIT_WAIT_SECONDS = 10.0
@@ -106,8 +108,12 @@ class Watchdog:
         end: End,
         monitor: subprocess.Popen | None = None,
         ranks_here: Iterable[tuple[int, int]] = (),
+        limit: float | None = None,
     ) -> None:
-        """Connect to the monitor and start the thread; raise OSError if it cannot be reached."""
+        """Connect to the monitor and start the thread; raise OSError if it cannot be reached.
+
+        limit: --hang-timeout in seconds; None: the monitor chooses it.
+        """
         self.recorder = recorder
         self.rank = rank
         self.node = node
@@ -119,6 +125,10 @@ class Watchdog:
         self._closing = False  # whether this rank has left the job (`_leaves_first`)
         self._first: bool | None = None  # the monitor's answer: whether this rank failed first
         self._answered = threading.Event()  # set when `_first` has arrived
+        # The heartbeats without an answer after which the monitor is lost.
+        self._most_unanswered = max(MAX_UNANSWERED, int((limit or 0.0) / BEAT_SECONDS))
+        if monitor:
+            self._most_unanswered -= FEWER_BY_OWN
         self._unanswered = 0  # heartbeats since the last message of the monitor
         self._received = b""  # the beginning of a message that has not arrived completely
         self._groups = 0  # the number of groups that were reported to the monitor
@@ -199,15 +209,14 @@ class Watchdog:
 
     def _run(self) -> None:
         """Send heartbeats and handle messages until the rank leaves the job; run by the thread."""
-        most = MAX_UNANSWERED_BY_OWN if self._monitor else MAX_UNANSWERED
         while not self._closing:
             try:
                 self._beat()
                 self._listen(BEAT_SECONDS)
             except OSError as error:
                 self._lost(str(error))
-            if self._unanswered > most:
-                self._lost(f"no answer to {most} heartbeats")
+            if self._unanswered > self._most_unanswered:
+                self._lost(f"no answer to {self._most_unanswered} heartbeats")
 
     def _beat(self) -> None:
         """Send a heartbeat, and set faulthandler's timer again; called every BEAT_SECONDS.
