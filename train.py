@@ -24,9 +24,17 @@ from config import messages  # imported first, because it refuses a Python that 
 from distributed.early_end import StartWatch, ending_all_ranks
 
 watch = StartWatch()
+signals = None
 if __name__ == "__main__":
     watch.begin()
 with ending_all_ranks(watch), messages.installed():
+    from distributed.heap import share_heap
+    from distributed.stop_conditions import Signals
+
+    if __name__ == "__main__":
+        share_heap()
+        signals = Signals()  # from here on a signal is answered, during the slow imports too
+
     from collections.abc import Mapping
     from dataclasses import replace
     from typing import Any
@@ -39,24 +47,21 @@ with ending_all_ranks(watch), messages.installed():
     from config.messages import UserError, check_paths, exit_with
     from config.schema import Config
     from config.validation import check
-    from distributed.context import prepare, share_heap
+    from distributed.context import prepare
     from distributed.launch import Launch, check_launch, discover
-    from distributed.stop_conditions import Signals
 
 # The largest number of tensor elements, optimizer state and copies included, of a run that fits on
 # every node: for a smaller run `check_memory` loads no planner.
 SMALL_RUN = 10_000_000
 
 
-def main(arguments: list[str], watch: StartWatch) -> None:
+def main(arguments: list[str], watch: StartWatch, signals: Signals) -> None:
     """Check the options, train, and exit with the status of the run; every rank calls this.
 
     --help is answered, and errors in the options are reported, before torch is imported. arguments:
     the words of the command line. watch: the process that ends the job if this rank dies before its
-    first step is done.
+    first step is done. signals: has taken over the signals.
     """
-    share_heap()
-    signals = Signals()
     launch = Launch("python")  # if `discover` fails, its error is printed as by a single process
     try:
         launch = replace(discover(), watch=watch)
@@ -150,4 +155,5 @@ def check_data(config: Config) -> None:
 
 if __name__ == "__main__":
     with ending_all_ranks(watch):
-        main(sys.argv[1:], watch)
+        assert signals is not None  # made above
+        main(sys.argv[1:], watch, signals)

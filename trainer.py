@@ -29,7 +29,13 @@ from distributed import garbage, start_checks
 from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import mesh_of_run
-from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
+from distributed.stop_conditions import (
+    STOPPED_EARLY,
+    RequestedAction,
+    Signals,
+    StopConditions,
+    outlook,
+)
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
@@ -209,7 +215,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
     restores_handlers = signals is None
     signals = signals or Signals()
     context = start(launch, config.run)
-    signals.have_met(context.end_all_ranks)
+    signals.have_met(context.end_all_ranks, context.say_once)
     with context.failing_loudly():
         finished = _train(config, context, signals)
     context.stop(0 if finished else STOPPED_EARLY)
@@ -265,6 +271,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
+        signals.explain(partial(outlook, context.recorder), trainer.describe_saved)
         cleanup.callback(trainer.losses.spikes.finish)  # writes the last rows of spikes.jsonl
         cleanup.enter_context(garbage.collecting_between_steps())
         finished = trainer.run()
@@ -416,6 +423,19 @@ class Trainer:
         line = run_time.estimate(self.config, self.log.context, left, batch)
         if line:
             self.log.note(line)
+
+    def describe_saved(self) -> str:
+        """Return what of the run is saved now, in words, for a run that ends without a save.
+
+        Called by the thread of the signals.
+        """
+        done = self.done.iteration
+        newest = self.checkpoints.newest
+        if newest is None:
+            return f"no checkpoint was saved since the start, at step {done} now"
+        at = f"the newest checkpoint is step {newest.iteration}"
+        lost = done - newest.iteration
+        return f"{at}; {lost} steps after it are lost" if lost else f"{at}, the last one done"
 
     def _evaluations_after(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
         """Return the evaluations that are due after a step: by name, samples and their number."""

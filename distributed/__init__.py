@@ -17,6 +17,7 @@ run_lock         one run at a time in an --out folder
 start_checks     what is said and checked before a model is built
 compiler         whether a node has what torch.compile needs
 preflight        fast checks of every node before the first step
+heap             one heap of memory for all threads
 garbage          Python's garbage collector, at the same steps on all ranks
 parent_death     processes that end with their parent
 stop_conditions  signals, files and limits that end or save a run early

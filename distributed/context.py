@@ -18,7 +18,6 @@ program that started the ranks: srun, mpirun, torchrun, or none (launch.py).
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import os
 import sys
@@ -69,9 +68,9 @@ MOST_CTAS = {
     "tied": 16,
     "world": 2,
 }
+SECONDS_BEHIND_RANK_0 = 0.5  # the time by which `say_once` puts off the lines of other ranks
 SECONDS_FOR_MONITOR_TO_END = 5.0  # the longest wait of `stop` for the monitor
 SECONDS_FOR_THREADS_TO_REST = 5.0  # the longest wait of `stop` for threads of gloo
-M_ARENA_MAX = -8  # the option of glibc's mallopt for the most heaps of a process (malloc.h)
 # The launcher takes the job's status from rank 0's exit (`_exit_job`). Under srun rank 0 exits
 # SECONDS_AFTER_OTHERS after the other ranks. Under mpirun rank 0 ends the other ranks by MPI_Abort,
 # and they sleep up to SECONDS_TO_BE_ENDED until that happens.
@@ -109,20 +108,6 @@ def prepare(run: Run, pp: int = 1, experts: int = 1) -> None:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if run.deterministic or run.audit_every:  # cuBLAS repeats its bits only with this workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def share_heap() -> None:
-    """Make all threads allocate from one heap, unless the user has set a number of heaps.
-
-    By default glibc gives each thread a heap of its own, and each thread of gloo would keep the
-    memory of the largest message that it has gathered. Called before any thread is started:
-    existing threads would keep their heaps, and later threads would share those.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    set_by_user = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in tunables
-    libc = ctypes.CDLL(None)
-    if not set_by_user and hasattr(libc, "mallopt"):  # only glibc has mallopt
-        libc.mallopt(M_ARENA_MAX, 1)
 
 
 def await_other_threads(seconds: float) -> None:
@@ -339,6 +324,20 @@ class Context(Meeting):
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)
         sys.stdout.flush()
         self.end_all_ranks(status or 1)
+
+    def say_once(self, line: str, about: str) -> None:
+        """Print a line that several ranks may say, once in the job; from any thread.
+
+        about: what the line is about; the monitor prints the first line about each thing. Without a
+        watchdog every rank prints. The line of rank 0, which knows most, should be that one: other
+        ranks wait for a moment.
+        """
+        if self.watchdog and self.size > 1:
+            time.sleep(SECONDS_BEHIND_RANK_0 if self.rank else 0.0)
+            if self.watchdog.say(line, about):
+                return
+        with contextlib.suppress(OSError):  # standard error may be closed
+            print(line, file=sys.stderr, flush=True)
 
     def end_all_ranks(self, status: int) -> None:
         """End every rank at once with this status; may be called from any thread.

@@ -2,16 +2,18 @@
 
     signals = Signals()                              # first of all, before slow imports
     conditions = StopConditions(config.run, signals, first=rank == 0)
+    signals.explain(outlook, saved)                  # for the lines that answer a signal
     action = conditions.requested_action(ahead)      # the largest action of all ranks is done
 
     SIGTERM, SIGINT, SIGUSR1  save and stop             --kill-switch FILE    save and stop
     --exit-after-minutes      save and stop             --save-switch FILE    save and go on
     --stop-at-samples         save and stop
 
-A signal or file seen by any rank takes effect on all ranks at the same step boundary. The run ends
-with status 75 (EX_TEMPFAIL of sysexits.h: try again later). A second SIGTERM or SIGINT, or a second
-SIGUSR1, ends all ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at
-the time limit that SIGUSR1 announced, when the save can still finish in time.
+A signal or file seen by any rank takes effect on all ranks at the same step boundary. A line says
+at once what a signal will do, since a step may take minutes. The run ends with status 75
+(EX_TEMPFAIL of sysexits.h: try again later). A second SIGTERM or SIGINT, or a second SIGUSR1, ends
+all ranks at once, without a save, with a line that says what is saved. SIGTERM after SIGUSR1 does
+not: Slurm sends it at the time limit that SIGUSR1 announced, and the save may still end in time.
 Before all ranks have met (rendezvous.py), they cannot save together: then the first SIGTERM or
 SIGINT ends the job at once. docs/clusters.md lists the signals that each launcher passes on.
 A step boundary is the time between two steps, at which the ranks exchange their requests.
@@ -19,10 +21,12 @@ A step boundary is the time between two steps, at which the ranks exchange their
 
 import contextlib
 import enum
+import faulthandler
 import functools
 import os
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -35,6 +39,7 @@ from config.run_options import Run
 from distributed.early_end import end_job
 from distributed.launch import Launch
 from distributed.parent_death import signal_at_parents_death
+from watchdog.flight_recorder import FlightRecorder
 
 STOPPED_EARLY = 75  # the exit status of a run that has saved and stopped before its last step
 ENDING = (signal.SIGTERM, signal.SIGINT)  # signals that end the job while its ranks meet
@@ -42,6 +47,7 @@ HANDLED = (*ENDING, signal.SIGUSR1)
 # A signal that comes within this time after the first is taken for the same signal, which a
 # launcher may deliver twice, in two ways. A user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
+SECONDS_TO_END = 8.0  # if the function that ends all ranks hangs, this process ends itself then
 # The number of step durations that are kept for --exit-after-minutes: the next step is expected to
 # take as long as the slowest of these steps.
 STEPS_REMEMBERED = 20
@@ -72,6 +78,10 @@ class Signals:
         """
         self.end = end
         self.first: signal.Signals | None = None  # the first signal that has been received
+        self._say: Callable[[str, str], None] = _say  # prints a line; the second text: about what
+        # What a first signal does from now on, and what is saved if a second one ends the run.
+        self._outlook: Callable[[], str] = lambda: "the run ends before its first step"
+        self._saved: Callable[[], str] = lambda: "no step has been done"
         self._ending: signal.Signals | None = None  # the first SIGTERM or SIGINT
         self._meeting = False  # whether there are other ranks, and not all ranks have met yet
         self._launcher: int | None = None  # process id of torchrun, whose end also ends this rank
@@ -100,13 +110,25 @@ class Signals:
             self._launcher = os.getppid()
             signal_at_parents_death()
 
-    def have_met(self, end: Callable[[int], None]) -> None:
+    def have_met(
+        self, end: Callable[[int], None], say: Callable[[str, str], None] | None = None
+    ) -> None:
         """Let a signal save and stop the run from here on; called when all ranks have met.
 
-        end: a function that ends all ranks at once with a status, for a second signal.
+        end: a function that ends all ranks at once with a status, for a second signal. say: prints
+        a line once in the job; its second argument tells what the line is about.
         """
         self._meeting = False
         self.end = end
+        self._say = say or self._say
+
+    def explain(self, outlook: Callable[[], str], saved: Callable[[], str]) -> None:
+        """Take the functions that answer a signal, in words; the thread of this object calls them.
+
+        outlook: what a first signal does, and when. saved: what is saved if the run ends now.
+        """
+        self._outlook = outlook
+        self._saved = saved
 
     def close(self) -> None:
         """Restore the previous handlers; only in the main thread."""
@@ -150,20 +172,53 @@ class Signals:
         # SIGTERM and SIGINT count as one kind, so that either may be the second signal: under
         # torchrun the ranks receive SIGINT at the first Ctrl-C and SIGTERM at the second. SIGUSR1
         # is the other kind: a SIGTERM after it is no second signal.
-        first_time = self._since.setdefault(number == signal.SIGUSR1, now)
-        if now - first_time >= SECONDS_OF_ONE_SIGNAL:  # not the first signal, delivered twice
-            self._end_now(f"{number.name} as the second signal", 128 + number)
+        to_save = number == signal.SIGUSR1
+        first_time = self._since.setdefault(to_save, now)
+        if first_time == now:
+            second = "SIGUSR1" if to_save else "SIGTERM or Ctrl-C"
+            advice = f"a second {second} ends it at once, without a save"
+            self._say(f"{number.name}: {self._outlook()}; {advice}", f"first, {to_save}")
+        elif now - first_time >= SECONDS_OF_ONE_SIGNAL:  # not the first signal, delivered twice
+            why = f"{number.name} as the second signal"
+            self._end_now(why, 128 + number, f"; {self._saved()}")
 
     def _end_meeting(self) -> None:
         """End all ranks if a SIGTERM or SIGINT came before all ranks had met."""
         if self._meeting and self._ending:
             self._end_now(f"{self._ending.name} before all ranks have met", 128 + self._ending)
 
-    def _end_now(self, why: str, status: int) -> None:
+    def _end_now(self, why: str, status: int, saved: str = "") -> None:
         """Print the reason, and end all ranks at once with this status."""
-        with contextlib.suppress(OSError):  # standard error may be closed
-            print(f"{why}: ending at once, without a save", file=sys.stderr, flush=True)
-        self.end(status)
+        self._say(f"{why}: ending at once, without a save{saved}", "end")
+        # If the end itself hangs, as MPI_Abort may, this ends the process: it needs no lock of
+        # Python. Stacks would be written to nowhere.
+        with open(os.devnull, "w") as nowhere:
+            faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=nowhere)
+            self.end(status)
+            faulthandler.cancel_dump_traceback_later()  # this process goes on, as in a test
+
+
+def _say(line: str, about: str) -> None:
+    """Print a line of this process; about: not needed here."""
+    with contextlib.suppress(OSError):  # standard error may be closed
+        print(line, file=sys.stderr, flush=True)
+
+
+def outlook(recorder: FlightRecorder) -> str:
+    """Return what a signal to stop will do, by the phase in which the run is.
+
+    recorder: the records of this rank.
+    """
+    phase, step, *_ = recorder.place
+    if phase == "end":
+        return "the run is over, and ends"
+    if phase != "train":  # an evaluation, a save, the log, ...: after which the ranks ask again
+        return f"the run ends when it can save, at the latest after its next step; now: {phase}"
+    took = time.monotonic() - recorder.step_began
+    about = f"which has taken {took:.0f} s so far"
+    if recorder.steps:
+        about = f"in about {max(0.0, statistics.median(recorder.steps) - took):.0f} s"
+    return f"the run saves and ends after step {step}, {about}"
 
 
 class StopConditions:

@@ -121,7 +121,7 @@ def test_a_run_loads_no_compiler_and_no_fsdp():
 
 THREADS = """
 import ctypes, sys, threading
-from distributed.context import share_heap
+from distributed.heap import share_heap
 share_heap()
 malloc = ctypes.CDLL(None).malloc
 malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

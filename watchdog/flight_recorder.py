@@ -259,6 +259,7 @@ class FlightRecorder:
         # number, so this thread has a number of its own.
         self.background_progress = 0
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
+        self.step_began = self.since  # when the newest training step began
         self.steps: deque[float] = deque(maxlen=STEPS)  # seconds of the last steps
         self.steps_done = 0  # since this process began; the first steps may take longer
         # The spans since `keep_spans`, else None: (action, micro-batch, start, end). The span of a
@@ -288,11 +289,11 @@ class FlightRecorder:
         if self.stream:
             self.stream.timed = []
         self._move(("train", step, "begin", None))
-        self._step_began = self.since
+        self.step_began = self.since
 
     def end_step(self) -> None:
         """Record that a training step has ended; its duration counts towards the median."""
-        self.steps.append(time.monotonic() - self._step_began)
+        self.steps.append(time.monotonic() - self.step_began)
         self.steps_done += 1
         self.enter("log")  # the phase between two steps
 

@@ -8,8 +8,9 @@ connection. A stopped process sends nothing, and the monitor reads its state fro
 flight_recorder.py first.
 
 A message is a line of JSON. A rank sends "beat" (a heartbeat), "groups", "status" (the answer to
-"inspect"), "failed", "ending" (the rank ends the job on purpose) or "goodbye" (the rank leaves, and
-its end is no death). The monitor sends "echo", "first", "inspect" and "end" (`Watchdog._handle`).
+"inspect"), "say" (a line to print), "failed", "ending" (the rank ends the job on purpose) or
+"goodbye" (the rank leaves, and its end is no death). The monitor sends "echo", "first", "inspect"
+and "end" (`Watchdog._handle`).
 """
 
 import contextlib
@@ -166,6 +167,17 @@ class Watchdog:
         if self._first is False:  # the monitor ends this process during this sleep
             time.sleep(EXIT_WAIT_SECONDS)
         return self._first is not False  # if the monitor has not answered (None), print too
+
+    def say(self, line: str, about: str) -> bool:
+        """Have the monitor print a line, unless another rank's line about the same was printed.
+
+        Return whether the monitor was told. May be called from any thread.
+        """
+        try:
+            self._send({"say": line, "about": about})
+        except OSError:  # there is no monitor any more
+            return False
+        return True
 
     def end_job(self, status: int) -> None:
         """Tell the monitor that this rank ends the job: it ends the other ranks, with no report."""

@@ -145,6 +145,7 @@ class Monitor:
         self.dead: list[int] = []  # ranks in the order of their deaths
         self.failures: list[tuple[int, float]] = []  # ranks that reported a failure, and when
         self.first: Rank | None = None  # the first rank that failed, once it may print its error
+        self.said: set[str] = set()  # what the printed lines of ranks were about
         self.left: set[int] = set()  # ranks that said goodbye
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
         self.began = self.checked = time.monotonic()  # checked: the last search for a hang
@@ -270,6 +271,10 @@ class Monitor:
             self._note(rank, rank.status["snapshot"], now)
             for other, state in rank.status.pop("processes").items():
                 self.ranks[int(other)].process = state
+        elif "say" in message:
+            if message["about"] not in self.said:
+                self.said.add(message["about"])
+                _print(message["say"])
         elif "failed" in message:
             rank.state = "failed"
             rank.error = message["failed"]

@@ -1,0 +1,85 @@
+"""If this failed, a user would not know what a signal does, or wait for a run that does not end."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from benchmarks import signals as moments
+from distributed import stop_conditions
+from distributed.stop_conditions import Signals, outlook
+from watchdog.flight_recorder import FlightRecorder
+from watchdog.monitor import Monitor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(101, 109))
+def test_a_signal_at_a_random_moment_is_answered_and_ends_the_run(seed):
+    """All kinds of steps, one and two ranks; benchmarks/signals.py sends forty."""
+    result = moments.send(*moments.draw(seed), limit=120.0)
+    assert result.wrong() == "", result.text[-3000:]
+
+
+def wait_until(what) -> None:
+    limit = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """Handlers of this process whose lines and end are kept: `said`, `ended`."""
+    monkeypatch.setattr(stop_conditions, "SECONDS_OF_ONE_SIGNAL", 0.05)
+    made = Signals()
+    made.said, made.ended = [], []
+    made.have_met(made.ended.append, lambda line, about: made.said.append((line, about)))
+    yield made
+    made.close()
+
+
+def test_the_first_signal_is_told_what_it_does_and_the_second_what_is_lost(signals):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_until(lambda: len(signals.said) == 1)
+    assert signals.said[0][0] == (
+        "SIGUSR1: the run ends before its first step; a second SIGUSR1 ends it at once, without a "
+        "save"
+    )
+    signals.explain(lambda: "the run saves after step 7", lambda: "the newest is step 5")
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_until(lambda: len(signals.said) == 2)
+    assert signals.said[1][0].startswith("SIGTERM: the run saves after step 7; a second SIGTERM or")
+    time.sleep(0.2)  # longer than one signal
+    os.kill(os.getpid(), signal.SIGINT)
+    wait_until(lambda: signals.ended)
+    assert signals.said[2][0] == (
+        "SIGINT as the second signal: ending at once, without a save; the newest is step 5"
+    )
+    assert signals.ended == [128 + signal.SIGINT]
+
+
+def test_the_outlook_has_the_time_of_the_step():
+    recorder = FlightRecorder()
+    assert outlook(recorder).startswith("the run ends when it can save, at the latest after its")
+    recorder.begin_step(1)
+    assert outlook(recorder) == "the run saves and ends after step 1, which has taken 0 s so far"
+    recorder.step_began -= 100.0
+    recorder.end_step()
+    recorder.begin_step(2)
+    recorder.step_began -= 40.0
+    assert outlook(recorder) == "the run saves and ends after step 2, in about 60 s"
+    recorder.enter("evaluate")
+    assert outlook(recorder).endswith("now: evaluate")
+    recorder.enter("end")
+    assert outlook(recorder) == "the run is over, and ends"
+
+
+def test_one_line_of_all_ranks_is_printed(capfd):
+    """Each rank of a job gets the signal."""
+    monitor = Monitor.__new__(Monitor)
+    monitor.said = set()
+    rank = type("Rank", (), {"heard": 0.0})()
+    for about in ("first", "first", "end"):
+        monitor._handle(rank, {"say": f"a line on {about}", "about": about})
+    assert capfd.readouterr().err.splitlines() == ["a line on first", "a line on end"]
