@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --device cpu"
 SHAPE += " --steps 100000 --lr-schedule constant --hang-timeout 600"
 NUMBERS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-# What a step does: short ones, minutes of passes, or one long product.
+# The steps are short ones, minutes of passes, or one long product.
 KINDS = {
     "short steps": ["train.py", "--global-batch-size", "8"],
     "long steps": ["train.py", "--global-batch-size", "65536"],
@@ -62,7 +62,7 @@ class Outcome:
         return "\n".join(line for _, line in self.lines)
 
     def wrong(self) -> str:
-        """What is wrong with this run; empty if nothing is."""
+        """Return the fault of this run; empty if there is none."""
         if self.ended is None:
             return "it did not end"
         if "Traceback" in self.text:

@@ -79,7 +79,7 @@ class Signals:
         self.end = end
         self.first: signal.Signals | None = None  # the first signal that has been received
         self._say: Callable[[str, str], None] = _say  # prints a line; the second text: about what
-        # What a first signal does from now on, and what is saved if a second one ends the run.
+        # They say what a first signal does, and what is saved if a second one ends the run.
         self._outlook: Callable[[], str] = lambda: "the run ends before its first step"
         self._saved: Callable[[], str] = lambda: "no step has been done"
         self._ending: signal.Signals | None = None  # the first SIGTERM or SIGINT

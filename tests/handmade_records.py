@@ -68,7 +68,7 @@ class Ranks:
                 "stacks": {},
                 "raw": "",
             }
-        # As JSON has them: keys inside a rank are text then, as in messages.
+        # By JSON keys inside a rank become text, which they are in messages too.
         return {int(rank): values for rank, values in json.loads(json.dumps(ranks)).items()}
 
     def culprits(self, **case) -> list[int]:

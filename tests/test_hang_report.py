@@ -199,7 +199,7 @@ def test_messages_count_by_pair(kind):
 
 
 def test_a_gpu_that_stands_still_before_an_operation_is_named(monkeypatch):
-    """Of four ranks whose hosts have run ahead to the ninth all-reduce, and have sent a message."""
+    """The hosts of four ranks have run ahead to the ninth all-reduce."""
     monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", -1.0)
     ranks = Ranks(4, DeviceEvent)
     for recorder in ranks.recorders:

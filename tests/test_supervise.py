@@ -80,7 +80,7 @@ def test_a_mistake_stops_at_once_whatever_the_launcher_makes_of_its_status(tmp_p
 
 
 def test_a_run_that_has_saved_is_stopped_early_whatever_the_launcher_says(tmp_path):
-    """As torchrun, which makes 1 of every status."""
+    """torchrun makes 1 of every status."""
     launcher = ["sh", "-c", '"$@" || exit 1', "launcher"]
     words = ("--stop-at-samples", "8")
     outcome = start(supervised(tmp_path, [], launcher, *words), **ONE_THREAD)

@@ -431,15 +431,18 @@ def _counts(
 
     ahead: the operations that the host has started and the GPU has not come to: not entered yet.
     """
-    counts = {id(g): [g.entered, dict(g.sent), dict(g.received)] for g in group_logs}
+    entered = {id(log): log.entered for log in group_logs}
+    sent = {id(log): dict(log.sent) for log in group_logs}
+    received = {id(log): dict(log.received) for log in group_logs}
     for operation in reversed(ahead):  # so that the first of each kind counts in the end
-        entered = counts[id(operation.group_log)]
+        log = id(operation.group_log)
         if operation.peer is None:
-            entered[0] = operation.number - 1
+            entered[log] = operation.number - 1
+        elif operation.kind == "send":
+            sent[log][operation.peer] = operation.number - 1
         else:
-            by_peer = entered[1 if operation.kind == "send" else 2]
-            by_peer[operation.peer] = operation.number - 1
-    return [(entered, sent, received) for entered, sent, received in counts.values()]
+            received[log][operation.peer] = operation.number - 1
+    return [(entered[log], sent[log], received[log]) for log in entered]
 
 
 def describe_place(snapshot: dict[str, Any]) -> str:
