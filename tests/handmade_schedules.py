@@ -46,35 +46,3 @@ def split(schedule: Schedule, micro_batches: int, delay: int = 1) -> Schedule:
     result = Schedule(f"{schedule.name}, split", tuple(rows), schedule.rank_of)
     check(result, micro_batches, backward=True)
     return result
-
-
-def check_starts(schedule: Schedule) -> int:
-    """Fail unless every message is started as soon as its other end does not wait for this rank.
-
-    By the actions that each action follows from; returns how many receives are not started ahead.
-    """
-    before: dict[Action, set[Action]] = {}  # an action, and all that precede it
-    last: list[set[Action]] = [set() for _ in schedule.ranks]
-    for rank, action in schedule.order:
-        needed = schedule.input_of(action)
-        before[action] = last[rank].union({action}, before[needed] if needed else ())
-        last[rank] = before[action]
-    # Per result that leaves its rank: the actions after which its other ends are there.
-    ends: dict[Action, list[Action]] = {}
-    later = 0
-    for row in schedule.ranks:
-        for place, action in enumerate(row):
-            sender = schedule.sender_of(action)
-            if place and sender:
-                front = row[place - 1]
-                assert schedule.may_be_ahead(action) == (front not in before[sender]), action
-                later += not schedule.may_be_ahead(action)
-                ends.setdefault(sender, []).append(front)
-    for row in schedule.ranks:
-        for place, action in enumerate(row):
-            others = ends.get(action, [])
-            first = place + 1
-            while first < len(row) and any(row[first] in before[end] for end in others):
-                first += 1
-            assert schedule.sent_before(action) == first, action
-    return later

@@ -2,7 +2,7 @@
 
     python tests/rehearsal_worker.py FILE.json OUT.pickle [both ways]
 
-FILE: {name: [world, "words of the command line"]}. OUT: {name: Rehearsal}. both ways: stages receive
+FILE: {name: [world, "words of the command line"]}. OUT: {name: Rehearsal}. both ways: a stage takes
 activations and gradients ahead, all but those of the first micro-batch.
 """
 
