@@ -7,7 +7,8 @@ flight recorder which pass this rank is in, for the report of a hang.
 
 A receive is started one action before the action that uses it, and a rank does not wait for its
 sends, so messages travel while the rank computes. Schedule.may_be_ahead and Schedule.sent_before
-name the messages that start later, because their other rank still waits for this rank. Activations
+name the messages that start later, because their other rank still waits for this rank, and
+Schedule.turn the order of messages that start between the same two actions. Activations
 and gradients travel in separate groups (Mesh.channel). schedule.check has made sure that two
 neighbours send and receive in the same order within a group, so messages carry no labels. A result
 for another stage of the same rank is handed over without a message.
@@ -207,8 +208,9 @@ class Execution:
         # Running receives, by the action of the neighbour that sends; sends, by this rank's action.
         self.receives: dict[Action, tuple[Tensor, Handle]] = {}
         self.sends: dict[Action, DelayedStart] = {}
-        # Sends that are put off; those of entry i are started before actions[i].
-        self.unstarted: dict[int, list[DelayedStart]] = {}
+        # Sends that have not been started, and the messages to start before each action.
+        self.sends_due: dict[Action, DelayedStart] = {}
+        self.messages = self._messages_by_index()
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
         # Each neighbour's actions: the index of an action in the list of the neighbour's actions.
         self.index_of = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
@@ -218,16 +220,10 @@ class Execution:
 
     def __iter__(self) -> Iterator[Action]:
         """Do and yield this rank's actions in order; leave unfinished sends to the pipeline."""
+        self._start_messages(0)
         for index, action in enumerate(self.actions):
-            self._post_receive(action)
-            if index + 1 < len(self.actions):
-                # The next input travels while this action computes, if it can be sent by then.
-                upcoming = self.actions[index + 1]
-                if self.schedule.may_be_ahead(upcoming):
-                    self._post_receive(upcoming)
             self.passes[action.kind](action)
-            for operation in self.unstarted.pop(index + 1, ()):  # sends due before the next action
-                operation.start()
+            self._start_messages(index + 1)
             yield action
         self.pipeline.sending += self.sends.values()
 
@@ -285,25 +281,36 @@ class Execution:
 
     # -- between stages ---------------------------------------------------------------------
 
-    def start_later(self, action: Action, begin: Callable[[], Handle]) -> DelayedStart:
-        """Have `begin` send an action's result just before the action of this rank that
-        Schedule.sent_before names; return the handle of the send.
-        """
-        operation = DelayedStart(begin, self.mesh.recorder)
-        start_index = self.schedule.sent_before(action)
-        self.unstarted.setdefault(start_index, []).append(operation)
-        return operation
+    def _messages_by_index(self) -> dict[int, list[tuple[int, str, Action]]]:
+        """Return the messages that start before each action, by the action's index in the list.
 
-    def _post_receive(self, action: Action) -> None:
-        """Start to receive an action's input, unless that is started or the input is local."""
-        if action not in self.sources:
-            return
-        source, source_rank = self.sources[action]
-        if source_rank == self.rank or source in self.receives:
-            return
-        channel = self.mesh.channel(action.kind, source_rank, self.rank)
-        buffer = self.new_activation()
-        self.receives[source] = (buffer, channel.receive(buffer, source_rank))
+        Each is (its turn, "send" or "receive", the action of this rank that sends or takes it).
+        Where several start before one action, they start in their turns (Schedule.turn).
+        """
+        messages: dict[int, list[tuple[int, str, Action]]] = {}
+        for index, action in enumerate(self.actions):
+            turn = self.schedule.turn(action)
+            if turn is not None:
+                before = self.schedule.sent_before(action)
+                messages.setdefault(before, []).append((turn, "send", action))
+            source, source_rank = self.sources.get(action, (None, self.rank))
+            if source is not None and source_rank != self.rank:
+                # The next input travels while this rank computes, if it can be sent by then.
+                ahead = index > 0 and self.schedule.may_be_ahead(action)
+                turn = self.schedule.turn(source) or 0
+                messages.setdefault(index - ahead, []).append((turn, "receive", action))
+        return {index: sorted(started) for index, started in messages.items()}
+
+    def _start_messages(self, index: int) -> None:
+        """Start the messages that are due before the action with this index in the list."""
+        for _, kind, action in self.messages.get(index, ()):
+            if kind == "send":
+                self.sends_due.pop(action).start()
+            else:
+                source, source_rank = self.sources[action]
+                channel = self.mesh.channel(action.kind, source_rank, self.rank)
+                buffer = self.new_activation()
+                self.receives[source] = (buffer, channel.receive(buffer, source_rank))
 
     def new_activation(self) -> Tensor:
         """Return an uninitialised buffer for one activation, or its gradient, between stages."""
@@ -334,7 +341,8 @@ class Execution:
             self._wait_for_sends()
         channel = self.mesh.channel(action.kind, self.rank, to_rank)
         message = result.contiguous()
-        self.sends[action] = self.start_later(action, lambda: channel.send(message, to_rank))
+        send = DelayedStart(lambda: channel.send(message, to_rank), self.mesh.recorder)
+        self.sends[action] = self.sends_due[action] = send
 
     def _free_received(self, neighbour: int, finished: Action) -> None:
         """Free the sent messages that a neighbour must have received to finish an action.

@@ -81,6 +81,14 @@ class Schedule(Pipeline):
         """
         return self._starts.sent_before[action]
 
+    def turn(self, action: Action) -> int | None:
+        """Return the place of an action's message in the order of all messages of the schedule.
+
+        A rank that starts several messages between two actions starts them in this order. None: no
+        other rank takes the action's result.
+        """
+        return self._starts.turn.get(action)
+
     @cached_property
     def _starts(self) -> "_Starts":
         """When each rank starts its messages, for `may_be_ahead` and `sent_before`."""
@@ -141,14 +149,16 @@ class Schedule(Pipeline):
 
 
 class _Starts(NamedTuple):
-    """When the ranks start their messages: the answers of `may_be_ahead` and `sent_before`.
+    """When the ranks start their messages: the answers of `may_be_ahead`, `sent_before`, `turn`.
 
     ahead: the actions whose receive starts before their rank's preceding action. sent_before: for
-    each action, the index in its rank's list before which its result is sent.
+    each action, the index in its rank's list before which its result is sent. turn: for each action
+    that sends a message, the number of the message in the order of all messages.
     """
 
     ahead: set[Action]
     sent_before: dict[Action, int]
+    turn: dict[Action, int]
 
 
 def _message_starts(schedule: Schedule) -> _Starts:
@@ -160,12 +170,12 @@ def _message_starts(schedule: Schedule) -> _Starts:
     its next action in the order, and the receiver too. If there is an action between, the receive
     is ahead of it.
 
-    Then it does no harm if every action of every rank waits until nothing runs on its device. By
-    induction along the order: when all actions and messages before a place are done, the two ranks
-    of the message at this place have no other work to do before it, so that both start it, and it
-    ends; and the action at a place finds all messages ended that its rank has started. If two
-    messages cross between neighbours, the second is never ahead: the receiver of the first is at
-    its action by then.
+    Then it does no harm if every rank waits until nothing runs on its device, in every action and
+    before every message. By induction along the order: when all actions and messages before a place
+    are done, the two ranks of the message at this place have nothing else to do before it, so that
+    both start it, and it ends; and an action finds all messages ended that its rank has started.
+    If two messages cross between neighbours, the second is never ahead: the receiver of the first
+    is at its action by then.
 
     The order is that of time, if an action takes a unit (a backward pass two, unless it is split):
     messages that start as early as they can in this order do so in a run.
@@ -178,6 +188,7 @@ def _message_starts(schedule: Schedule) -> _Starts:
             receiver_of[sender] = action
     ahead = set[Action]()
     sent_before = {action: index + 1 for action, index in place.items()}
+    turn: dict[Action, int] = {}
     done = [0] * len(schedule.ranks)  # for each rank, the number of its actions so far
     # The results that are there before their receiver is, by (the receiver's rank, the number of
     # actions that this rank has done when it is there).
@@ -194,10 +205,11 @@ def _message_starts(schedule: Schedule) -> _Starts:
                 starting.append(action)
         for sender in starting:
             receiver = receiver_of[sender]
+            turn[sender] = len(turn)
             sent_before[sender] = done[schedule.rank_of[sender.stage]]
             if done[schedule.rank_of[receiver.stage]] < place[receiver]:
                 ahead.add(receiver)
-    return _Starts(ahead, sent_before)
+    return _Starts(ahead, sent_before, turn)
 
 
 def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:

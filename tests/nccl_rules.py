@@ -15,9 +15,10 @@ from watchdog.flight_recorder import FlightRecorder
 class StreamGroup:
     """A group whose messages and waits for them are written into its rank's list of events."""
 
-    def __init__(self, role: str, rank: int, size: int, events: list[Event]):
+    def __init__(self, role: str, rank: int, size: int, events: list[Event], recorder=None):
         self.role, self.rank, self.size, self.events = role, rank, size, events
         self.counts: dict[tuple[str, int], int] = {}
+        self.loads = bool(getattr(recorder, "every", False))
 
     def send(self, tensor, to):
         return self._message("send", to)
@@ -27,6 +28,8 @@ class StreamGroup:
         return self._message("receive", source)
 
     def _message(self, kind: str, peer: int) -> "StreamWait":
+        if self.loads:  # the buffer's allocation waits for the device
+            self.events.append(Event(LOAD, place="a message's buffer"))
         number = self.counts[kind, peer] = self.counts.get((kind, peer), 0) + 1
         self.events.append(Event(kind, self.role, number, peer=peer))
         return StreamWait(self.events, len(self.events) - 1)
@@ -50,7 +53,9 @@ class StreamMesh:
     def __init__(self, rank: int, ranks: int, recorder, channels: bool):
         self.events: list[Event] = []
         self.roles = [f"{kind} {name}" if channels else kind for kind in "FB" for name in CHANNELS]
-        groups = {role: StreamGroup(role, rank, ranks, self.events) for role in self.roles}
+        groups = {
+            role: StreamGroup(role, rank, ranks, self.events, recorder) for role in self.roles
+        }
         named = [groups[role] for role in self.roles]
         self._channels = {"F": named[:4], "B": named[4:]}
         self.pp, self.recorder = named[0], recorder
