@@ -160,7 +160,7 @@ def test_a_right_trace_is_read(run, capsys):
         {"values": np.ones((4, 12), complex)},
         {"save": np.savez_compressed},
     ],
-    ids=str,
+    ids=[str(number) for number in range(18)],
 )
 def test_a_trace_of_other_types_or_sizes_is_one_sentence(run, changes):
     write_trace(run, **changes)
