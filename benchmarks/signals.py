@@ -94,7 +94,9 @@ def send(kind: str, ranks: int, number: signal.Signals, delay: float, limit: flo
     """
     result = Outcome(kind, ranks, number, delay)
     with tempfile.TemporaryDirectory() as out:
-        launcher = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
+        beside = Path(sys.executable).with_name("mpirun")  # of the MPI in .venv, if one is there
+        mpirun = str(beside) if beside.exists() else "mpirun"
+        launcher = [mpirun, "-n", str(ranks)] if ranks > 1 else []
         words = [*launcher, sys.executable, *KINDS[kind], *SHAPE.split(), "--out", out]
         process = subprocess.Popen(
             words,
