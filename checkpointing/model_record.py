@@ -24,7 +24,7 @@ from config.messages import UserError
 from config.schema import Config
 from corpora.encoder import END, Encoder
 from corpora.text import find_tokenizer, prefixes_of
-from corpora.tokenizer_files import load_tokenizer, read_settings
+from corpora.tokenizer_files import load_tokenizer, read_object, read_settings
 
 MOST_BYTES = 2**27  # the most bytes that are read of a tokenizer's file
 GENERATION = "generation_config.json"
@@ -308,12 +308,29 @@ def of_corpora(config: Config) -> ModelRecord:
     length = config.model.seq_length
     paths = [find_tokenizer([], [prefix]) or "" for prefix in prefixes_of(config.data.data)]
     paths = [path for path in paths if path]
-    found = [tokenizer_files(path) for path in paths]
+    found = [tokenizer_files(path) | _old_documents(path) for path in paths]
     if not found or any(files["tokenizer.json"] != found[0]["tokenizer.json"] for files in found):
         return without_tokenizer(length)
     # That with a chat template, if there is one, and else the first.
     best = max(range(len(found)), key=lambda i: (chat_template(found[i]) is not None, -i))
     return ModelRecord(ids_of(paths[best]), length, None, found[best])
+
+
+def _old_documents(tokenizer: str) -> dict[str, bytes]:
+    """Return the tokenizer_config.json that a corpus from before version 0.3 would have.
+
+    Nothing beside such a corpus says how its documents begin and end. They have no begin token,
+    whatever the tokenizer puts before a text; without this file a checkpoint's prompts would have
+    it. Empty for other corpora. tokenizer: the path of PREFIX.tokenizer.json.
+    """
+    settings = read_settings(tokenizer)
+    if not settings.of_corpus or settings.begin is not None:
+        return {}
+    end = Encoder(load_tokenizer(tokenizer), settings, tokenizer).end_token
+    if end is None:
+        return {}
+    facts = read_object(settings.path) | {"documents": {"begin": [], "end": end}}
+    return {"tokenizer_config.json": (json.dumps(facts, indent=2) + "\n").encode()}
 
 
 def _open(path: str) -> BinaryIO:

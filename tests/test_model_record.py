@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ranks
@@ -21,6 +22,8 @@ from config import families
 from config.command_line import make_model, parse
 from config.messages import UserError
 from config.schema import ModelShape
+from corpora.encoder import Encoder
+from corpora.tokenizer_files import load_tokenizer, read_settings
 
 transformers = pytest.importorskip("transformers")
 PROMPT = [5, 17, 60, 40]
@@ -254,6 +257,24 @@ def test_a_model_from_scratch_has_the_tokens_of_its_corpus(windowed, tmp_path):
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None}
     assert {name: config[name] for name in ids} == ids
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
+
+
+def test_prompts_of_a_corpus_from_before_begin_as_its_documents(windowed, tmp_path):
+    """The tokenizer puts <s> before a text; documents of the corpus do not have it."""
+    shutil.copy(windowed / "hf/tokenizer.json", tmp_path / "c.tokenizer.json")
+    settings = {"eos_token": "</s>"}
+    (tmp_path / "c.tokenizer_config.json").write_text(json.dumps(settings))
+    assert encoder_of(tmp_path / "c.tokenizer.json").begin == []
+    words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --steps 1 --global-batch-size 1"
+    run = parse(f"{words} --vocab-size {V} --data {tmp_path}/c".split())
+    for name, contents in model_record.of_corpora(run).files.items():
+        (tmp_path / name).write_bytes(contents)
+    kept = encoder_of(tmp_path / "tokenizer.json")
+    assert (kept.begin, kept.end_token) == ([], "</s>")
+
+
+def encoder_of(path: Path) -> Encoder:
+    return Encoder(load_tokenizer(str(path)), read_settings(str(path)), str(path))
 
 
 def test_a_checkpoint_without_a_record_is_read_as_before(windowed, tmp_path):
