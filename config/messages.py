@@ -59,6 +59,12 @@ class SaveError(UserError):
     status = 1
 
 
+class NetworkError(UserError):
+    """Ranks cannot reach one another; status 1, since the options are right: try again."""
+
+    status = 1
+
+
 class NodeError(UserError):
     """An error after which the supervisor may start the run again, without the named nodes.
 

@@ -38,7 +38,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from config.messages import UserError
+from config.messages import NetworkError, UserError
 from distributed.early_end import node_name
 from distributed.launch import Launch, Local
 
@@ -401,7 +401,7 @@ def _value_now(store: Any, key: str) -> str:
 
 
 def _check_reachable(address: Address) -> None:
-    """Raise UserError if the address, at which rank 0 listens, cannot be reached.
+    """Raise NetworkError if the address, at which rank 0 listens, cannot be reached.
 
     The connection is closed again at once. Without this check torch would try to connect for half
     an hour, and print its stack at each attempt.
@@ -409,7 +409,7 @@ def _check_reachable(address: Address) -> None:
     try:
         socket.create_connection(address, SECONDS_TO_CONNECT).close()
     except OSError as error:
-        raise UserError(
+        raise NetworkError(
             f"{node_name()} cannot reach the store of this job at {address.host}:{address.port}: "
             f"{error.strerror or error}"
         ) from None
