@@ -72,7 +72,7 @@ def test_a_mistake_stops_at_once_whatever_the_launcher_makes_of_its_status(tmp_p
     command = supervised(tmp_path, [], launcher, "--tp", "3")
     at = command.index("tests/supervised_worker.py")
     outcome = start([*command[:at], "train.py", *command[at + 2 :]], **ONE_THREAD)
-    sentence = "error: tp(3) * pp(1) * dp(?) does not divide 1 ranks"
+    sentence = "error: tp(3) * pp(1) * dp(?) does not divide 1 rank"
     assert sentence in (tmp_path / "rank.log").read_text()
     assert sentence in outcome.out
     assert outcome.status == 2

@@ -253,7 +253,7 @@ def test_a_full_disk_ends_no_run_and_status_0_needs_the_last_save(tmp_path):
     assert outcome.out.count(lacking) == 1
     assert "tokens per second: " in outcome.out
     assert outcome.out.count("was not saved") == 4
-    sentence = "error: training is complete, but step_00000030 could not be saved: there is none"
+    sentence = "error: training is complete, but step_00000030 could not be saved: no checkpoint"
     assert sentence in outcome.err
     assert outcome.out.count("cannot write tensorboard") == 1
     assert "Traceback" not in outcome.err
