@@ -410,7 +410,14 @@ class Trainer:
         samples: dict[str, str] = {}
         if self.log.is_writer:
             answers = config.data.answers_only
-            samples = fingerprints(self.splits.train, config.total_samples, answers)
+            most = max(level.batch for level in config.levels)
+
+            def skips(sample: int) -> bool:
+                """Return whether the run may skip a sample, with another one of its batch."""
+                first = max(0, sample - most + 1)
+                return config.passes_over(first, sample + most - first)
+
+            samples = fingerprints(self.splits.train, config.total_samples, answers, skips)
         self.log.begin(samples)
 
     def _announce(self) -> None:

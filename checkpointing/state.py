@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,17 +118,23 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprints(samples: Samples | None, total: int, answers: bool) -> dict[str, str]:
+def fingerprints(
+    samples: Samples | None, total: int, answers: bool, skips: Callable[[int], bool]
+) -> dict[str, str]:
     """Return hashes of the 1st, 2nd, 4th, 8th, ... sample of a run, by the sample's number.
 
     They are in run.json: `runs.py diff` compares the data of two runs by them. total: the samples
-    of the run. answers: whether the marks of --answers-only belong to a sample. A sample that
-    cannot be read ends the list: the step that reads it raises the error.
+    of the run. answers: whether the marks of --answers-only belong to a sample. skips: whether the
+    run skips a sample, from 0; such a sample is not even read. A sample that cannot be read ends
+    the list: the step that reads it raises the error.
     """
     found: dict[str, str] = {}
     number = 1
     with contextlib.suppress(UserError):
         while samples is not None and number <= min(total, len(samples)):
+            if skips(number - 1):
+                number *= 2
+                continue
             text = np.asarray(samples.sample(number - 1), dtype="<i8").tobytes()
             if answers:
                 text += np.asarray(samples.answers(number - 1), dtype="<i8").tobytes()
