@@ -17,7 +17,7 @@ from compare import assert_within
 from ranks import results_of, start
 
 import trainer
-from checkpointing import file_format, folders, save
+from checkpointing import folders, save
 from checkpointing.state import Progress
 from config import validation
 from config.messages import UserError
@@ -235,13 +235,13 @@ def test_a_newer_format_version_is_refused(intact, tmp_path, monkeypatch):
 
 def test_files_without_permission(intact, tmp_path, monkeypatch):
     """Simulated, because root, which many containers run as, may read every file."""
-    actual = open
+    actual = os.open
 
     def refuse(path, *rest, **options):
         if str(path).endswith("rank_00001.h5"):
             raise PermissionError(13, "Permission denied", path)
         return actual(path, *rest, **options)
 
-    monkeypatch.setattr(file_format, "open", refuse, raising=False)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(UserError, match=r"cannot read .*rank_00001.h5: Permission denied"):
         load(intact, tmp_path)
