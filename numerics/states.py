@@ -66,6 +66,9 @@ def _facts(index: Index) -> dict[str, Any]:
     facts = options({"config": config})
     for group in ("progress", "optimizer", "data"):
         facts |= {f"{group} {name}": value for name, value in index.attributes(group).items()}
+    past = facts.get("data past")
+    if past is not None:  # the run's name, which it has too, differs between any two runs
+        facts["data past"] = {k: v for k, v in json.loads(past).items() if k != "run"}
     return facts
 
 

@@ -91,7 +91,7 @@ def hang_in_groups(config, context) -> None:
     """One rank answers, but does not make its groups."""
     plant("nothing", context)
     if context.rank == CULPRIT:
-        preflight.Mesh = lambda *arguments: threading.Event().wait()
+        preflight.mesh_of_run = lambda *arguments: threading.Event().wait()
     torch.distributed.barrier()
     look("hang", config, context, LIMIT)
     if context.rank != 0:

@@ -397,6 +397,7 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
     run.splits, run.conditions = SimpleNamespace(test=None), conditions
     run.done, run.last_step, run.losses = Progress(), 3, SimpleNamespace(diverged=False, bad=[])
     run._evaluations_after = lambda iteration: {}
+    run._announce = run._begin_record = lambda: None
     run.stats_exchange = SimpleNamespace(largest_request=conditions.requested_action)
 
     def advance(iteration, evaluates):
