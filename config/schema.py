@@ -377,7 +377,8 @@ class Config:
     def levels(self) -> list[Level]:
         """The levels (steps with one batch size) from --begin-at-samples to --stop-at-samples.
 
-        A resumed run has those from its checkpoint on.
+        A resumed run has those from its checkpoint on: at least the one there, even if no step is
+        left to do.
         """
         run = self.run
         past = self.past
@@ -385,7 +386,7 @@ class Config:
             dataclasses.replace(level, first_step=level.first_step + past.step)
             for level in self.batches.levels(past.samples)
         ]
-        return batches.between(levels, run.begin_at_samples, run.stop_at_samples)
+        return batches.between(levels, run.begin_at_samples, run.stop_at_samples) or levels[:1]
 
     @cached_property
     def skipped(self) -> list[tuple[int, int]]:
