@@ -104,7 +104,7 @@ def read(path: Path) -> Trace:
                 )
             _check_about(about)
             values = _array(archive, "values", "f8", 2)
-            responses = _array(archive, "response", "f8", 1)
+            responses = _array(archive, "response", "f4", 1)
         _check_sizes(about, values, responses)
         return Trace(about, values, responses)
     except OSError as error:

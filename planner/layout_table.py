@@ -290,7 +290,7 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
     """
     words = _words_of_train(question, layout)
     run = question.config
-    if run.data.data == ("synthetic",):
+    if "--data" not in words:
         words += ["--data", "synthetic"]
     if not _has_length(run):
         words += ["--steps", str(STEPS)]
@@ -305,7 +305,11 @@ def _words_of_train(question: Question, layout: schema.Layout) -> list[str]:
     """
     run = replace(question.config, layout=layout)
     name = question.options.model
-    words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
+    # Random tokens are the default; who has asked for them gets them in a batch file too.
+    always = {"data"} & question.given
+    words = []
+    for group in schema.GROUPS:
+        words += to_words(getattr(run, group), "dp", always=always)
     if name:
         # The words of the model's sizes are the first of `words`, as `model` is the first group.
         # They are replaced by --model and the options that the user gave in addition.

@@ -224,9 +224,11 @@ def communicators(job: Job) -> tuple[Column, Column]:
     replicas = cp & np.greater(job.shards, 1)
     expert_replicas = (experts | tp) & np.greater(job.shards * layout.tp, job.ep)
     expert_replicas = expert_replicas & (job.model.experts > 1)
-    # Activations, their gradients, and the ends of a pipeline, which may share a tied matrix. If
-    # ranks hold several stages, messages have eight groups more.
-    pipeline = 3 * pp + 8 * (pp & np.greater(layout.stages_per_rank, 1))
+    # Activations and their gradients have a group each, or eight if ranks hold several stages. The
+    # ends of a pipeline have one if they share a tied matrix; in a V they are on the same rank.
+    pipeline = pp * np.where(np.greater(layout.stages_per_rank, 1), 8, 2)
+    in_a_v = np.equal(layout.schedule, "zb-v") | np.equal(layout.schedule, "searched-v")
+    pipeline = pipeline + (pp & ~in_a_v & bool(job.model.tied))
     all_ranks = np.greater(job.gpus, 1)
     limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks
     return free, limited

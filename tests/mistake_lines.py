@@ -85,7 +85,7 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 run.toml | unknown argument 'run.toml'
 --config nowhere.toml | cannot read --config nowhere.toml: No such file or directory
 --config dir | cannot read --config dir: Is a directory
---config /dev/zero | --config /dev/zero is not TOML: it has more than 1,048,576 bytes
+--config /dev/zero | cannot read --config /dev/zero: it is not a regular file
 --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
 --config utf16.toml | --config utf16.toml is not TOML: line 1 is not UTF-8
 --config binary.toml | --config binary.toml is not TOML: line 1 is not UTF-8
@@ -129,7 +129,7 @@ OMPI_COMM_WORLD_SIZE=two OMPI_COMM_WORLD_RANK=0 | the environment variable OMPI_
     "torchrun": """
 TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 @/train.py --model 1b3
 | the launcher has set some of its variables, but not MASTER_PORT
-MASTER_PORT=1 | torchrun's MASTER_ADDR is not set, where the ranks meet
+MASTER_PORT=1 | MASTER_ADDR is not set, where the ranks meet
 MASTER_ADDR=h MASTER_PORT=http | the environment variable MASTER_PORT is 'http', not a whole number
 MASTER_ADDR=h MASTER_PORT=1 RANK=one | the environment variable RANK is 'one', not a whole number
 MASTER_ADDR=h MASTER_PORT=1 RANK=2 | RANK is 2, which is not below WORLD_SIZE, 2
@@ -164,10 +164,10 @@ days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
 days --model 176b --tokens 450Q | --tokens takes a number, not '450Q'
 days --model 176b --tokens nan | --tokens must be above 0, not nan
 days --model 176b --tokens -1 | --tokens must be above 0, not -1
-days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3197.7 GB with
+model --model 176b --risk 0.2 | --risk goes with layouts, stages, days, largest, smallest, rampup
+days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3195.7 GB with
 smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, largest, rampup,
 largest --gpus 8 --tp 2 | --tp: largest tries every tp and pp at micro-batch 1, full recomputation
-largest --gpus 8 --risk 0.2 | --risk goes with layouts, stages, days and rampup, not largest
 days --model 176b --tokens 200BB | --tokens takes a number, not '200BB'
 model --model 176b --tokens 1e9 | --tokens goes with days, not model
 model --model 176b --trace t.json | --trace goes with timeline, not model

@@ -8,7 +8,7 @@ OF_FILES = {
 @/sample.py
 | the following arguments are required: RUN
 --prompt text | the following arguments are required: RUN
-nowhere | give one of --prompt and --eval-data; neither was given
+nowhere | give one of --prompt, --chat and --eval-data; none was given
 nowhere --prompt text | nowhere is not a complete checkpoint: there is no such folder
 a-file --prompt text | a-file is not a complete checkpoint: there is no such folder
 dir --prompt text | dir is not a complete checkpoint: it has no manifest.json
@@ -23,9 +23,9 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt | --prompt: expected one argument
 --prompt '1, 61' | --prompt: 61 is not below vocab-size(61)
 --prompt '1 -2' | --prompt '1 -2': no tokenizer was found beside the checkpoint or the corpus
---prompt 1 --eval-data a=b | give one of --prompt and --eval-data; both were given
---eval-data a=b --seed 5 | --seed goes with --prompt, not --eval-data
---eval-data a=b --top-p 0.5 --max-tokens 3 | --max-tokens goes with --prompt, not --eval-data
+--prompt 1 --eval-data a=b | --chat and --eval-data; --prompt and --eval-data were given
+--eval-data a=b --seed 5 | --seed goes with --prompt or --chat, not --eval-data
+--eval-data a=b --top-p 0.5 --max-tokens 3 | --max-tokens goes with --prompt or --chat, not
 --prompt '0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5' | the longest prompt has 16 tokens and --max-tokens
 --prompt 1 --max-tokens 16 | the longest prompt has 1 tokens and --max-tokens is 16: together 17
 --prompt 1 --max-tokens 0 | --max-tokens must be from 1 to 1048576, not 0
@@ -38,7 +38,7 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt 1 --top-p 95 | --top-p must be above 0 and at most 1, not 95.0
 --prompt 1 --seed -3 | --seed must be at least 0 and below 2^63, not -3
 --prompt 1 --tokenizer nowhere | --tokenizer nowhere: there is no such file
---prompt 1 --tokenizer dir | --tokenizer dir: there is no such file
+--prompt 1 --tokenizer dir | --tokenizer dir/tokenizer.json: there is no such file
 --prompt 1 --tokenizer a-file | cannot read the tokenizer a-file: expected ident at line 1 column 2
 --prompt 1 --tokenizer binary.toml | binary.toml is not UTF-8
 --prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 rank: start

@@ -50,7 +50,7 @@ class Sites:
         self.blocks = {}
         for stage in state.stages:
             self.blocks |= {id(b): n for n, b in enumerate(stage.blocks, stage.spec.first)}
-        self.groups = {id(g): f"pass {kind}" for kind, g in self.mesh.passes.items()}
+        self.groups = {}
         for role in reversed(ROLES):
             self.groups[id(getattr(self.mesh, role))] = role
         for method in METHODS:

@@ -134,11 +134,12 @@ def test_in_a_pipe_there_is_a_line_by_time_and_a_row_for_every_step(
 def test_the_peak_of_a_device_is_that_of_its_name_or_unknown():
     assert hardware.peak_of("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
     assert hardware.peak_of("NVIDIA H100 80GB HBM3", "fp16") == 989.4e12
+    assert hardware.peak_of("NVIDIA GH200 480GB", "bf16") == 989.4e12
+    assert hardware.peak_of("NVIDIA GeForce RTX 3090", "bf16") == 71e12
     for device, precision in (
         ("NVIDIA H100 PCIe", "bf16"),
         ("NVIDIA A100-SXM4-80GB", "fp32"),
         ("4 CPU cores", "bf16"),
-        ("NVIDIA GeForce RTX 3090", "bf16"),
-        ("NVIDIA GH200 480GB", "bf16"),
+        ("NVIDIA GeForce RTX 2080", "bf16"),
     ):
         assert hardware.peak_of(device, precision) is None

@@ -159,7 +159,8 @@ MIXTRAL_FILE = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-QWEN_FILE = MIXTRAL_FILE | {
+QWEN_FILE = {name: value for name, value in MIXTRAL_FILE.items() if name != "num_local_experts"}
+QWEN_FILE |= {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
     "intermediate_size": 6144,

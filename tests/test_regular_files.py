@@ -126,7 +126,7 @@ def write_trace(folder: Path, save=np.savez, values=None, **changes) -> None:
     values = np.ones((4, 12)) if values is None else values
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     file = folder / "numerics/step-000001.npz"
-    save(file, values=values, response=np.ones(2), about=text)
+    save(file, values=values, response=np.ones(2, np.float32), about=text)
 
 
 def diff(folder: Path) -> int:
