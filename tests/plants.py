@@ -31,7 +31,6 @@ METHODS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcas
 METHODS += ("receive",)
 CHANGES = ("left out", "doubled", "scaled", "stale")
 ROLES = ("tp", "cp", "heads", "kv", "dp", "replicas", "experts", "expert_replicas", "tied", "world")
-ROLES += ("vocabulary",)
 DEEPEST = 80  # frames that are searched for the layer
 BETWEEN = ("distributed/", "parallel.py")  # files that a call site passes through
 UNALTERED = ("connect", "_send.")  # first messages, and the senders' side of a broadcast
@@ -50,7 +49,7 @@ class Sites:
         self.blocks = {}
         for stage in state.stages:
             self.blocks |= {id(b): n for n, b in enumerate(stage.blocks, stage.spec.first)}
-        self.groups = {}
+        self.groups: dict[int, str] = {}
         for role in reversed(ROLES):
             self.groups[id(getattr(self.mesh, role))] = role
         for method in METHODS:
