@@ -15,8 +15,8 @@ the same bytes by part.
 
 import math
 import resource
-import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import psutil
@@ -186,11 +186,9 @@ class StragglerCheck:
         if self.timed < self.steps:
             steps = f"{self.timed} measured steps of {steps}"
         for ranks in ranks_of_stages(self.layout):
-            for rank in ranks:
-                # A rank without peers is compared with itself, and so is never slow.
-                seconds_of_peers = [seconds[peer] for peer in ranks if peer != rank]
+            medians = medians_of_others([seconds[rank] for rank in ranks])
+            for rank, median in zip(ranks, medians, strict=True):
                 seconds_of_rank = seconds[rank]
-                median = statistics.median(seconds_of_peers or [seconds_of_rank])
                 if seconds_of_rank <= median * (1 + self.percent / 100):
                     continue
                 position = coordinates(rank, self.layout.axes)
@@ -199,9 +197,30 @@ class StragglerCheck:
                     f"SLOW: rank {rank} ({axes}) on "
                     f"{self.nodes[rank]} computed {seconds_of_rank:.4f} s a step over {steps}, "
                     f"{seconds_of_rank / median - 1:.0%} longer than the median of the "
-                    f"{len(seconds_of_peers)} others of its stage, {median:.4f} s"
+                    f"{len(ranks) - 1} others of its stage, {median:.4f} s"
                 )
         return lines
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return, for each value, the median of the other values; of a single value itself.
+
+    The values are sorted once, so that thousands of ranks take milliseconds.
+    """
+    count = len(values)
+    if count == 1:
+        return list(values)
+    order = sorted(range(count), key=values.__getitem__)
+    ascending = [values[index] for index in order]
+    medians = [0.0] * count
+    for place, index in enumerate(order):
+        # The two places in the middle of the others, which are one place if their number is odd.
+        # In `ascending` the places from that of the value on are one further.
+        low, high = (count - 2) // 2, (count - 1) // 2
+        low += low >= place
+        high += high >= place
+        medians[index] = (ascending[low] + ascending[high]) / 2
+    return medians
 
 
 def ranks_of_stages(layout: Layout) -> list[tuple[int, ...]]:
