@@ -36,6 +36,7 @@ from distributed.stop_conditions import (
     StopConditions,
     outlook,
 )
+from distributed.store import first_given
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
@@ -339,7 +340,7 @@ class Trainer:
         if self.config.run.trace_numerics:  # it does the steps, and traces some of them
             from telemetry.numerics_trace import NumericsTrace
 
-            self.step = NumericsTrace(state, run_passes, step, exchange.gather, log.without).step
+            self.step = NumericsTrace(state, run_passes, step, exchange.agree, log.without).step
         if self.config.run.audit_every:  # it repeats passes and compares the results
             from telemetry.audit import Audit
 
@@ -511,8 +512,8 @@ class Trainer:
 
         Raise UserError if the state could not be saved.
         """
-        reasons = self.checkpoints.exchange.gather("stop", self.conditions.reason)
-        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        exchange = self.checkpoints.exchange
+        rank, reason = exchange.agree(self.conditions.reason, first_given, "stop")
         where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
         where += f", after iteration {self.done.iteration} of {self.last_step}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):

@@ -220,7 +220,7 @@ def main() -> None:
         layout = placed(given.tp, given.pp, launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    from timed_collectives import World, rates
+    from timed_collectives import World, limits_of_sms, rates
 
     from distributed.context import start
 
@@ -235,7 +235,10 @@ def main() -> None:
         facts.pop("places")  # a line for every rank is too long
         print(", ".join(f"{name}: {value}" for name, value in facts.items()))
         known = f"{rate[0] / 1e9:g} Gbit/s ({rate[1]})" if rate else "not known; give --line-rate"
-        print(f"line rate of a node: {known}; a dash: the group is within one node\n")
+        print(f"line rate of a node: {known}; a dash: the group is within one node")
+        if context.device.type == "cuda":
+            print(limits_of_sms())
+        print()
     extra = rates(world, machine) if given.rates else {}
     measured = run(given, world, layout)
     if given.pairs:

@@ -14,11 +14,12 @@ from bandwidth import Measured
 from device_rates import copy_rate, gemm_rate, synchronise
 
 from config.schema import Layout, rows_along
-from distributed.context import Context
+from distributed.context import Context, most_ctas
 from distributed.mesh import Mesh
 from planner import hardware
 
 ITEM = 4  # bytes of an element: fp32
+ROLES = {"world": "world", "tp": "tp", "dp": "dp", "pp": "forward"}  # of the groups, by name
 FEWEST = 3  # trials of a row, however long they take
 
 
@@ -41,7 +42,7 @@ class World:
         self.context = context
         self.device = context.device
         mesh = Mesh(layout.axes, context)
-        self.groups = {"world": mesh.world, "tp": mesh.tp, "dp": mesh.dp, "pp": mesh.forward}
+        self.groups = {name: mesh.group(role) for name, role in ROLES.items()}
         axes = {"world": tuple(layout.axes), "tp": ("tp",), "dp": ("dp",), "pp": ("pp",)}
         self.rows = {name: rows_along(layout.axes, along) for name, along in axes.items()}
 
@@ -68,6 +69,16 @@ class World:
         else:
             own = psutil.virtual_memory().available / self.context.local.size / 4
         return min(row[0] for row in self.gather([own]))
+
+
+def limits_of_sms() -> str:
+    """Which rates are not those of the links, because a group has a limit of SMs over NCCL."""
+    limits = {name: most_ctas(role) for name, role in ROLES.items()}
+    limited = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit)
+    return (
+        f"SMs (CTAs) that an operation takes at most, as in training: {limited}; these groups may "
+        f"be slower than the links, which is no sign of a broken one. Pairs go over world."
+    )
 
 
 def operation(world: World, group_name: str, name: str, elements: int):

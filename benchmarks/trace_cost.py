@@ -48,7 +48,11 @@ def seconds(shape: dict[str, int], pairs: int) -> list[float]:
         state = trainer.build(config)
         samples = data.build(config).train
         trace = NumericsTrace(
-            state, trainer.run_passes, trainer.step, lambda name, value: [value], nullcontext
+            state,
+            trainer.run_passes,
+            trainer.step,
+            lambda value, combine: combine([value]),
+            nullcontext,
         )
         for number in range(1, steps + 1):
             state.factory.mesh.recorder.begin_step(number)

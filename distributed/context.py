@@ -361,10 +361,18 @@ def _nccl_options(role: str) -> Any:
 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=role in HIGH_PRIORITY)
     options._timeout = COLLECTIVE_TIMEOUT  # torch warns if new_group has another timeout
-    ctas = MOST_CTAS.get(role) or MOST_CTAS.get(role.partition(" ")[0])  # such as "forward up"
+    ctas = most_ctas(role)
     if ctas is not None:
         options.config.max_ctas = ctas
     return options
+
+
+def most_ctas(role: str) -> int | None:
+    """Return the most SMs that an operation of a group takes, or None if NCCL chooses.
+
+    role: the group's role, such as `dp`, or a role and a direction, such as `forward up`.
+    """
+    return MOST_CTAS.get(role) or MOST_CTAS.get(role.partition(" ")[0])
 
 
 # ---- Start-up ------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ by --check-speed-every. The answers go through torch's store with a time limit (
 node which does not answer, for any reason, is named in the error and can be left out.
 
 A check of the nodes raises NodeError, on every rank, with the nodes to leave out: the supervisor
-then starts the run again without them. `say` prints a line on rank 0. `peers` gathers values.
+then starts the run again without them. `say` prints a line on rank 0. `peers` has rank 0 judge the
+answers of all ranks, so that the ranks get what it finds and not all answers.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import platform
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import psutil
 import torch
 
 from config.messages import NodeError, UserError
+from config.run_options import Run
 from config.schema import Config
 from distributed import placement
 from distributed.context import Context
@@ -67,13 +70,14 @@ class Peers(StoreExchange):
         name = "preflight"
         super().__init__(store, context.rank, context.size, name, context.recorder, seconds)
 
-    def gather(self, key: str, value: Any) -> list[Any]:
-        """Return every rank's value in rank order; collective over all ranks.
+    def agree(self, value: Any, combine: Callable[[list], Any], key: str = "agree") -> Any:
+        """Return combine(values of all ranks), computed on rank 0; collective over all ranks.
 
-        key: names the check in the error. Raise NodeError, on every rank, with the silent ranks.
+        An error of `combine` is raised on every rank. key: names the check in the error. Raise
+        NodeError, on every rank, with the silent ranks.
         """
         try:
-            return super().gather(key, value)
+            return super().agree(value, combine, key)
         except NoAnswer as error:
             raise NodeError(
                 f"preflight: {self.named(error.ranks)} did not answer in {self.seconds:g} s "
@@ -119,11 +123,12 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     """
     began = time.perf_counter()
     context = peers.context
-    # Each `gather` also checks that every rank answers within the time limit.
-    check_versions(peers.gather("start", versions(config)), peers)
+    # Each `agree` also checks that every rank answers within the time limit.
+    peers.agree(versions(config), lambda answers: check_versions(answers, peers), "start")
     gpu = context.places[context.rank].gpu
     sharing = sum(place.gpu == gpu for place in context.places)  # ranks on this rank's GPU
-    check_devices(peers.gather("device", try_device(context.device, sharing)), peers)
+    error = try_device(context.device, sharing)
+    peers.agree(error, lambda errors: check_devices(errors, peers), "device")
     check_groups(config, peers, say)
     say(
         f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, every device "
@@ -258,6 +263,15 @@ def check_groups(config: Config, peers: Peers, say: Say = lambda line: None) -> 
             progress.error = str(error).splitlines()[0]
         done.set()
 
+    def slowest(answers: list[dict[str, Any]]) -> int:
+        """Return the step of the slowest rank; raise NodeError if ranks hold up the others."""
+        least = min(answer["at"] for answer in answers)
+        stuck = stuck_ranks(answers, peers.seconds) if least < len(names) else []
+        if stuck:
+            reason = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
+            raise peers.refusal(f"{names[least]} fails on {peers.named(stuck)}: {reason}", stuck)
+        return least
+
     # A daemon thread: if it hangs, the job can still end with the error below.
     threading.Thread(target=reduce, name="preflight", daemon=True).start()
     looks = 0  # the exchanges since the slowest rank began its step
@@ -265,16 +279,11 @@ def check_groups(config: Config, peers: Peers, say: Say = lambda line: None) -> 
     while True:
         # A rank that is done comes to the exchange early, and must not take the others for lost.
         done.wait(peers.seconds / LOOKS)
-        answers = peers.gather("groups", progress.to_dict())
-        least = min(answer["at"] for answer in answers)
+        least = peers.agree(progress.to_dict(), slowest, "groups")
         if least == len(names):
             return
         looks = looks + 1 if least == before else 1
         before = least
-        stuck = stuck_ranks(answers, peers.seconds)
-        if stuck:
-            reason = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
-            raise peers.refusal(f"{names[least]} fails on {peers.named(stuck)}: {reason}", stuck)
         limits, rest = divmod(looks, LOOKS)
         if limits == MOST_LIMITS:
             raise NodeError(
@@ -355,20 +364,31 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
     run = config.run
     peers = Peers(context)
     answer = {"memory": available_memory(), "disk": free_bytes(run.out), "needed": needed}
-    answers = peers.gather("room", answer)
+    warning = peers.agree(answer, lambda answers: _warning_of_room(run, answers, peers), "room")
+    if warning:
+        say(warning)
+
+
+def _warning_of_room(run: Run, answers: list[dict[str, int]], peers: Peers) -> str:
+    """Return a warning if a run that saves only when it is stopped has no room for that, or "".
+
+    Raise UserError if the run is to save and has no room. answers: every rank's free "memory" and
+    "disk" in bytes, and the "needed" bytes of a checkpoint.
+    """
     needed = answers[0]["needed"]
     if run.saves and run.async_save:
         _check_memory(answers, needed, peers)
     # Ranks may see different disks under one name: the disk with the least room counts.
     free, rank_at_disk = min((answer["disk"], rank) for rank, answer in enumerate(answers))
-    if needed > free:
-        sentence = (
-            f"preflight: a checkpoint takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are "
-            f"free where {run.out} is, seen from {peers.named([rank_at_disk])}"
-        )
-        if run.saves:
-            raise UserError(sentence)
-        say(f"{sentence}: a run that is stopped early could not be saved")
+    if needed <= free:
+        return ""
+    sentence = (
+        f"preflight: a checkpoint takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are "
+        f"free where {run.out} is, seen from {peers.named([rank_at_disk])}"
+    )
+    if run.saves:
+        raise UserError(sentence)
+    return f"{sentence}: a run that is stopped early could not be saved"
 
 
 def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> None:

@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
+from config.messages import NodeError, UserError
 from watchdog.flight_recorder import FlightRecorder
 
 PAUSE = 0.005  # seconds between two looks of rank 0 for a value that is not there yet
@@ -37,6 +38,14 @@ class NoAnswer(TimeoutError):
         names = f"{noun} {', '.join(map(str, ranks))}"
         limit = f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
         super().__init__(f"{names} did not answer within {limit}")
+
+
+def first_given(values: list) -> tuple[int, Any] | None:
+    """Return (rank, value) of the first rank with a value, or None; for `StoreExchange.agree`.
+
+    values: by rank, a value, or None or an empty text.
+    """
+    return next(((rank, value) for rank, value in enumerate(values) if value), None)
 
 
 class StoreExchange:
@@ -79,8 +88,9 @@ class StoreExchange:
     def gather(self, key: str, value: Any) -> list[Any]:
         """Return every rank's value in rank order, on every rank; every rank must call this.
 
-        value: this rank's value, which can be written as JSON. key: names the values in the store.
-        Raise NoAnswer, on every rank, with the ranks that were silent.
+        Rank 0 sends N values to each of N ranks. Where each rank needs only what follows from them,
+        `agree` sends that. value: this rank's value, which can be written as JSON. key: names the
+        values in the store. Raise NoAnswer, on every rank, with the ranks that were silent.
         """
         return self.agree(value, lambda values: values, key)
 
@@ -89,8 +99,9 @@ class StoreExchange:
 
         Every rank must call this; it needs no collective, and so works before process groups are
         started or when a GPU hangs. value: this rank's value, which can be written as JSON.
-        combine: takes the list of values in rank order. Raise NoAnswer, on every rank, with the
-        ranks that were silent.
+        combine: takes the list of values in rank order, and returns what can be written as JSON. A
+        UserError or NodeError of it is raised on every rank. Raise NoAnswer, on every rank, with
+        the ranks that were silent.
         """
         import torch.distributed as dist
 
@@ -98,12 +109,16 @@ class StoreExchange:
         key = f"{key}/{self._agreed}"
         self.tell(key, value)
         result_key = f"{self._name}/{key}/result"
-        # Rank 0 puts the result, or the silent ranks, into the store, and every rank reads it.
+        # Rank 0 puts the result, the silent ranks or the error into the store, for every rank.
         if self.rank == 0:
             try:
                 result = {"value": combine(self.collect(key))}
             except NoAnswer as error:
                 result = {"silent": error.ranks}
+            except NodeError as error:
+                result = {"failed": [str(error), error.nodes, error.kind, error.ranks]}
+            except UserError as error:
+                result = {"refused": str(error)}
             self.store.set(result_key, json.dumps(result))
         began = time.monotonic()
         with self.recorder.waiting_for("store", (0,)):
@@ -116,6 +131,10 @@ class StoreExchange:
         result = json.loads(self.store.get(result_key))
         if "silent" in result:
             raise NoAnswer(result["silent"], self.seconds)
+        if "failed" in result:
+            raise NodeError(*result["failed"])
+        if "refused" in result:
+            raise UserError(result["refused"])
         return result["value"]
 
     def leave(self) -> None:

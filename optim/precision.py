@@ -12,7 +12,7 @@ import torch
 from config.messages import UserError
 from config.schema import Config
 from distributed.context import Context
-from distributed.store import StoreExchange
+from distributed.store import StoreExchange, first_given
 
 DTYPES = {
     "fp64": torch.float64,
@@ -35,16 +35,14 @@ def decide(config: Config, context: Context | None) -> tuple[Config, str]:
         return config, ""
     if context is None or context.device.type != "cuda":
         return config.with_precision("fp32"), "precision: fp32 (--precision auto on CPUs)"
-    # All ranks must use one format, and nodes may have different GPUs. So each rank tells the
-    # others the name of its GPU if the GPU has no bf16, or an empty text.
+    # All ranks must use one format, and nodes may have different GPUs. So each rank tells rank 0
+    # the name of its GPU if the GPU has no bf16, or an empty text.
     gpu_without_bf16 = "" if _has_bf16() else torch.cuda.get_device_name(context.device)
     exchange = StoreExchange(context.store, context.rank, context.size, "precision")
-    names = exchange.gather("GPUs without bf16", gpu_without_bf16)
-    ranks_without = [rank for rank, name in enumerate(names) if name]
-    if not ranks_without:
+    first = exchange.agree(gpu_without_bf16, first_given, "GPUs without bf16")
+    if first is None:
         return config.with_precision("bf16"), "precision: bf16 (--precision auto on these GPUs)"
-    rank = ranks_without[0]
-    name = names[rank]
+    rank, name = first
     return config.with_precision("fp16"), (
         f"note: precision: fp16 (--precision auto), since the GPU of rank {rank}, {name}, has no "
         f"bf16 arithmetic; the loss is scaled (--loss-scale)"

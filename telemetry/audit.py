@@ -307,14 +307,15 @@ class Audit:
             # A place after the last name is padding: another rank has computed more products.
             names = [*results.names, "the number of products"]
             report = place, tied, names[min(place, len(results.names))]
-        reports = self.checkpoints.exchange.gather("audit", report)  # the reports of all ranks
-        culprits = named(reports, self.config.layout.axes)  # by rank, its first wrong result
+        axes = self.config.layout.axes
+        exchange = self.checkpoints.exchange
+        found = exchange.agree(report, lambda reports: named(reports, axes), "audit")
+        culprits = {rank: name for rank, _, name in found}  # by rank, its first wrong result
         nodes = self.log.context.nodes
         descriptions = [f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()]
         ranks = " and ".join(descriptions)
-        ties = [tied for _, tied, _ in (reports[rank] for rank in culprits)]
         finding = f"the audit after iteration {iteration} found wrong bits on {ranks}"
-        if any(ties):
+        if any(tied for _, tied, _ in found):
             finding = f"in the audit after iteration {iteration} the results differ between {ranks}"
             finding += "; there is no majority, so nobody can say which is wrong"
         self.checkpoints.close()  # a running save ends before later checkpoints are moved away
@@ -326,7 +327,7 @@ class Audit:
             line = folders.set_aside(parent, self.checkpoints.covered, why, wrong=True)
             self.log.note(line or "all checkpoints are covered by audits")
         # Wait for rank 0's files: the launcher ends all ranks when one rank ends.
-        self.checkpoints.exchange.gather("audited", None)
+        exchange.agree(None, lambda answers: None, "audited")
         raise NodeError(finding, {nodes[rank] for rank in culprits}, "audit", list(culprits))
 
 
@@ -359,8 +360,10 @@ def vote(rows: Sequence[Sequence[int]]) -> dict[int, tuple[int, bool]]:
     return wrong
 
 
-def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
-    """Return, by rank that computed a wrong result itself, the name of its first wrong result.
+def named(reports: Sequence[Any], axes: dict[str, int]) -> list[tuple[int, bool, str]]:
+    """Return the ranks that computed a wrong result themselves, and their first wrong results.
+
+    A rank has (rank, whether its first wrong result is a tie, the result's name).
 
     reports: by rank, the place of its first wrong result, whether it is a tie, and the result's
     name; None if no result is wrong. A rank's wrong bits spread later to other ranks of its stage
@@ -371,13 +374,13 @@ def named(reports: Sequence[Any], axes: dict[str, int]) -> dict[int, str]:
         if report is not None:
             place = coordinates(rank, axes)
             replicas.setdefault((place["pp"], place["dp"]), []).append(rank)
-    culprits: dict[int, str] = {}
+    culprits = []
     for ranks in replicas.values():
         earliest = min(reports[rank][0] for rank in ranks)
         for rank in ranks:
-            place, _, result = reports[rank]
+            place, tied, result = reports[rank]
             if place == earliest:
-                culprits[rank] = result
+                culprits.append((rank, tied, result))
     return culprits
 
 

@@ -100,6 +100,7 @@ class Log:
         self.waiting: list[str] | None = None  # the lines that `held` keeps
         self.kernels = kernels
         self.checkpoint_bytes = checkpoint_bytes
+        self.facts: dict[str, Any] = {}  # the contents of run.json, after `begin`
         if self.is_writer:
             facts = context.describe()
             device = context.device.type
@@ -125,6 +126,7 @@ class Log:
         if not self.is_writer:
             return
         self.latest = everyone
+        self._write_outside(everyone)
         seconds = everyone[0].seconds
         self.steps.add(batch, seconds, result.loss, result.skipped)
         iteration = done.iteration
@@ -164,6 +166,26 @@ class Log:
         is_due = is_late if every is None else is_multiple
         if is_first_or_last or is_due:
             self._print_step(row)
+
+    def _write_outside(self, everyone: list[StepStats]) -> None:
+        """After the first step on GPUs, add the bytes outside of the allocator to run.json.
+
+        everyone: the statistics of all ranks, in rank order.
+        """
+        name = "outside_allocator_bytes_per_stage"
+        outside = step_stats.outside_per_stage(everyone, self.config.layout)
+        if not outside or name in self.facts:
+            return
+        self.facts[name] = outside
+        with self.without(f"{name} to run.json"):
+            os.rename(self._write_facts(), os.path.join(self.config.run.out, "run.json"))
+
+    def _write_facts(self) -> str:
+        """Write the facts into run.json.new, which the caller renames; return its path."""
+        path = os.path.join(self.config.run.out, "run.json.new")
+        with open(path, "w") as file:
+            json.dump(self.facts, file, indent=1)
+        return path
 
     def _rates_of_flops(self, batch: int, seconds: float) -> dict[str, float | None]:
         """Return a step's TFLOPs per second and rank, and its MFU, by the name of their columns.
@@ -349,7 +371,7 @@ class Log:
         self.early = None
         if not self.is_writer:
             return
-        facts = {
+        self.facts = {
             "version": VERSION,
             "config": self.config.as_dict(),
             "cluster": self.context.describe(),
@@ -369,7 +391,6 @@ class Log:
             },
         }
         out = self.config.run.out
-        new_file = os.path.join(out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
         # A run must not add to the files of another run; a resumed run goes on with its own.
         # Checkpoints of another run stay where they are until this one saves.
@@ -379,8 +400,7 @@ class Log:
         try:
             os.makedirs(out, exist_ok=True)
             # If the disk is full, writing the new run.json fails before any old file is renamed.
-            with open(new_file, "w") as file:
-                json.dump(facts, file, indent=1)
+            new_file = self._write_facts()
             moved, number = _keep_earlier(out, earlier + kept * of_another_run)
             if self.config.run.resume and of_another_run:
                 parts.bring_back(out, kept, run)

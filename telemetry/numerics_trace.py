@@ -87,13 +87,13 @@ class NumericsTrace:
         state: Any,
         passes: Callable[..., Any],
         step: Callable[..., StepResult],
-        gather: Callable[[str, Any], list[Any]],
+        agree: Callable[[Any, Callable[[list], Any]], Any],
         writing: Callable[[str], AbstractContextManager],
     ):
         """Gather the names of all ranks' parameters; collective over the world.
 
         state: the trainer's TrainState. passes: runs the forward and backward passes of a step.
-        step: does one optimizer step. gather: returns the list of all ranks' values. writing:
+        step: does one optimizer step. agree: returns f(all ranks' values). writing:
         returns the context in which a file of that path is written.
         """
         self.state = state
@@ -109,8 +109,8 @@ class NumericsTrace:
         self.activations = activation_names(self.config.model.layers)
         self.kinds = [GRADIENT, BEFORE, *self.optimizer.state_kinds, AFTER]
         # The names of the whole model's parameters: several ranks have a parameter of one name.
-        names_of_ranks = gather("numerics", [spec.name for spec in self.optimizer.specs])
-        self.parameters = sorted(dict.fromkeys(chain(*names_of_ranks)), key=_place)
+        names = [spec.name for spec in self.optimizer.specs]
+        self.parameters = agree(names, _in_order)
 
     def step(self, samples: Any, consumed: int, lr: float) -> StepResult:
         """Do one optimizer step and return its result; write a trace of the steps asked for.
@@ -264,6 +264,11 @@ class NumericsTrace:
             with open(path + ".new", "wb") as file:
                 np.savez(file, values=sketches, response=self.response, about=text)
             os.replace(path + ".new", path)
+
+
+def _in_order(names_of_ranks: list[list[str]]) -> list[str]:
+    """Return the names of all ranks' parameters in the order of execution, each once."""
+    return sorted(dict.fromkeys(chain(*names_of_ranks)), key=_place)
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -72,8 +72,8 @@ def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) ->
     # Rank 0 reads the times in run.json for all ranks, since other nodes may not see the file.
     costs = exchange.agree(_earlier(config), lambda values: values[0])
     if costs is None:
-        seconds_of_ranks = exchange.gather("seconds", _measure(config, context, dtype))
-        slowest = [max(seconds) for seconds in zip(*seconds_of_ranks, strict=True)]
+        seconds = _measure(config, context, dtype)
+        slowest = exchange.agree(seconds, lambda of_ranks: list(map(max, zip(*of_ranks))))
         costs = ",".join(f"{1e6 * seconds:.3g}" for seconds in slowest)
     return replace(config, layout=replace(layout, schedule_costs=costs))
 

@@ -162,7 +162,7 @@ class SpikeMonitor(LossMonitor):
         Collective over all ranks.
         """
         # Wait for rank 0, which writes the row: the launcher ends all ranks when one rank ends.
-        self.exchange.gather("spike", None)
+        self.exchange.agree(None, lambda answers: None, "spike")
         text = f"step {iteration} is spike {self.left_out} of this run, see {self.spikes.path}"
         if action == "rollback":
             text += ": --resume auto goes back to the newest checkpoint and passes over the "
@@ -176,15 +176,23 @@ class SpikeMonitor(LossMonitor):
         Collective over all ranks.
         """
         samples, squares = step
-        totals: dict[str, float] = {}  # by layer, the sum of squares over all ranks
-        squares_of_ranks = self.exchange.gather("norms", list(zip(self.layers, squares)))
-        for layer, square in chain(*squares_of_ranks):
-            totals[layer] = totals.get(layer, 0.0) + square
+        totals = self.exchange.agree(list(zip(self.layers, squares)), sums_of_layers, "norms")
         norms = {layer: math.sqrt(total) for layer, total in totals.items()}
         facts: dict[str, Any] = {"layer_norms": norms}
         if self.log.is_writer:
             facts["sketch"] = sketch(self.samples, samples)
         return facts
+
+
+def sums_of_layers(squares_of_ranks: list[list[tuple[str, float]]]) -> dict[str, float]:
+    """Return, by layer, the sum of squares over all ranks; for StoreExchange.agree.
+
+    squares_of_ranks: by rank, pairs of a layer and a sum of squares.
+    """
+    totals: dict[str, float] = {}
+    for layer, square in chain(*squares_of_ranks):
+        totals[layer] = totals.get(layer, 0.0) + square
+    return totals
 
 
 def layer_of(name: str) -> str:

@@ -9,14 +9,15 @@ carries out the largest action that any rank requests.
 
 `table` has the peak memory of each pipeline stage, which is that of its fullest rank: allocated
 bytes on a GPU, resident bytes on a CPU, with the resident bytes before the model was built beside
-them. telemetry/log.py prints the table in the run's summary. `plan.py stages --config RUN` predicts
-the same bytes by part.
+them. On a GPU it also has the bytes outside of torch's allocator: the CUDA context, loaded kernels
+and NCCL's communicators. telemetry/log.py prints the table in the run's summary. `plan.py stages
+--config RUN` predicts the same bytes by part.
 """
 
 import math
 import resource
-import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import psutil
@@ -39,6 +40,7 @@ class StepStats:
     seconds: float  # the step's wall time
     waiting: float  # the part of `seconds` in which this rank waited for others; NaN: not timed
     requested_action: float  # the value of a RequestedAction
+    outside: float = math.nan  # a GPU's bytes outside of the allocator; NaN: a CPU, or not measured
 
 
 def seconds_since(began: float, device: torch.device, recorder: FlightRecorder) -> float:
@@ -59,15 +61,31 @@ def measure(
     seconds: float,
     waiting: float = 0.0,
     requested_action: RequestedAction = RequestedAction.GO_ON,
+    outside: float = math.nan,
 ) -> StepStats:
-    """Return this rank's statistics: its memory, read now, and the arguments."""
+    """Return this rank's statistics: its memory, read now, and the arguments.
+
+    outside: the result of `outside_allocator`, which is not measured in each step.
+    """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         now = torch.cuda.memory_reserved(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
         now = psutil.Process().memory_info().rss
-    return StepStats(float(peak), float(now), seconds, waiting, float(requested_action))
+    return StepStats(float(peak), float(now), seconds, waiting, float(requested_action), outside)
+
+
+def outside_allocator(device: torch.device) -> float:
+    """Return the bytes of a GPU that are taken, but not by torch's allocator; NaN for a CPU.
+
+    They are the CUDA context, loaded kernels and NCCL's communicators, and what other processes
+    have on this GPU.
+    """
+    if device.type != "cuda":
+        return math.nan
+    free, total = torch.cuda.mem_get_info(device)
+    return float(total - free - torch.cuda.memory_reserved(device))
 
 
 def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepStats]:
@@ -108,6 +126,7 @@ class StatsExchange:
         self.device = device
         self.conditions = conditions
         self.checkpoints = checkpoints
+        self.outside: float | None = None  # the bytes outside of the allocator; None: no step yet
 
     def after_step(self, seconds: float, seconds_to_evaluate: float) -> list[StepStats]:
         """Return every rank's statistics of a step that took `seconds` on this rank.
@@ -119,8 +138,12 @@ class StatsExchange:
         seconds_ahead = self.checkpoints.seconds_to_save + seconds_to_evaluate
         by_conditions = self.conditions.requested_action(seconds_ahead)
         action = max(by_conditions, self.checkpoints.requested_action)
+        # Read once, because the driver takes its time to answer. The first step comes after the
+        # warm-up; the optimizer's kernels are loaded and the groups connected only in the step.
+        if self.outside is None:
+            self.outside = outside_allocator(self.device)
         # `take_waited` returns the seconds in which this rank has waited for others in the step.
-        own_stats = measure(self.device, seconds, recorder.take_waited(), action)
+        own_stats = measure(self.device, seconds, recorder.take_waited(), action, self.outside)
         recorder.at("statistics")
         stats_of_ranks = exchange(own_stats, self.mesh.world, self.device)
         recorder.end_step()
@@ -186,11 +209,9 @@ class StragglerCheck:
         if self.timed < self.steps:
             steps = f"{self.timed} measured steps of {steps}"
         for ranks in ranks_of_stages(self.layout):
-            for rank in ranks:
-                # A rank without peers is compared with itself, and so is never slow.
-                seconds_of_peers = [seconds[peer] for peer in ranks if peer != rank]
+            medians = medians_of_others([seconds[rank] for rank in ranks])
+            for rank, median in zip(ranks, medians, strict=True):
                 seconds_of_rank = seconds[rank]
-                median = statistics.median(seconds_of_peers or [seconds_of_rank])
                 if seconds_of_rank <= median * (1 + self.percent / 100):
                     continue
                 position = coordinates(rank, self.layout.axes)
@@ -199,9 +220,30 @@ class StragglerCheck:
                     f"SLOW: rank {rank} ({axes}) on "
                     f"{self.nodes[rank]} computed {seconds_of_rank:.4f} s a step over {steps}, "
                     f"{seconds_of_rank / median - 1:.0%} longer than the median of the "
-                    f"{len(seconds_of_peers)} others of its stage, {median:.4f} s"
+                    f"{len(ranks) - 1} others of its stage, {median:.4f} s"
                 )
         return lines
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return, for each value, the median of the other values; of a single value itself.
+
+    The values are sorted once, so that thousands of ranks take milliseconds.
+    """
+    count = len(values)
+    if count == 1:
+        return list(values)
+    order = sorted(range(count), key=values.__getitem__)
+    ascending = [values[index] for index in order]
+    medians = [0.0] * count
+    for place, index in enumerate(order):
+        # The two places in the middle of the others, which are one place if their number is odd.
+        # In `ascending` the places from that of the value on are one further.
+        low, high = (count - 2) // 2, (count - 1) // 2
+        low += low >= place
+        high += high >= place
+        medians[index] = (ascending[low] + ascending[high]) / 2
+    return medians
 
 
 def ranks_of_stages(layout: Layout) -> list[tuple[int, ...]]:
@@ -226,11 +268,23 @@ def per_stage(everyone: list[StepStats], layout: Layout) -> tuple[list[int], lis
     return peaks, reserved
 
 
+def outside_per_stage(everyone: list[StepStats], layout: Layout) -> list[int]:
+    """Return, by stage, the most bytes outside of the allocator of its ranks; [] on CPUs.
+
+    everyone: the statistics of all ranks, in rank order.
+    """
+    if any(math.isnan(stats.outside) for stats in everyone):
+        return []
+    stages = ranks_of_stages(layout)
+    return [int(max(everyone[rank].outside for rank in ranks)) for ranks in stages]
+
+
 def table(config: Config, device: str, before: list[StepStats], after: list[StepStats]) -> str:
     """Return a table of the stages' memory in MB, as text.
 
     The first column is the peak. The second is the reserved bytes on a GPU, and on a CPU the
-    resident bytes before the model was built. device: "cuda" or "cpu". before, after: all ranks'
+    resident bytes before the model was built. On a GPU the third has the bytes outside of torch's
+    allocator. device: "cuda" or "cpu". before, after: all ranks'
     statistics before the model was built, and after the last step.
     """
     peaks, second_column = per_stage(after, config.layout)
@@ -240,10 +294,14 @@ def table(config: Config, device: str, before: list[StepStats], after: list[Step
         kind = "resident"
         second_name = "before"
         _, second_column = per_stage(before, config.layout)
+    columns = {"measured": peaks, second_name: second_column}
+    outside = outside_per_stage(after, config.layout)
+    if outside:
+        columns["outside"] = outside
     lines = [
         f"peak memory of a rank, MB ({kind}); by part: plan.py stages --config {config.run.out}"
     ]
-    lines.append(f"stage{'measured':>12}{second_name:>12}")
-    for stage, (peak, second) in enumerate(zip(peaks, second_column, strict=True)):
-        lines.append(f"{stage:5}{peak / MEGABYTE:12.1f}{second / MEGABYTE:12.1f}")
+    lines.append("stage" + "".join(f"{name:>12}" for name in columns))
+    for stage, values in enumerate(zip(*columns.values(), strict=True)):
+        lines.append(f"{stage:5}" + "".join(f"{value / MEGABYTE:12.1f}" for value in values))
     return "\n".join(lines)

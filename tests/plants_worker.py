@@ -36,9 +36,9 @@ def train(config, context: Context, prepare) -> dict:
     prepare(state, splits)
     step = partial(trainer.step, state)
     if config.run.trace_numerics:
-        gather = StoreExchange(context.store, context.rank, context.size, "numerics").gather
+        agree = StoreExchange(context.store, context.rank, context.size, "numerics").agree
         step = NumericsTrace(
-            state, trainer.run_passes, trainer.step, gather, contextlib.nullcontext
+            state, trainer.run_passes, trainer.step, agree, contextlib.nullcontext
         ).step
     rows = []
     lr = config.training.lr

@@ -77,6 +77,11 @@ def test_slow_links_are_named():
     assert bandwidth.slow_links(pairs) == ["slow link: n2 to n3: 4.000 GB/s, 40% of the median"]
 
 
+def test_rates_below_those_of_the_links_are_explained():
+    said = timed_collectives.limits_of_sms()
+    assert "world 2, dp 16, pp 4;" in said  # tp has no limit
+
+
 def test_line_rates(tmp_path):
     assert allreduce.line_rate(tmp_path) is None
     (tmp_path / "net/eth0").mkdir(parents=True)

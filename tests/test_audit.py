@@ -74,12 +74,12 @@ def test_the_rank_with_the_earliest_wrong_result_is_named():
     """Ranks 2 and 3 are one replica: the product of rank 3 reaches rank 2 by a collective."""
     axes = {"pp": 1, "dp": 3, "cp": 1, "tp": 2}
     reports = [None, None, (9, False, "late"), (7, False, "early"), None, None]
-    assert named(reports, axes) == {3: "early"}
-    assert named([(5, False, "a"), (5, False, "b"), *reports[2:]], axes) == {
-        0: "a",
-        1: "b",
-        3: "early",
-    }
+    assert named(reports, axes) == [(3, False, "early")]
+    assert named([(5, True, "a"), (5, False, "b"), *reports[2:]], axes) == [
+        (0, True, "a"),
+        (1, False, "b"),
+        (3, False, "early"),
+    ]
 
 
 # ---- Real ranks ----------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 """Memory per stage: if this failed, a run would report or predict other bytes than it takes."""
 
+import json
+import math
 import platform
 import sys
+from dataclasses import replace
 
 import fake_apex
 import pytest
+import torch
 from ranks import start
 
 import data
@@ -12,6 +16,7 @@ import trainer
 from config import schema as configuration
 from config import validation
 from config.command_line import parse
+from distributed.launch import Launch
 from planner import memory
 from telemetry import step_stats
 from telemetry.step_stats import StepStats
@@ -101,6 +106,39 @@ def test_the_table_has_the_peak_and_the_bytes_beside_it():
     assert "allocated" in on_gpu
     assert on_gpu.splitlines()[1].split() == ["stage", "measured", "reserved"]
     assert on_gpu.splitlines()[2].split() == ["0", "200.0", "100.0"]
+    measured = [replace(each, outside=outside) for each, outside in zip(after, (2.5e9, 3e9))]
+    assert step_stats.outside_per_stage(measured, config.layout) == [2500000000, 3000000000]
+    assert [line.split() for line in step_stats.table(config, "cuda", [], measured).split("\n")][
+        1:
+    ] == [
+        ["stage", "measured", "reserved", "outside"],
+        ["0", "200.0", "100.0", "2500.0"],
+        ["1", "300.0", "150.0", "3000.0"],
+    ]
+
+
+def test_the_bytes_outside_of_the_allocator_are_what_the_driver_has_and_torch_has_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 27 * 10**9)
+    assert step_stats.outside_allocator(torch.device("cuda", 0)) == 3e9
+    assert math.isnan(step_stats.outside_allocator(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("measured", [[2.5e9, 9e9], [math.nan, math.nan]])
+def test_a_run_measures_them_once_after_the_first_step(tmp_path, monkeypatch, capsys, measured):
+    """run.json, which is written before the first step, then has them too; not that of CPUs."""
+    values = iter(measured)
+    monkeypatch.setattr(step_stats, "outside_allocator", lambda device: next(values))
+    words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 3 --device cpu"
+    words += f" --no-watchdog --global-batch-size 2 --out {tmp_path}"
+    trainer.main(validation.check(parse(words.split()), 1), Launch("python"))
+    assert next(values) is measured[1]
+    facts = json.loads((tmp_path / "run.json").read_text())
+    on_gpu = measured[0] == 2.5e9
+    assert facts.get("outside_allocator_bytes_per_stage") == ([2500000000] if on_gpu else None)
+    assert facts["config"]["training"]["steps"] == 3
+    said = capsys.readouterr().out
+    assert ("outside" in said, "2500.0" in said) == (on_gpu, on_gpu)
 
 
 STEP = """

@@ -1,9 +1,11 @@
 """If this failed, a fault of a node would be found in training and not before it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import mpirun
 
 from config.command_line import parse
@@ -74,6 +76,39 @@ def test_enabled_above_one_node():
     assert not checks_nodes(parse([*words, "--no-preflight"]), two)
 
 
+class Counting(dist.HashStore):
+    """A store that keeps the bytes of the results that ranks read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def get(self, key):
+        value = super().get(key)
+        if key.endswith("/result"):
+            self.read.append(len(value))
+        return value
+
+
+def test_each_rank_reads_what_was_found_and_not_the_answers_of_all(tmp_path, monkeypatch):
+    """The versions of 64 ranks are 15 kB, which 64 ranks read: at 4,000 ranks, gigabytes."""
+    monkeypatch.setattr(preflight, "check_groups", lambda config, peers, say: None)
+    words = ["--layers", "1", "--hidden", "8", "--heads", "2", "--out", str(tmp_path)]
+    config, store = parse(words), Counting()
+
+    def checks(rank: int) -> None:
+        context = Crowd(64)
+        context.rank, context.second_store = rank, store
+        context.places = [Place(node, 0, "cpu", None, (0,)) for node in context.nodes]
+        preflight.check_nodes(config, Peers(context), lambda line: None)
+        preflight.check_room(config, context, 1, lambda line: None)
+
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(checks, range(64)))
+    assert len(store.read) == 3 * 64
+    assert max(store.read) < 100
+
+
 # ---- Time ----------------------------------------------------------------------------------------
 
 
@@ -96,9 +131,9 @@ class Together(Peers):
         self.context, self.clock, self.progress = context, clock, progress
         self.seconds = preflight.seconds_to_answer(context.size)
 
-    def gather(self, key, value):
+    def agree(self, value, combine, key="agree"):
         own = [value] * self.context.size
-        return self.progress(self.clock.now, value) if self.progress else own
+        return combine(self.progress(self.clock.now, value) if self.progress else own)
 
 
 class Crowd(FakeContext):

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from ranks import ROOT
 
-from config.messages import UserError
+from config.messages import NodeError, UserError
 from distributed import job_store
 from distributed.store import NoAnswer, StoreExchange
 
@@ -58,6 +58,20 @@ def test_gather_and_agree_give_every_rank_the_same(world):
 
     expected = ([{"rank": 0}, {"rank": 1}, {"rank": 2}], 10, [2, 1, 0])
     assert world.run(together) == [expected] * 3
+
+
+@pytest.mark.parametrize("error", [UserError("no room"), NodeError("broken", ["n1"], "audit", [2])])
+def test_an_error_of_the_combination_is_raised_on_every_rank(world, error):
+    """Rank 0 alone computes it: without this the others would wait until they take it for lost."""
+
+    def refuse(values: list) -> None:
+        raise error
+
+    exchanges = [world.exchange(rank, seconds=SHORT) for rank in range(3)]
+    for found in world.run(lambda rank: exchanges[rank].agree(rank, refuse)):
+        assert type(found) is type(error)
+        assert (str(found), vars(found)) == (str(error), vars(error))
+    assert world.run(lambda rank: exchanges[rank].agree(rank, max)) == [2, 2, 2]
 
 
 def test_rank_0_collects_what_each_rank_left(world):

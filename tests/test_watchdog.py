@@ -8,12 +8,14 @@ import os
 import resource
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import fault_worker
 import pytest
@@ -22,7 +24,7 @@ from ranks import ROOT, Job, Outcome, mpi_command, mpirun, none_left, start
 
 from config import schema as configuration
 from config.schema import Layout
-from telemetry.step_stats import StepStats, StragglerCheck
+from telemetry.step_stats import StepStats, StragglerCheck, medians_of_others
 from watchdog import flight_recorder, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder
 
@@ -66,6 +68,32 @@ def test_steps_whose_waits_were_not_timed_are_not_compared():
     assert "of the last 3, 80% longer" in line
     assert all(check.add(untimed) == [] for _ in range(4)), "it waits for a measured step"
     assert len(check.add(timed)) == 1
+
+
+def test_the_median_of_the_others_is_that_of_each_without_itself():
+    random = Random(0)
+    for count in (2, 3, 4, 5, 10, 11):
+        for values in (random.choices(range(4), k=count), [random.random() for _ in range(count)]):
+            expected = [
+                statistics.median(values[:place] + values[place + 1 :]) for place in range(count)
+            ]
+            assert medians_of_others(values) == expected
+    assert medians_of_others([2.5]) == [2.5]
+
+
+def test_thousands_of_ranks_are_compared_by_one_sort():
+    """A median for each rank would sort all seconds for each of them: 2e8 comparisons."""
+    comparisons = 0
+
+    class Counted(float):
+        def __lt__(self, other):
+            nonlocal comparisons
+            comparisons += 1
+            return float(self) < float(other)
+
+    random = Random(0)
+    medians_of_others([Counted(random.random()) for _ in range(4000)])
+    assert comparisons < 4000 * 12  # log2(4000) is 12
 
 
 # ---- The monitor ---------------------------------------------------------------------------------
