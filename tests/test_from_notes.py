@@ -28,7 +28,7 @@ def same(printed: str, line: str) -> bool:
     printed = printed.removesuffix("...")
     words, wanted = NUMBER.split(line), NUMBER.split(printed)
     numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(t)] for t in (line, printed)]
-    if is_begin:
+    if is_begin and len(words) >= len(wanted):
         words = [*words[: len(wanted) - 1], words[len(wanted) - 1][: len(wanted[-1])]]
         numbers[0] = numbers[0][: len(numbers[1])]
     if [" ".join(word.split()) for word in words] != [" ".join(word.split()) for word in wanted]:
@@ -40,8 +40,9 @@ def same(printed: str, line: str) -> bool:
 def test_the_planner_answers_as_the_page_says(command, printed):
     lines = plan.ask(shlex.split(command)[2:]).text.splitlines()
     assert printed, command
+    below = iter(lines)  # each line is looked for below the one before: in the page's order
     for wanted in printed.splitlines():
-        assert any(same(wanted.strip(), line.strip()) for line in lines), (wanted, lines)
+        assert any(same(wanted.strip(), line.strip()) for line in below), (wanted, lines)
 
 
 @pytest.mark.parametrize("command", RUNS)
