@@ -306,7 +306,7 @@ def _words_of_train(question: Question, layout: schema.Layout) -> list[str]:
     run = replace(question.config, layout=layout)
     name = question.options.model
     # Random tokens are the default; who has asked for them gets them in a batch file too.
-    always = {"data"} & question.given
+    always = {"data"}.intersection(question.given)
     words = []
     for group in schema.GROUPS:
         words += to_words(getattr(run, group), "dp", always=always)
