@@ -1,4 +1,8 @@
-"""Runs all tests: `python test_all.py`, with any of pytest's arguments.
+"""Runs the tests that a change may break: `python test_all.py`, with any of pytest's arguments.
+
+    python test_all.py               without the tests marked slow
+    python test_all.py --all         all tests
+    python test_all.py -k WORD       tests with a word in their names, slow ones too
 
 Tests of several ranks start them by mpirun themselves, and by srun beside scripts/slurm_here.sh.
 They run in several processes, all of a file in one; tests that are named, or chosen with -k, in
@@ -14,9 +18,21 @@ import pytest
 MOST_PROCESSES = 3  # each has torch and transformers in memory, and starts up to eight ranks
 
 
+def names_tests(arguments: list[str]) -> bool:
+    """Whether the arguments name files of tests or single tests."""
+    return any("tests" in Path(each.partition("::")[0]).parts for each in arguments)
+
+
+def selected(arguments: list[str]) -> list[str]:
+    """The arguments without --all; if nothing else says which tests to run, without slow ones."""
+    rest = [each for each in arguments if each != "--all"]
+    chosen = any(each.startswith(("-k", "-m")) for each in rest) or names_tests(rest)
+    return rest if chosen or rest != arguments else ["-m", "not slow", *rest]
+
+
 def in_processes(arguments: list[str]) -> list[str]:
     """Options of pytest-xdist, unless the arguments name tests or say how to run them."""
-    if any("tests" in Path(each.partition("::")[0]).parts for each in arguments):
+    if names_tests(arguments):
         return []
     if any(each.startswith(("-n", "-k", "--pdb", "--collect-only")) for each in arguments):
         return []
@@ -30,4 +46,4 @@ def in_processes(arguments: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     own = ["--rootdir", str(Path(__file__).parent), *in_processes(sys.argv[1:])]
-    sys.exit(pytest.main([*own, *sys.argv[1:]]))
+    sys.exit(pytest.main([*own, *selected(sys.argv[1:])]))

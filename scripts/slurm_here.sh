@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command with a Slurm of three nodes, n1 to n3, all of them on this machine:
 #
-#     bash scripts/slurm_here.sh bash scripts/test.sh --need-slurm
+#     bash scripts/slurm_here.sh bash scripts/test.sh --all --need-slurm
 #     bash scripts/slurm_here.sh srun --mpi=pmi2 -N2 -n4 .venv/bin/python train.py ...
 #     bash scripts/slurm_here.sh bash                      a shell in which srun and sbatch work
 #

@@ -56,7 +56,7 @@ def openmpi_command(ranks: int) -> list[str]:
 
 def why_no_slurm() -> str | None:
     """Why tests cannot use srun, or None: never on a Slurm that belongs to others."""
-    advice = "to have one: bash scripts/slurm_here.sh bash scripts/test.sh --need-slurm"
+    advice = "to have one: bash scripts/slurm_here.sh bash scripts/test.sh --all --need-slurm"
     try:
         asked = subprocess.run(
             ["sinfo", "--noheader", "--format=%R %D"], capture_output=True, text=True, timeout=30

@@ -76,6 +76,7 @@ def train(*words: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_a_run_says_what_is_compiled_before_its_first_step(tmp_path):
     done = train("train.py", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

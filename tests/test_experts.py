@@ -93,6 +93,7 @@ def test_every_option_has_a_line_with_experts():
     ("optimizer", "before", "after"),
     [("adamw", "--tp 2 --ep 4", "--pp 2 --ep 2"), ("adafactor", "--ep 4", "--pp 2 --ep 2")],
 )
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_under_another_ep(optimizer, before, after, tmp_path):
     """The rows after its checkpoint are those of the killed run; biases and loads come along."""
     model = "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --no-bias --experts 8"
@@ -451,6 +452,7 @@ def test_what_does_not_go_together_is_one_sentence(options, sentence):
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rehearsal_of_experts_meets_and_shows_the_worst_memory(tmp_path):
     words = "--gpus 4 --tp 2 --ep 4 --sequence-parallel --experts 8 --experts-per-token 2 --no-bias"
     words += " --layers 2 --hidden 256 --heads 4 --vocab-size 512 --seq-length 1024"

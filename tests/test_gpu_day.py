@@ -163,6 +163,7 @@ def test_what_the_time_does_not_reach_is_said(tmp_path):
     assert found["late"]["status"].endswith(" of 1 s left")
 
 
+@pytest.mark.slow
 def test_the_rehearsal_of_four_parts(tmp_path):
     script = ["bash", "scripts/gpu_day.sh", "--rehearse", "--out", str(tmp_path)]
     outcome = start([*script, "--parts", "facts,train,calibration,runs"], timeout=180)

@@ -55,6 +55,7 @@ def is_wrong(sentence: str | None, folder: str) -> bool:
     return bool(re.match(r"\w*(Error|Exception|Hang|Iteration|left)\b", sentence))
 
 
+@pytest.mark.slow
 def test_every_hostile_checkpoint_is_refused_in_one_sentence(outcome):
     cases, results, _ = outcome
     assert set(results["intact"].values()) == {None}

@@ -53,6 +53,7 @@ def test_nothing_that_train_py_takes_is_faster(line):
     assert plan_cases.failures(line.split(), small=True, chance=random.Random(0)) == []
 
 
+@pytest.mark.slow
 def test_drawn_questions_have_answers_or_a_sentence():
     chance, answered = random.Random(SEED), 0
     for _ in range(CASES):

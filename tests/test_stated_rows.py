@@ -86,6 +86,7 @@ def raw() -> list[dict[str, str]]:
         return list(csv.DictReader(file))[:4]
 
 
+@pytest.mark.slow
 def test_all_mistakes_are_listed_and_skipped_rows_counted(tmp_path, raw, capsys):
     raw[1] |= {"precision": "bf16 (fp32 grad)", "mbs": "two"}
     raw[3] |= {"status": "other"}
@@ -164,6 +165,7 @@ def test_figures_of_a_table_by_hand(titan):
     assert found["out_of_memory"]["missed"] == found["out_of_memory"]["false_alarms"] == 1
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_figures_of_each_source_and_of_all(tmp_path, capsys):
     out = tmp_path / "figures.json"
     files = [str(PUBLIC / f"{name}.csv") for name in ("dgxc", "fms_fsdp")]
@@ -268,6 +270,7 @@ def test_a_layout_that_is_not_stated_recomputes_as_little_as_fits(public):
     assert {row.layout.recompute for row in found if row.source == "dgxc"} == {"none"}
 
 
+@pytest.mark.slow
 def test_errors_of_sources_that_nothing_was_fitted_on(public):
     """Mean errors of time, of memory, and out of memory, as results/plan_rows.md has them."""
     values = {c.name: c.value for c in hardware.constants()}

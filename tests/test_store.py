@@ -158,6 +158,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_the_store_takes_all_ranks_where_few_open_files_are_the_default():
     """Every rank has two connections to it, and login shells often begin with 1,024."""
     job = subprocess.Popen(
