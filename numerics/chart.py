@@ -25,11 +25,18 @@ DASHES = ("-", "--", ":")  # "-" for the first five runs, one per colour, "--" f
 LEGEND = 150  # a run's entry in the legend is cut to this many characters
 COLUMNS = 60  # the number of bars in a line of text
 BARS = "▁▂▃▄▅▆▇█"
-# The beginning of the page. If the user's screen is dark, "light dark" makes the browser show light
-# text on a dark background.
+# The beginning of a page, before its title. If the user's screen is dark, "light dark" makes the
+# browser show light text on a dark background. Text is as large as a line of bars allows, which has
+# COLUMNS and some more characters; longer lines are wrapped, so that nothing leaves the page.
 HEAD = """<!doctype html>
 <meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<title>Losses of runs</title><style>svg { max-width: 100%; height: auto }</style>
+<meta name="viewport" content="width=device-width">
+<style>
+body { font-family: sans-serif }
+h1 { font-size: 1.3em }
+svg { max-width: 100%; height: auto }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: min(13px, 2vw) }
+</style>
 """
 
 
@@ -83,7 +90,16 @@ def page(curves: Sequence[Curve]) -> str:
 
     Raise UserError if matplotlib is not installed.
     """
-    return f"{HEAD}{_picture(curves)}\n<pre>{html.escape(bars(curves))}</pre>\n"
+    number = "a run" if len(curves) == 1 else f"{len(curves)} runs"
+    title = f"Losses of {number}, over tokens, seconds and FLOPs"
+    return framed(title, _picture(curves), bars(curves))
+
+
+def framed(title: str, svg: str, text: str) -> str:
+    """Return an HTML page with a title, a picture, and a text with its line breaks below it."""
+    title = html.escape(title)
+    heading = f"<title>{title}</title>\n<h1>{title}</h1>"
+    return f"{HEAD}{heading}\n{svg}\n<pre>{html.escape(text)}</pre>\n"
 
 
 def _picture(curves: Sequence[Curve]) -> str:
@@ -94,6 +110,7 @@ def _picture(curves: Sequence[Curve]) -> str:
     with messages.installed("a picture needs matplotlib, `pip install matplotlib`"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, MaxNLocator
 
     with rc_context(SETTINGS):
         height = 4.0 + 0.2 * len(curves)
@@ -101,6 +118,9 @@ def _picture(curves: Sequence[Curve]) -> str:
         panels = figure.subplots(1, len(AXES), sharey=True)
         for panel, axis, name in zip(panels, range(len(AXES)), AXES):
             panel.set_xlabel(name)
+            # Few and short numbers, as 400k, so that they neither touch nor leave the picture.
+            panel.xaxis.set_major_locator(MaxNLocator(5))
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
             panel.tick_params(color=LIGHT["line"])
             for index, curve in enumerate(curves):
                 dashes = DASHES[index // len(COLORS) % len(DASHES)]

@@ -5,7 +5,6 @@ shares = by_layer(a, b)     for each traced step and each layer, the largest dif
 page(shares, text)          an HTML page with a picture of them and a text
 """
 
-import html
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from config import messages
 from config.messages import UserError
-from numerics.chart import HEAD
+from numerics.chart import framed
 from numerics.diff import common_traces
 from numerics.places import BLOCK
 from numerics.traces import Pair, Row, read
@@ -107,4 +106,4 @@ def page(found: dict[str, Any], text: str) -> str:
         bar.set_ticklabels(["a thousandth", "as much as", "1000 times"])
         bar.set_label("the largest difference, to what rounding explains")
         svg = themed(figure)
-    return f"{HEAD}{svg}\n<pre>{html.escape(text)}</pre>\n"
+    return framed("How far two runs differ, by layer and step", svg, text)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,6 +208,9 @@ def test_chart_writes_one_page_that_needs_no_other_file(copied, tmp_path, capsys
     assert capsys.readouterr().out == f"written: {page}\n"
     text = page.read_text()
     assert "<script" not in text
+    title = "Losses of 2 runs, over tokens, seconds and FLOPs"
+    assert f"<title>{title}</title>\n<h1>{title}</h1>" in text
+    assert "pre { white-space: pre-wrap" in text, "a long line would leave the page"
     assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}
     svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     words = ["".join(each.itertext()).strip() for each in svg.iter() if each.tag.endswith("}text")]
@@ -217,6 +221,19 @@ def test_chart_writes_one_page_that_needs_no_other_file(copied, tmp_path, capsys
         assert f'[style*="stroke: {light}"] {{ stroke: {dark} !important; }}' in text
     with pytest.raises(UserError, match="cannot write"):
         runs.run_command(["chart", *given, "--out", str(tmp_path / "none/page.html")])
+
+
+def test_the_numbers_of_an_axis_are_few_and_short(tmp_path):
+    """Seven digits for each of nine numbers would touch; the last one left the picture."""
+    steps = np.linspace(0.01, 1, 100)
+    over = np.array([409_600 * steps, 52 * steps, 1.7e12 * steps])
+    text = chart.page([chart.Curve("run", 8 - 3 * steps, over, [])])
+    svg = text[text.index("<svg") : text.index("</svg>")]
+    numbers = re.findall(r">(\d[^<]*)</text>", svg)
+    assert {"400k", "45", "1.6T"} <= set(numbers)
+    assert max(map(len, numbers)) <= 4
+    assert len(numbers) <= 3 * 6 + 8, "of three axes, and of the losses"
+    assert "e12" not in svg
 
 
 def test_bars_have_one_scale_over_the_most_tokens(copied, capsys):
