@@ -1,17 +1,16 @@
 """Writes the pages of the documentation's site: `python scripts/site_pages.py`.
 
 The pages are every Markdown file of the repository and the files that they link to, at the same
-relative paths, and reference/PROGRAM.md with the options of each program: those of train.py in
-tables with an anchor for each, of the others as `--help` prints them. They are not committed, so
-they cannot differ from the options. docs/mkdocs.yml makes a site of them. A link to a folder, which
-is no page of the site, is left as text; a picture gets its alternative text as a caption.
+relative paths, and reference/PROGRAM.md with the options of each program in tables, with an anchor
+for each: those of train.py from their definition, of the others from what `--help` prints. They are
+not committed, so they cannot differ from the options. docs/mkdocs.yml makes a site of them. A link
+to a folder, which is no page of the site, is left as text; a picture gets its alternative text as a
+caption.
 """
 
 import dataclasses
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ PICTURE = re.compile(r"^(!\[([^\]]+)\]\([^)]+\))$(?!\n\n\*)", re.MULTILINE)  # w
 sys.path.insert(0, str(ROOT))
 
 from config.schema import GROUPS  # noqa: E402
+from scripts import help_tables  # noqa: E402
 
 
 def linked_files(page: Path) -> set[Path]:
@@ -55,20 +55,10 @@ def option_tables() -> str:
             kind = facts["item"] if facts["nargs"] else field.type
             values = ", ".join(map(str, facts["choices"])) or kind.__name__
             default = "" if field.default is None else f"`{field.default}`"
-            text = facts["help"].replace("|", "\\|").replace("<", "&lt;")
+            text = help_tables.escaped(facts["help"])
             rows.append(f'| <a id="{flag}"></a>`--{flag}` | {values} | {text} | {default} |')
         parts += [f"## {name}", (group.__doc__ or "").splitlines()[0], "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def help_of(path: str) -> str:
-    """Return the text of all options of a program; CalledProcessError if the program fails."""
-    environment = os.environ | {"COLUMNS": "76", "NO_COLOR": "1"}
-    words = [sys.executable, path, "--help"]
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout
 
 
 def write_pages(folder: Path) -> None:
@@ -83,12 +73,11 @@ def write_pages(folder: Path) -> None:
             copy.write_text(page_text(path))
         else:
             shutil.copyfile(path, copy)
+    shutil.copyfile(ROOT / "docs" / "site.css", folder / "site.css")
     (folder / "reference").mkdir()
     paths = [f"{name}.py" for name in PROGRAMS] + [f"scripts/{name}.py" for name in SCRIPTS]
     for path in paths:
-        text = f"# {path}\n\n```text\n{help_of(path).rstrip()}\n```\n"
-        if path == "train.py":
-            text = option_tables()
+        text = option_tables() if path == "train.py" else help_tables.reference(path, GROUPS)
         (folder / "reference" / f"{Path(path).stem}.md").write_text(text)
 
 

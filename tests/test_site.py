@@ -7,37 +7,74 @@ import pytest
 from ranks import ROOT, start
 
 from config.schema import GROUPS
-from scripts import site_pages
+from scripts import help_tables, site_pages
 
 
-def test_the_pages_have_every_option_and_every_linked_file(tmp_path):
-    site_pages.write_pages(tmp_path)
-    text = (tmp_path / "reference" / "train.md").read_text()
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    site_pages.write_pages(folder)
+    return folder
+
+
+def test_the_pages_have_every_option_and_every_linked_file(pages):
+    text = (pages / "reference" / "train.md").read_text()
     options = [name for group in GROUPS.values() for name in group.__dataclass_fields__]
     flags = [f"--{name.replace('_', '-')}" for name in options]
     assert [flag for flag in flags if flag not in text] == []
     listed = re.findall(r": (\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), re.MULTILINE)
-    assert [name for name in listed if not (tmp_path / name).exists()] == []
-    written = {path.stem for path in (tmp_path / "reference").iterdir()}
+    assert [name for name in listed if not (pages / name).exists()] == []
+    written = {path.stem for path in (pages / "reference").iterdir()}
     assert written == {name.split("/")[1][:-3] for name in listed if name.startswith("reference")}
-    assert (tmp_path / "docs/pictures/planner.svg").exists()
+    assert (pages / "docs/pictures/planner.svg").exists()
 
 
-def test_every_link_leads_to_a_file_of_the_site(tmp_path):
+def test_every_link_leads_to_a_file_of_the_site(pages):
     """Also to the anchors of options; a folder is no page. mkdocs --strict asks the same."""
-    site_pages.write_pages(tmp_path)
     dead = []
-    for page in tmp_path.rglob("*.md"):
+    for page in pages.rglob("*.md"):
         for link in site_pages.LINK.findall(page.read_text()):
             if "://" not in link and not (page.parent / link).is_file():
                 dead.append((page.name, link))
     assert dead == []
-    assert '<a id="tp"></a>`--tp`' in (tmp_path / "reference" / "train.md").read_text()
+    assert '<a id="tp"></a>`--tp`' in (pages / "reference" / "train.md").read_text()
 
 
-def test_pictures_have_captions_that_are_visible(tmp_path):
-    site_pages.write_pages(tmp_path)
-    for page in tmp_path.rglob("*.md"):
+def test_the_options_of_every_program_are_rows_with_anchors_of_their_own(pages):
+    """Also of its commands, and those that only a docstring lists; examples are not options."""
+    expected = {
+        "plan": ['<a id="layouts-rejected"></a>`--rejected` |', "[layouts](#planpy-layouts)"],
+        "rehearse": ['<a id="routing"></a>`--routing` | even\\|one-rank |', "train.md#layout"],
+        "runs": ['<a id="diff-run_b"></a>`RUN_B`', '<a id="diff-spikes"></a>`--spikes`'],
+        "supervise": ['<a id="spare-nodes"></a>`--spare-nodes` |'],
+        "corpus": ["\n    python scripts/corpus.py verify data/books data/news\n"],
+    }
+    for path in (pages / "reference").iterdir():
+        text = path.read_text()
+        assert [row for row in expected.get(path.stem, []) if row not in text] == [], path.stem
+        anchors = re.findall(r'<a id="([^"]+)"', text)
+        assert len(anchors) == len(set(anchors)) > 0, path.stem
+        assert "```" not in text, "options are in no box"
+        assert not re.search(r"<a id=.*`python ", text), "an example is no option"
+
+
+def test_help_on_the_next_line_belongs_to_its_option():
+    text = "usage: p [-h]\n\nA *b*.\n\noptions:\n  --long-name N|M\n                more <x>\n"
+    found = help_tables.read(text + "  -q, --quiet   less\n\n    p --quiet\n")
+    assert found.entries == [["--long-name N|M", "more <x>"], ["-q, --quiet", "less"]]
+    assert help_tables.page("p", found).split("\n\n") == [
+        "# p",
+        "Usage: `p [-h]`",
+        r"A \*b\*.",
+        "| option | values | what it does |\n| --- | --- | --- |\n"
+        '| <a id="long-name"></a>`--long-name` | N\\|M | more &lt;x> |\n'
+        '| <a id="quiet"></a>`-q, --quiet` |  | less |',
+        "    p --quiet\n",
+    ]
+
+
+def test_pictures_have_captions_that_are_visible(pages):
+    for page in pages.rglob("*.md"):
         text = page.read_text()
         for found in re.finditer(r"^!\[.+?\]\([^)]+\)\n\n(.)", text, re.MULTILINE):
             assert found.group(1) == "*", (page.name, found.group())
