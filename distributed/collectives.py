@@ -94,7 +94,7 @@ class _OnCurrentStream:
 
 
 class DelayedStart:
-    """The handle of a send or collective that is started some actions after its input is computed.
+    """The handle of a send that is started some actions after its input is computed.
 
     The flight recorder records the operation under the action that computed its input.
     """

@@ -88,10 +88,10 @@ def find_files(
             found.update(walk(path, set(), unknown, as_text, json_key))
         elif not path.exists():
             raise UserError(f"{path} does not exist")
-        elif kind_of(path, as_text) is None:
-            raise not_known(path)
         else:
             kind = kind_of(path, as_text)
+            if kind is None:
+                raise not_known(path)
             open_file(path).close()
             if kind == ".json":
                 check_lines(path)
