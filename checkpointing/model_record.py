@@ -21,6 +21,7 @@ from checkpointing import file_format, folders
 from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
 from config import families
 from config.messages import UserError
+from config.regular_files import open_regular
 from config.schema import Config
 from corpora.encoder import END, Encoder
 from corpora.text import find_tokenizer, prefixes_of
@@ -206,9 +207,9 @@ def tokenizer_files(path: str) -> dict[str, bytes]:
     if os.path.isdir(path):
         path = os.path.join(path, "tokenizer.json")
     prefix = path.removesuffix("tokenizer.json")
-    files = {"tokenizer.json": read_file(path, _open)}
+    files = {"tokenizer.json": read_file(path, open_regular)}
     if prefix != path:  # otherwise the file has another name, and nothing stands beside it
-        files |= files_beside(prefix, _open)
+        files |= files_beside(prefix, open_regular)
     return files
 
 
@@ -331,11 +332,6 @@ def _old_documents(tokenizer: str) -> dict[str, bytes]:
         return {}
     facts = read_object(settings.path) | {"documents": {"begin": [], "end": end}}
     return {"tokenizer_config.json": (json.dumps(facts, indent=2) + "\n").encode()}
-
-
-def _open(path: str) -> BinaryIO:
-    """Open a file of the user's, which may be a link."""
-    return open(path, "rb")
 
 
 def read(folder: str, with_files: bool = True) -> ModelRecord | None:
