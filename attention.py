@@ -2,7 +2,7 @@
 
 Shapes at line ends as in model.py: s sequence, b samples, h hidden, a heads of size d, g key/value
 heads; with tensor parallelism a and g are the local heads. The masks, which say which tokens each
-token sees, are in corpora/attention_masks.py, and the collectives over ranks that share a sample's
+token sees, are in attention_masks.py, and the collectives over ranks that share a sample's
 tokens (--cp) in distributed/context_parallel.py: the ranks of `mesh.heads` exchange tokens for
 heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first, for the matrices.
 """
@@ -10,7 +10,7 @@ heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+import attention_masks
+from attention_masks import Mask
 from config.messages import UserError
 from config.schema import ModelShape
 from config.validation import rotary_scaling
@@ -32,9 +34,6 @@ from distributed.context_parallel import (
     to_tokens,
 )
 from parallel import ColumnLinear, ParamFactory, RowLinear, compile_if_large
-
-if TYPE_CHECKING:  # at run time this module is loaded only if a mask is needed
-    from corpora.attention_masks import Mask
 
 # recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
 # to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
@@ -71,8 +70,6 @@ class Positions:
         # The mask of ALiBi without other masks: the same for all micro-batches, so made only once.
         self._causal_alibi: Mask | None = None
         if self.slopes is not None and not masked:
-            from corpora import attention_masks
-
             self._causal_alibi = attention_masks.causal_alibi(
                 self.slopes,
                 micro_batch,
@@ -82,15 +79,13 @@ class Positions:
                 self._query_places(model.seq_length),
             )
 
-    def mask(self, batch: Batch | None) -> "Mask | None":
+    def mask(self, batch: Batch | None) -> Mask | None:
         """Return the mask of a micro-batch; None: plain causal attention needs no mask.
 
         If the batch does not say which tokens each token sees, only ALiBi needs a mask.
         """
         if batch is None or batch.starts is None or batch.stops is None:
             return self._causal_alibi
-        from corpora import attention_masks
-
         places = self._query_places(batch.starts.shape[1])  # the queries (rows) that this rank has
         dtype = self.factory.dtype
         return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
@@ -122,9 +117,7 @@ def query_places(group: Group, length: int, device: torch.device) -> Tensor | No
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
     """Return this tensor rank's ALiBi slopes, (a,): a score's bias is -slope times the distance."""
-    from corpora.attention_masks import alibi_slopes
-
-    return factory.mesh.tp.shard(alibi_slopes(model.heads))
+    return factory.mesh.tp.shard(attention_masks.alibi_slopes(model.heads))
 
 
 def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
@@ -203,13 +196,11 @@ class KeyValueCache:
         bias = -self.slopes.to(self.device)[:, None, None] * distance
         self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
 
-    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> "tuple[Tensor, Tensor, Mask]":
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Mask]:
         """Store a layer's k and v of the new tokens, (s, b, g, d) each.
 
         Return the keys and the values of all tokens, and the mask for the new tokens' queries.
         """
-        from corpora import attention_masks
-
         if layer not in self._keys_and_values:
             self._keys_and_values[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
         keys, values = self._keys_and_values[layer]
@@ -256,7 +247,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: "Mask | None",
+        mask: Mask | None,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -327,7 +318,7 @@ def _join_heads(q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:
     return torch.cat([q, k.unsqueeze(3), v.unsqueeze(3)], 3).flatten(2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "Mask | None", group: Group) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, (s, b, a d), over the tokens that the mask shows.
 
     q: (s, b, a, d). k, v: (s, b, g, d). mask: None means causal. group: the ranks that share the
@@ -336,8 +327,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "Mask | None", group: Group) 
     k, v = gather_tokens(k, v, group)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
     if mask is not None:
-        from corpora import attention_masks
-
         mixed = attention_masks.masked_attention(q, k, v, mask)
     elif group.size > 1:
         mixed = causal_attention(q, k, v, group)
@@ -407,8 +396,6 @@ def attention_kernel(
         ranks += f", heads over {mesh.heads.size} ranks"
     flex = False  # whether flex_attention, torch's kernel for masks, runs
     if masked or alibi:
-        from corpora import attention_masks
-
         flex = attention_masks.takes_flex(model.head_size, factory.dtype, factory.device)
     if masked and not flex and attention_masks.has_flex(factory.device):
         takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"

@@ -13,13 +13,14 @@ Read parallel.py first; attention is in attention.py and the loss in loss.py.
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Attention, KeyValueCache, Positions, recompute
+from attention_masks import Mask
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
@@ -27,9 +28,6 @@ from distributed.start_checks import check_parameter_count
 from loss import cross_entropy
 from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
-
-if TYPE_CHECKING:
-    from corpora.attention_masks import Mask
 
 
 class Norm(nn.Module):
@@ -144,7 +142,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         y: Tensor | None,
-        mask: "Mask | None",
+        mask: Mask | None,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -166,7 +164,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         y: Tensor | None,
-        mask: "Mask | None",
+        mask: Mask | None,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
         chosen_experts: list[Tensor],

@@ -6,7 +6,6 @@
     usage         counts the tokens that a run has read from each corpus
     mapped_files  the cache of orders: one process of a node builds it, all processes map it
     objectives    which tokens a token sees and which labels count: masks, prefixes, fill-in
-    attention_masks  the mask of attention, from the first and last token that each token sees
     corpus_splits  the splits of --data and the sets of --eval-data
     text          prompts as token ids, and ids as text
     encoder       how documents, prompts and conversations become token ids

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import _disable_current_modes
 
+import attention_masks
 import parallel
-from corpora import attention_masks
 from distributed import token_exchange
 from distributed.collectives import Group
 from emulator.meter import Meter

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
+import attention_masks
 from attention import _attend, query_places, recompute
-from corpora import attention_masks
-from corpora.attention_masks import visible
+from attention_masks import visible
 from distributed.collectives import Group
 from distributed.context_parallel import chunk_kernel
 

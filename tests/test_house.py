@@ -37,6 +37,7 @@ ROWS = (
     ("optim",),
     ("model",),
     ("attention",),
+    ("attention_masks",),
     ("experts",),
     ("loss",),
     ("parallel",),

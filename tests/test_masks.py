@@ -15,15 +15,15 @@ from small_corpora import END, write_chats
 from test_golden import check_lines
 from torch.nn.attention.flex_attention import flex_attention
 
+import attention_masks
 import data
 import trainer
 from attention import attention_kernel
+from attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from config import validation
 from config.messages import UserError
 from config.run_options import Data
 from config.schema import ModelShape
-from corpora import attention_masks
-from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from corpora.objectives import Objective
 from corpora.token_files import IndexedDatasetWriter
 from data import Batch

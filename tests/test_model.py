@@ -5,10 +5,10 @@ import torch
 from compare import assert_close
 
 from attention import attention_kernel
+from attention_masks import alibi_slopes
 from checkpointing.hf_export import hf_config
 from config import schema as configuration
 from config.messages import UserError
-from corpora.attention_masks import alibi_slopes
 from data import Batch
 from distributed.mesh import Mesh
 from model import Stage

@@ -15,14 +15,16 @@ ALiBi (arXiv 2108.12409) subtracts a head's slope times the distance of two toke
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from distributed.context_parallel import heads_of_kernel
+
+if TYPE_CHECKING:  # imported where it runs: flex_attention takes a second and 70 MB to load
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # the tokens of a block of queries or keys; it is flex_attention's default
 
@@ -36,7 +38,7 @@ class Mask(NamedTuple):
     """
 
     dense: Tensor | None = None
-    blocks: BlockMask | None = None
+    blocks: "BlockMask | None" = None
     score: Callable | None = None
 
 
@@ -107,13 +109,15 @@ def _dense(
     return bias.to(dtype).masked_fill(~seen[:, None], -torch.inf)
 
 
-def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
+def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> "BlockMask":
     """Return flex_attention's mask: the blocks of keys that each block of queries sees.
 
     For a block of queries, a block of keys is skipped if no query sees any of its keys, and needs
     no mask if all queries see all its keys. In other blocks each query and key is compared. starts,
     stops: the range of keys that each query sees, (b, q). length: the number of keys.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     # For each block of queries, the least and the greatest start, and the least and the greatest
     # stop, of its queries: (b, blocks of queries, 1) each.
     first_start = _by_block(starts, "amin")[..., None]
@@ -244,6 +248,8 @@ def _compiled() -> Callable:
 
     Without compilation flex_attention would store the scores of all queries and keys.
     """
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
