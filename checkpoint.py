@@ -1,7 +1,8 @@
-"""Shows, verifies, exports and imports checkpoints, which do not depend on a layout.
+"""Shows, verifies, merges, exports and imports checkpoints, which do not depend on a layout.
 
     python checkpoint.py show DIR                                prints what the checkpoint contains
     python checkpoint.py verify DIR                              compares all checksums
+    python checkpoint.py merge A B C OUT --weights 1-sqrt        the mean of their weights
     python checkpoint.py export --to hf DIR OUT [--dtype bf16]   weights for transformers
     python checkpoint.py import --from hf DIR OUT                weights to begin training with
 
@@ -54,6 +55,7 @@ if __name__ == "__main__":
 with messages.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
+    from checkpointing.merge import merge, shares_of
     from config.families import FAMILIES
     from config.messages import Parser, UserError
 
@@ -101,7 +103,7 @@ def show(folder: str) -> str:
 
 
 def run_command(arguments: list[str]) -> None:
-    """Run show, verify, export or import; raise UserError for wrong options or damaged files."""
+    """Run a command; raise UserError for wrong options or damaged files."""
     options = _parser().parse_args(arguments)
     # An import reads no checkpoint of this program; the other commands do.
     if options.command == "import":
@@ -113,6 +115,9 @@ def run_command(arguments: list[str]) -> None:
         return
     if options.command == "export" and not options.shard_gb > 0:
         raise UserError(f"--shard-gb {options.shard_gb:g}: a file needs more than 0 bytes")
+    if options.command == "merge":
+        _merge(options.sources, options.target, options.weights)
+        return
     folder = folders.find_checkpoints(options.source)[0]  # of a run: the newest checkpoint
     if options.command == "show":
         print(show(folder))
@@ -136,13 +141,42 @@ def run_command(arguments: list[str]) -> None:
             print("without a tokenizer: the checkpoint has none, and --tokenizer names none")
 
 
+def _merge(sources: list[str], target: str, weights: str) -> None:
+    """Merge checkpoints, the oldest first, and print what was done; UserError for wrong options."""
+    found = [folders.find_checkpoints(source)[0] for source in sources]
+    if len(found) < 2:
+        raise UserError(f"a merge needs two checkpoints or more, not {len(found)}")
+    twice = sorted({folder for folder in found if found.count(folder) > 1})
+    if twice:
+        raise UserError(f"{', '.join(twice)} is named twice: give it a larger number of --weights")
+    steps = [folders.step_of(folder) for folder in found]
+    if steps != sorted(steps):
+        order = ", ".join(map(str, steps))
+        raise UserError(f"the checkpoints are of the steps {order}: name the oldest first")
+    shares = shares_of(weights, len(found))
+    for folder in found:
+        check_files(folder, contents=True)
+    print("\n".join(merge(found, shares, target)))
+
+
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line: show, verify, export and import."""
+    """Return the parser of the command line: show, verify, merge, export and import."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):
         command = commands.add_parser(name, help=text)
         command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
+    command = commands.add_parser("merge", help="the weighted mean of checkpoints of one model")
+    command.add_argument(
+        "--weights",
+        default="equal",
+        metavar="RULE",
+        help="equal (default), linear, 1-sqrt, ema:DECAY, or a number for each: A,B,C",
+    )
+    command.add_argument(
+        "sources", nargs="+", metavar="DIR", help="checkpoints, or runs' folders; the oldest first"
+    )
+    command.add_argument("target", metavar="OUT", help="a new folder")
     command = commands.add_parser("export", help="weights for transformers")
     command.add_argument("--to", choices=("hf",), required=True)
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")

@@ -10,6 +10,8 @@ load          reads a checkpoint under any layout
 state         what a rank saves of a run: `Progress`, the parts of tensors that it has, sizes
 checkpoints   `Checkpoints`: what the training loop uses, which loads the others if they are needed
 model_record  what a model is beyond its shape: special tokens, context, window, tokenizer
+weights_only  checkpoints without optimizer state
+merge         the weighted mean of checkpoints
 hf_export     Hugging Face weights, out and in
 hf_rules      converts tensors of transformers to ours, and back
 

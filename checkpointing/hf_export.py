@@ -12,13 +12,9 @@ file and one tensor as it was saved; an import holds one tensor.
     model_shape(config, where)   our shape for their config.json
 """
 
-import contextlib
-import dataclasses
-import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
@@ -27,12 +23,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from checkpointing import file_format, folders, model_record
+from checkpointing import file_format, model_record
 from checkpointing.hf_rules import Rule, rules
 from checkpointing.index import Index, check_shapes
 from checkpointing.model_record import ModelRecord
-from checkpointing.state import Progress
-from checkpointing.writer import origin
+from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
 from config import families
 from config.command_line import make_model
 from config.messages import UserError
@@ -126,10 +121,10 @@ def export_weights(
             file_of |= {theirs: name for rule in group for theirs in rule.theirs}
         if count > 1:
             total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * torch_dtype.itemsize
-            _write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
-        _write_json(folder, "config.json", config)
+            write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
+        write_json(folder, "config.json", config)
         if record.generation is not None:
-            _write_json(folder, model_record.GENERATION, record.generation)
+            write_json(folder, model_record.GENERATION, record.generation)
         return sorted(os.listdir(folder))
 
 
@@ -190,39 +185,6 @@ def write_tokenizer(record: ModelRecord, folder: str, model: ModelShape) -> None
         file_format.write_file(folder, name, contents)
 
 
-def _write_json(folder: str, name: str, value: dict) -> None:
-    with open(os.path.join(folder, name), "w") as file:
-        json.dump(value, file, indent=2)
-
-
-@contextlib.contextmanager
-def new_folder(target: str) -> Iterator[str]:
-    """Yield a folder that is renamed to `target` if the block ends without an exception.
-
-    After an exception the folder is deleted. Raise UserError if `target` exists, or if the folder
-    cannot be written, for example on a full disk.
-    """
-    target = target.rstrip("/")
-    partial = target + ".partial"
-    if os.path.exists(target):
-        raise UserError(f"{target} exists: name a new folder")
-    try:
-        os.makedirs(partial)
-    except FileExistsError:
-        why = "another process writes it, or was killed, then remove it"
-        raise UserError(f"{partial} exists: {why}") from None
-    except OSError as error:
-        raise UserError(f"cannot write {partial}: {error.strerror}") from None
-    try:
-        yield partial
-        os.rename(partial, target)
-    except (OSError, SafetensorError) as error:
-        cause = " ".join((getattr(error, "strerror", None) or str(error)).split())
-        raise UserError(f"cannot write {target}: {cause}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def import_weights(
     source: str, target: str, note: Callable[[str], None] = lambda line: None
 ) -> ModelShape:
@@ -270,26 +232,9 @@ def import_weights(
 
     shapes = {rule.name: shape_of(rule) for rule in all_rules}
     check_shapes(shapes, model, source)
-    # The single shard of the checkpoint has each tensor as one box, the whole tensor.
-    parts = [(name, [tuple((0, size) for size in shape)]) for name, shape in shapes.items()]
-    with new_folder(target) as folder:
-        checkpoint = os.path.join(folder, folders.folder_name(0))
-        name = "rank_00000.h5"
-        os.mkdir(checkpoint)
-        count = sum(map(math.prod, shapes.values()))
-        arrays = {"weights": (dtype, tensors_of_trine())}
-        total, crc = file_format.write_shard(os.path.join(checkpoint, name), count, arrays)
-        shard = file_format.ShardFile(name, total, crc, {"weights": dtype}, parts)
-        image = file_format.index_image(shapes, [shard])
-        index = file_format.write_index(checkpoint, image, _attributes(model, source))
-        files = {name: (total, crc), file_format.INDEX: index}
-        for name, contents in record.contents().items():
-            files[name] = file_format.write_file(checkpoint, name, contents)
-        folders.write_manifest(checkpoint, 0, files)
-        facts = {"config": {"model": dataclasses.asdict(model)}, "window": record.window}
-        _write_json(folder, "run.json", facts)
-        for name, contents in record.files.items():  # so that FOLDER is a tokenizer's folder, too
-            file_format.write_file(folder, name, contents)
+    imported_from = os.path.basename(os.path.normpath(source))
+    contents = Contents(model, shapes, dtype, record, {"imported_from": imported_from})
+    write_checkpoint(target, contents, tensors_of_trine())
     for line in _notes(source, config, record, where):
         note(line)
     return model
@@ -327,20 +272,6 @@ def _notes(source: str, config: dict[str, Any], record: ModelRecord, where: str)
     names = (name for name in os.listdir(source) if not name.endswith(".safetensors"))
     if others := sorted(name for name in names if name not in known):
         yield f"not taken from {source}: {', '.join(others)}"
-
-
-def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
-    """Return the attributes of index.h5 for imported weights, the same groups as those of a run.
-
-    source: the imported folder.
-    """
-    return {
-        "model": dataclasses.asdict(model),
-        "progress": Progress().counts(),
-        "optimizer": {"kind": "none"},
-        "data": {"seed": 0, "fingerprint": ""},
-        "run": origin({"imported_from": os.path.basename(os.path.normpath(source))}),
-    }
 
 
 def _path_in(folder: str, name: str) -> str:
