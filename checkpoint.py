@@ -116,7 +116,7 @@ def run_command(arguments: list[str]) -> None:
     if options.command == "export" and not options.shard_gb > 0:
         raise UserError(f"--shard-gb {options.shard_gb:g}: a file needs more than 0 bytes")
     if options.command == "merge":
-        _merge(options.sources, options.target, options.weights)
+        _merge(options.sources, options.target, options.weights, options.ema)
         return
     folder = folders.find_checkpoints(options.source)[0]  # of a run: the newest checkpoint
     if options.command == "show":
@@ -135,13 +135,14 @@ def run_command(arguments: list[str]) -> None:
             options.shard_gb * 1e9,
             options.tokenizer,
             options.family,
+            options.ema,
         )
         print(f"{options.target}: {', '.join(files)}")
         if "tokenizer.json" not in files:
             print("without a tokenizer: the checkpoint has none, and --tokenizer names none")
 
 
-def _merge(sources: list[str], target: str, weights: str) -> None:
+def _merge(sources: list[str], target: str, weights: str, averaged: bool) -> None:
     """Merge checkpoints, the oldest first, and print what was done; UserError for wrong options."""
     found = [folders.find_checkpoints(source)[0] for source in sources]
     if len(found) < 2:
@@ -156,7 +157,7 @@ def _merge(sources: list[str], target: str, weights: str) -> None:
     shares = shares_of(weights, len(found))
     for folder in found:
         check_files(folder, contents=True)
-    print("\n".join(merge(found, shares, target)))
+    print("\n".join(merge(found, shares, target, averaged)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -173,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RULE",
         help="equal (default), linear, 1-sqrt, ema:DECAY, or a number for each: A,B,C",
     )
+    command.add_argument("--ema", action="store_true", help="merge the averages that --ema kept")
     command.add_argument(
         "sources", nargs="+", metavar="DIR", help="checkpoints, or runs' folders; the oldest first"
     )
@@ -181,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", choices=("hf",), required=True)
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
     command.add_argument("--family", choices=tuple(FAMILIES), help="default: the first that fits")
+    command.add_argument("--ema", action="store_true", help="the average that --ema kept")
     command.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes")
     command.add_argument(
         "--tokenizer",

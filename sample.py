@@ -114,6 +114,7 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     folder = folders.find_checkpoints(options.run)[0]
     check_files(folder, contents=False)
     with Index(folder) as index:
+        index.weights_kind(options.ema)  # refuses here, before ranks meet
         model = make_model(index.attributes("model"), index.path)
         run_options = json.loads(str(index.attributes("run")["config"]))
     record = model_record.read(folder, with_files=False)
@@ -278,7 +279,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
     # Each rank compares the checksums of a part of the files.
     check_files(task.folder, True, context.rank, context.size)
     with Index(task.folder) as index:
-        load_weights(state.stages, index)
+        load_weights(state.stages, index, index.weights_kind(task.options.ema))
     state.stages.to(state.factory.dtype)  # rounds the weights, which were loaded in fp32 or fp64
     if context.rank == 0:
         tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
@@ -360,6 +361,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's folder, or a checkpoint's")
+    add("--ema", action="store_true", default=False, help="the average of weights that --ema kept")
     add("--prompt", action="append", default=None, metavar="TEXT", help="what is continued")
     add("--chat", action="store_true", default=False, help="answer each line of the input")
     text = f"new ones ({MAX_TOKENS}, --chat {MAX_ANSWER}; or fewer, as the model's texts are long)"

@@ -399,8 +399,7 @@ class Trainer:
                 if not self.checkpoints.saving:  # no save runs on in the background
                     self.conditions.saved()  # removes the file of --save-switch
         if self.splits.test:  # evaluated once, after the last step
-            loss = evaluate(self.state, self.splits.test, self.config.data.eval_samples)
-            self.log.evaluation("test", self.done, loss)
+            self._evaluate_one("test", self.splits.test, self.config.data.eval_samples)
         self.checkpoints.close()
         self.conditions.saved()
         return True
@@ -503,9 +502,17 @@ class Trainer:
         """Do and log each evaluation; return the largest action that any rank requests after it."""
         began = time.perf_counter()
         for name, (samples, count) in evaluations.items():
-            self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
+            self._evaluate_one(name, samples, count)
         self.seconds_to_evaluate = time.perf_counter() - began
         return self.stats_exchange.largest_request()
+
+    def _evaluate_one(self, name: str, samples: data.Samples, count: int) -> None:
+        """Evaluate the weights, and with --eval-ema their average too, and log the losses."""
+        self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
+        if self.config.data.eval_ema:
+            with self.state.optimizer.averaged_weights():
+                loss = evaluate(self.state, samples, count)
+            self.log.evaluation(f"{name}_ema", self.done, loss)
 
     def _stop_early(self) -> bool:
         """Save, print which rank requested the stop, and return False: the run is not finished.

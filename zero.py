@@ -21,19 +21,22 @@ rule updates together. Read optim/buckets.py with this file.
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from config.schema import BUCKET_ELEMENTS, Layout, ModelShape, Training
+from config.schema import BUCKET_ELEMENTS, EMA, Layout, ModelShape, Training
 from distributed.collectives import Handle
 from optim import update_rules
 from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
+from optim.weight_average import AveragedRule, Rule
 from parallel import ParamFactory
 
 if TYPE_CHECKING:
@@ -109,10 +112,15 @@ class Optimizer:
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
+        self._forget_gathered: Callable[[], None] = lambda: None  # at --zero 3: gathered weights
         if self.fully_sharded:
-            from optim.fsdp import shard_fully  # only --zero 3 needs the 43 MB that this loads
+            from optim.fsdp import (  # only --zero 3 needs the 43 MB that this loads
+                forget_gathered,
+                shard_fully,
+            )
 
             sharded_groups = shard_fully(stages[0], factory, training)
+            self._forget_gathered = partial(forget_gathered, stages[0])
             # Experts that no other rank holds are not sharded.
             unsharded = [p for p in trained_parameters(stages) if not hasattr(p, "drawn_shape")]
             self.groups = [*sharded_groups, *self._make_buckets(unsharded, factory, zero=0)]
@@ -130,6 +138,8 @@ class Optimizer:
         kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"  # the optimizers' names, for the log
         self.state_kinds = update_rules.state_kinds(training.optimizer)
+        if training.ema:
+            self.state_kinds = (*self.state_kinds, EMA)
         self.state_name = update_rules.interchangeable(training.optimizer)
 
     def _make_buckets(
@@ -345,6 +355,33 @@ class Optimizer:
         if not self._overlap:
             self.finish_gathering()
 
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Have the weights be their average (--ema) inside of the block; collective over replicas.
+
+        Called to evaluate between steps. The masters are the average meanwhile, and come back bit
+        for bit.
+        """
+        self._swap_averages()
+        try:
+            yield
+        finally:
+            self._swap_averages()
+
+    def _swap_averages(self) -> None:
+        """Exchange masters and averages, and gather weights of the new masters."""
+        self.finish_gathering()
+        for rule in self._averages():
+            rule.swap()
+        self._forget_gathered()
+        gather_weights(self.groups)
+        self.finish_gathering()
+
+    def _averages(self) -> list[AveragedRule]:
+        """Return the rules that keep an average of their masters; none without --ema."""
+        rules = [update_set.rule for update_set in self.update_sets]
+        return [rule for rule in rules if isinstance(rule, AveragedRule)]
+
     def state_bytes(self) -> int:
         """Return the bytes of this rank's optimizer state.
 
@@ -370,12 +407,18 @@ class Optimizer:
         """Return the plain numbers of the state for a checkpoint, equal on every rank, by name."""
         return {"step": self.updates, **self.scale.state()}
 
-    def after_load(self, scalars: dict[str, float] | None = None) -> None:
+    def after_load(
+        self, scalars: dict[str, float] | None = None, has_average: bool = False
+    ) -> None:
         """Round the masters to weights and gather the weights; collective over the replicas.
 
         Called when a checkpoint's loader has written masters and state into the shards of `owned`.
         scalars: what `scalars` returned for the checkpoint; None: only weights have been loaded.
+        has_average: whether the checkpoint has the average of --ema; otherwise it begins here.
         """
+        if not has_average:
+            for rule in self._averages():
+                rule.begin()
         if scalars is not None:
             self.updates = int(scalars["step"])
             self.scale.load(scalars)
@@ -399,7 +442,10 @@ class UpdateSet:
         for group in groups:
             group.first = len(self.masters)  # index of the group's first master in the rule's list
             self.masters += group.masters
-        self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
+        rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
+        self.rule: Rule = rule
+        if training.ema:
+            self.rule = AveragedRule(rule, self.masters, training.ema)
         for group in groups:
             group.rule = self.rule
 

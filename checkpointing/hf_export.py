@@ -89,6 +89,7 @@ def export_weights(
     shard_bytes: float = 5e9,
     tokenizer: str | None = None,
     family: str | None = None,
+    averaged: bool = False,
 ) -> list[str]:
     """Write a checkpoint's weights to a new folder for transformers; return the files' names.
 
@@ -96,7 +97,8 @@ def export_weights(
     which the weights were saved. shard_bytes: the most bytes of a file, and so of the memory; a
     larger tensor has its own file. tokenizer: path of a tokenizer.json, or a folder with one; None:
     the tokenizer that the checkpoint has, if any. family: a name in families.toml; None: that of
-    the imported model, or else the first family that has the model. Raise UserError if no family
+    the imported model, or else the first family that has the model. averaged: whether to export the
+    average of --ema in place of the weights. Raise UserError if no family
     has the model, or if the folder `target` exists. Called by `checkpoint.py export`.
     """
     record = model_record.read(source)
@@ -117,7 +119,8 @@ def export_weights(
             name = SINGLE
             if count > 1:
                 name = f"model-{number:05d}-of-{count:05d}.safetensors"
-            _write_safetensors(os.path.join(folder, name), group, index, torch_dtype)
+            path = os.path.join(folder, name)
+            _write_safetensors(path, group, index, torch_dtype, index.weights_kind(averaged))
             file_of |= {theirs: name for rule in group for theirs in rule.theirs}
         if count > 1:
             total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * torch_dtype.itemsize
@@ -146,14 +149,16 @@ def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> 
     return files
 
 
-def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.dtype) -> None:
+def _write_safetensors(
+    path: str, group: list[Rule], index: Index, dtype: torch.dtype, kind: str
+) -> None:
     """Convert the tensors of a group of rules and write them, as `dtype`, to the file `path`.
 
     All tensors of the group are in memory at the same time.
     """
     tensors = {}
     for rule in group:
-        ours = torch.from_numpy(index.read_whole("weights", rule.name)).to(dtype)
+        ours = torch.from_numpy(index.read_whole(kind, rule.name)).to(dtype)
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})

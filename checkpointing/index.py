@@ -32,7 +32,7 @@ from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, ope
 from config.command_line import make_model
 from config.messages import UserError
 from config.past import from_text, to_text
-from config.schema import ModelShape
+from config.schema import EMA, ModelShape
 from corpora.hdf5_files import member
 from corpora.usage import Usage
 
@@ -233,6 +233,14 @@ class Index:
             target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box))
             flat = self._arrays_in(file)[kind][start : start + elements_in(stored)]
             out[target] = flat.reshape([b - a for a, b in stored])[source]
+
+    def weights_kind(self, averaged: bool) -> str:
+        """Return the kind of the weights, or of their average; UserError if there is none."""
+        if not averaged:
+            return "weights"
+        if EMA not in self.kinds:
+            raise UserError(f"{self.folder} has no average of weights: its run had no --ema")
+        return EMA
 
     def read_whole(self, kind: str, name: str) -> np.ndarray:
         """Return a whole tensor in the dtype in which it was saved."""

@@ -30,7 +30,7 @@ from config.command_line import make_model
 from config.inherited import of_the_run
 from config.messages import UserError
 from config.needs import ROTARY
-from config.schema import Config
+from config.schema import EMA, Config
 from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
@@ -102,7 +102,7 @@ class Loader:
                 return Progress()
             scalars = index.attributes("optimizer")
             scalars.pop("kind")  # the optimizer's name; the others are numbers, such as "step"
-            self.optimizer.after_load(scalars)
+            self.optimizer.after_load(scalars, has_average=EMA in index.kinds)
             progress = self._read_progress(index)
             if self.mesh.rank == 0:
                 self._print_resumed(index, folder, progress)
@@ -180,9 +180,15 @@ class Loader:
         """
         ours = ("weights", *self.optimizer.state_kinds)
         theirs = tuple(index.kinds)
+        if EMA in ours and EMA not in theirs:
+            self.print_line(f"{folder} has no average of weights: --ema begins one here")
+            ours = tuple(kind for kind in ours if kind != EMA)
+        if EMA in theirs and EMA not in ours:
+            self.print_line(f"{folder} has an average of weights, which is dropped: --ema 0")
+            theirs = tuple(kind for kind in theirs if kind != EMA)
         here = self.optimizer.state_name
         there = index.attributes("optimizer")["kind"]
-        if theirs == ("weights",):
+        if theirs == ("weights",) or set(theirs) == {"weights", EMA}:
             raise UserError(f"{folder} holds only weights: --load-weights-only begins with them")
         if sorted(ours) != sorted(theirs) or here != there:
             raise UserError(
@@ -263,8 +269,10 @@ class Loader:
             )
 
 
-def load_weights(stages: nn.ModuleList, index: Index) -> None:
+def load_weights(stages: nn.ModuleList, index: Index, kind: str = "weights") -> None:
     """Fill the parameters of stages from an open checkpoint; padding is not changed.
+
+    kind: "weights", or "ema" for their average.
 
     Called by sample.py, whose stages have no optimizer. Raise UserError if the checkpoint lacks a
     parameter or has it in another shape.
@@ -283,7 +291,7 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
             # This rank's tensor may be padded at the end of dimension `dim`; checkpoints are not.
             weights = p.data.narrow(spec.dim, 0, spec.stop - spec.start)
         loaded = buffer[: weights.nbytes].view(p.dtype)
-        index.read("weights", spec.name, [tuple(box)], loaded.numpy())
+        index.read(kind, spec.name, [tuple(box)], loaded.numpy())
         weights.copy_(loaded.view(weights.shape))
 
 

@@ -77,12 +77,15 @@ def _number(text: str, option: str) -> float:
     return number
 
 
-def merge(sources: Sequence[str], shares: Sequence[float], target: str) -> list[str]:
+def merge(
+    sources: Sequence[str], shares: Sequence[float], target: str, averaged: bool = False
+) -> list[str]:
     """Write the weighted mean of checkpoints as a new folder; return lines on what was merged.
 
     sources: folders of checkpoints whose files have been checked. shares: how much each counts;
     the mean is their sum of products in fp64, divided by the sum of shares and rounded once to the
-    widest type in which a source was saved. One tensor is in memory at a time. The new checkpoint
+    widest type in which a source was saved. One tensor is in memory at a time.
+    averaged: whether to merge the averages of --ema in place of the weights. The new checkpoint
     has the tokenizer, special tokens and step of the source with the largest step. Raise UserError
     if the models differ, if a mean is not finite, or if `target` exists.
     """
@@ -102,7 +105,7 @@ def merge(sources: Sequence[str], shares: Sequence[float], target: str) -> list[
         shapes = indices[newest].shapes
         source = {"merged_from": merged_from}
         contents = Contents(model, shapes, str(dtype), record, source, progress)
-        write_checkpoint(target, contents, _means(indices, shares, list(shapes), dtype))
+        write_checkpoint(target, contents, _means(indices, shares, contents, averaged))
     lines = [f"{each['share']:.4f} of {each['checkpoint']}" for each in merged_from]
     return [*lines, f"{target}/{folder_name(progress.iteration)}: their mean, in {dtype}"]
 
@@ -136,15 +139,19 @@ def _common_model(indices: Sequence[Index]) -> ModelShape:
 
 
 def _means(
-    indices: Sequence[Index], shares: Sequence[float], names: Sequence[str], dtype: np.dtype
+    indices: Sequence[Index], shares: Sequence[float], contents: Contents, averaged: bool
 ) -> Iterator[np.ndarray]:
     """Yield the mean of each tensor, flat; UserError if a mean is not finite."""
+
+    def read(index: Index, name: str) -> np.ndarray:
+        return index.read_whole(index.weights_kind(averaged), name)
+
     total = math.fsum(shares)
-    for name in names:
-        mean = np.zeros(math.prod(indices[0].shapes[name]), np.float64)
+    for name, shape in contents.shapes.items():
+        mean = np.zeros(math.prod(shape), np.float64)
         for index, share in zip(indices, shares):
-            mean += share * index.read_whole("weights", name).reshape(-1).astype(np.float64)
+            mean += share * read(index, name).reshape(-1).astype(np.float64)
         mean /= total
         if wrong := mean.size - int(np.isfinite(mean).sum()):
             raise UserError(f"{wrong:,} of {mean.size:,} values of {name} are not finite")
-        yield mean.astype(dtype)
+        yield mean.astype(contents.dtype)

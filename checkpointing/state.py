@@ -18,7 +18,7 @@ import torch
 
 from config import model_stats
 from config.messages import UserError
-from config.schema import Config
+from config.schema import EMA, Config
 from corpora.usage import Usage
 from data import Samples
 from zero import Optimizer, ParamShard
@@ -213,9 +213,12 @@ def seconds_of_first_save(optimizer: Optimizer) -> float:
 
 
 def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the kinds of state in a checkpoint of this run: "weights", then the optimizer's."""
+    """Return the kinds of state in a checkpoint of this run: "weights", then the optimizer's.
+
+    With --save-weights-only these are the weights, and their average with --ema.
+    """
     if config.run.save_weights_only:
-        return ("weights",)
+        return ("weights", EMA) if config.training.ema else ("weights",)
     return ("weights", *optimizer.state_kinds)
 
 

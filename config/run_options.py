@@ -111,6 +111,12 @@ class Training:
         0.95, "Adam's second-moment decay", minimum=0.0, below=1.0, needs=HAS_ADAM
     )
     adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0, needs=HAS_ADAM)
+    ema: float = option(
+        0.0,
+        "decay of an exponential moving average of the weights, such as 0.999; 0: none",
+        minimum=0.0,
+        below=1.0,
+    )
     sgd_momentum: float = option(
         0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0, needs=("--optimizer sgd",)
     )
@@ -187,6 +193,11 @@ class Data:
         None,
         "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or so many",
         nargs="+",
+    )
+    eval_ema: bool = option(
+        False,
+        "evaluate the average of --ema too, as NAME_ema",
+        needs=("--ema: there is no average",),
     )
     order: str = option(
         "megatron",

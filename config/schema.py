@@ -23,6 +23,8 @@ from config.run_options import EXPERTS, Data, Run, Training, option
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
+# The name of the average of weights (--ema) among the kinds of state in a checkpoint.
+EMA = "ema"
 # The most gradients that are reduced in one operation: enough to use the links, few enough that
 # the reduction overlaps with the backward pass.
 BUCKET_ELEMENTS = 16 * 2**20

@@ -2,6 +2,7 @@
 
 buckets       flat buffers of weights and gradients, with a part for each replica
 update_rules  learning rate; AdamW, Adafactor, Muon, SGD on master tensors
+weight_average  an exponential moving average of the weights (--ema)
 adam8bit      AdamW with moments of 8 bits
 precision     the number format of a run: what --precision auto is
 loss_scale    the factor that keeps fp16 gradients above zero

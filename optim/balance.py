@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config.schema import ModelShape, Training
+from config.schema import EMA, ModelShape, Training
 from distributed.mesh import Mesh
 from distributed.token_exchange import occurrences
 from experts import Choice, Router
@@ -183,8 +183,11 @@ class _NoState:
         """Return zeros for the elements [start, stop) of tensor `index`, which has no such state.
 
         A checkpoint saves each kind of optimizer state, such as kind "exp_avg", for every tensor,
-        also for these tensors, which no optimizer updates. So zeros stand in their places.
+        also for these tensors, which no optimizer updates. So zeros stand in their places. In the
+        average of the weights (--ema) they are what they are in the weights.
         """
+        if kind == EMA:
+            return self.tensors[index].view(-1)[start:stop]
         return self.tensors[index].new_zeros(stop - start)
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:

@@ -24,6 +24,7 @@ from config.schema import BUCKET_ELEMENTS, Training, bucket_elements
 from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim import update_rules
+from optim.weight_average import Rule
 from parallel import ParamSpec
 
 # The length of a section is a multiple of this, so that no kernel computes the end of a section
@@ -99,7 +100,7 @@ class ParamGroup(ABC):
     which may have masters of other groups too; first: index of masters[0] in the rule's list.
     """
 
-    rule: update_rules.UpdateRule
+    rule: Rule
     first: int
 
     def __init__(self, key: Key, mesh: Mesh, sharded: bool):

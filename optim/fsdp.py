@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from config.schema import Training
@@ -183,6 +183,17 @@ def _communicate_over(replicas: Group, part: Any) -> None:
     part.set_force_sum_reduction_for_comms(True)
     part.set_custom_all_gather(GroupCollective(replicas.at_once.all_gather))
     part.set_custom_reduce_scatter(GroupCollective(replicas.at_once.reduce_scatter))
+
+
+def forget_gathered(stage: Any) -> None:
+    """Free the gathered weights of a stage's parts, so that the next pass gathers them anew.
+
+    Called when the shards have been changed outside of an update: torch keeps the weights of the
+    last part that ran in a forward pass.
+    """
+    for part in stage.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def shard_fully(

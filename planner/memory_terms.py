@@ -175,10 +175,12 @@ def state_bytes(job: Job) -> float:
     """Return the bytes of one parameter's optimizer state, with its FP32 master.
 
     `sharded_bytes` is its size with AdamW in this training program. In fp32 there are no masters:
-    AdamW's two moments have 8 bytes. Other optimizers have less, by the bytes in SAVED_STATE.
+    AdamW's two moments have 8 bytes. --ema keeps
+    an average in the masters' type. Other optimizers have less, by the bytes in SAVED_STATE.
     """
     with_adamw = 8.0 if job.number_bytes == 4 else job.machine.software.sharded_bytes
-    return with_adamw - SAVED_STATE.get(job.training.optimizer, 0.0)
+    average = max(4.0, float(job.number_bytes)) if job.training.ema else 0.0
+    return with_adamw - SAVED_STATE.get(job.training.optimizer, 0.0) + average
 
 
 def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
