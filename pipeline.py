@@ -67,7 +67,7 @@ class Pipeline:
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the layout's schedule for this number of micro-batches; cache the last result."""
         if micro_batches not in self._schedules:
-            schedule = of_layout(self._model, self._layout, micro_batches, self.device.type)
+            schedule = of_layout(self._layout, micro_batches)
             self._schedules = {micro_batches: schedule}
         return self._schedules[micro_batches]
 

@@ -265,7 +265,9 @@ class Layout:
         "split norms and residuals along the sequence over tp; default: on GPUs, if it divides",
     )
     schedule: str = option(
-        "1f1b", "pipeline schedule, auto: the fastest in simulation", choices=SCHEDULES
+        "1f1b",
+        "pipeline schedule; auto: the fastest in simulation within 1F1B's memory",
+        choices=SCHEDULES,
     )
     schedule_costs: str = option(
         "counted",
@@ -314,7 +316,7 @@ class Layout:
         """The pipeline stages on each rank of pp; several are virtual stages."""
         if self.schedule == "interleaved":
             return self.virtual_stages or 2
-        # With zb-v and searched-v, stages go down the ranks and up: rank 0 has the first and last.
+        # With zb-v, stages go down the ranks and up: rank 0 has the first and last.
         return 2 if self.schedule.endswith("-v") else 1
 
     @property
@@ -325,7 +327,7 @@ class Layout:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of inputs and of weights in separate passes."""
-        return self.schedule.startswith(("zb", "searched"))
+        return self.schedule.startswith("zb")
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
         """Return the layout; options that are None become True on a GPU if they fit, else False."""

@@ -29,7 +29,7 @@ def check(config: Config, ranks: int) -> Config:
     check_sharding(layout, config.training)
     _check_experts(config.model, layout, config.training)
     _check_recomputed_counts(layout, config.model.layers)
-    _check_search(layout)
+    _check_auto(layout)
     _check_precision(config.training)
     _check_length(config)
     _check_run(config.run, config.total_steps)
@@ -216,7 +216,7 @@ def explicit_costs(layout: Layout) -> list[float] | None:
     )
 
 
-def _check_search(layout: Layout) -> None:
+def _check_auto(layout: Layout) -> None:
     """Raise UserError if options of --schedule auto do not go with the schedule."""
     name = layout.schedule
     costs = layout.schedule_costs

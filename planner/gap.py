@@ -52,6 +52,7 @@ def gap(run: str, name: str | None = None) -> Answer:
     name: the machine to plan on, which is by default the one with the run's device.
     """
     config = run_files.config_of(run)
+    run_files.check_schedule(run, config)
     device, kind = run_files.cluster_of(run)
     rows, steps = _measured(run, config, kind)
     costs = part_costs(config.model, kind)
@@ -129,7 +130,7 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
     # All passes divided by it are the step's micro-batches.
     passes = (3 if layout.splits_backward else 2) * layout.stages_per_rank
     try:
-        order = of_layout(config.model, layout, newest.shape[1] // passes, device)
+        order = of_layout(layout, newest.shape[1] // passes)
         return rows, MeasuredSteps(chosen, layout, order)
     except ValueError as error:
         raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None

@@ -25,7 +25,7 @@ def stages(question: Question) -> Answer:
     Memory is of each pipeline rank, which may hold several stages. Times are drawn as bars.
     """
     job = question.job()
-    # With --schedule auto, take the layout with the schedule that the search finds.
+    # With --schedule auto, take the layout with the schedule that is chosen.
     job = job._replace(layout=decide_layout(job.model, job.layout, job.micro_batches)[0])
     rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
     fullest = max(table, key=lambda stage: stage.total).stage
@@ -97,12 +97,12 @@ def timeline(question: Question) -> Answer:
 
     The drawing has equal times for all stages, the trace and the printed bubble have predicted
     seconds. At most 4 pp micro-batches are shown. The trace is written to the file of --trace. With
-    --schedule auto the schedule is searched, and a line says what the search chose.
+    --schedule auto a line says which schedule was chosen.
     """
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
     layout, choice = decide_layout(job.model, job.layout, job.micro_batches)
-    job, order = job._replace(layout=layout), of_layout(job.model, layout, count)
+    job, order = job._replace(layout=layout), of_layout(layout, count)
     slots = simulation.simulate(order, step_time.action_seconds(job))
     events = [
         simulation.trace_event(str(slot.action), 0, stage, slot.start, slot.end)

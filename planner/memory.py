@@ -118,7 +118,7 @@ def most_in_flight(
     """
     layout = job.layout
     if layout.schedule not in memory_terms.EXACT:
-        order = long_layout(job.model, layout, job.micro_batches)
+        order = long_layout(layout, job.micro_batches)
         return list(_most_held(order, tuple(kept.tolist()))), list(_most_held(order, tuple(ends)))
     flying = memory_terms.in_flight(job, np.arange(layout.pp))
     return (flying * kept).tolist(), (flying * ends).tolist()
@@ -174,7 +174,7 @@ def of_run(config: Config, rows_over_mean: float = 1.0) -> list[dict[str, float]
     training = replace(config.training, global_batch_size=batch)
     # A run without --ep has ep 1. This is set here, since the planner would choose an ep for None.
     layout = replace(config.layout, ep=config.layout.ep or 1)
-    # In a searched schedule no rank keeps more than the fullest rank of 1F1B, which stands for it.
+    # With --schedule auto no rank keeps much more than the fullest rank of 1F1B does.
     if layout.schedule == "auto":
         layout = replace(layout, schedule="1f1b")
     table = stages(Job(config.model, layout, training, machine, rows_over_mean))

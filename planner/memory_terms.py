@@ -229,7 +229,7 @@ def communicators(job: Job) -> tuple[Column, Column]:
     # Activations and their gradients have a group each, or eight if ranks hold several stages. The
     # ends of a pipeline have one if they share a tied matrix; in a V they are on the same rank.
     pipeline = pp * np.where(np.greater(layout.stages_per_rank, 1), 8, 2)
-    in_a_v = np.equal(layout.schedule, "zb-v") | np.equal(layout.schedule, "searched-v")
+    in_a_v = np.equal(layout.schedule, "zb-v")
     pipeline = pipeline + (pp & ~in_a_v & bool(job.model.tied))
     all_ranks = np.greater(job.gpus, 1)
     limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks

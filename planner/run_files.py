@@ -18,7 +18,7 @@ from config import families
 from config.command_line import build, check_option
 from config.messages import UserError
 from config.regular_files import MOST_OF_ROWS, read_regular
-from config.schema import GROUPS, Config, ModelShape
+from config.schema import GROUPS, SCHEDULES, Config, ModelShape
 from planner.hardware import Machine
 from planner.job import Job
 from planner.questions import FULL_BATCH
@@ -26,7 +26,7 @@ from planner.step_time import predict
 from schedules.choice import decide_layout
 
 OF_RUN = ("model", "layout", "training")  # the groups of options in run.json that a plan uses
-DECIDED = ("schedule", "partition", "recompute_blocks")  # options that --schedule auto decides
+DECIDED = ("schedule", "partition", "recompute_blocks")  # options that --schedule auto decided
 WARM_UP_STEPS = 2  # a run's first steps are slower and do not count
 FEWEST_STEPS = 3  # a run with fewer counted steps has no reliable median and is refused
 # The seconds of a run count as uncertain by this share at least: neither does a run repeat more
@@ -77,9 +77,10 @@ def options_of(path: str) -> dict[str, Any]:
     """Return the options of a run's model, layout and training by name, as flags would give them.
 
     Options that are None or have the value that follows from the model's other sizes are left out.
-    If --schedule auto found the run's schedule, `schedule` is `auto` again, and the options in
-    DECIDED are left out. Raise UserError if `path` has no run.json, or if an option was on that
-    this version does not know.
+    If an earlier version searched for the run's schedule, `schedule` is `auto` and the options in
+    DECIDED are left out. Beside any other schedule --schedule-costs is left out, since only `auto`
+    reads it. Raise UserError if `path` has no run.json, or if an option was on that this version
+    does not know.
     """
     groups = facts_of(path)["config"]
     found: dict[str, Any] = {}
@@ -93,6 +94,8 @@ def options_of(path: str) -> dict[str, Any]:
         found |= {name: value for name, value in values.items() if name in known}
     if str(found.get("schedule")).startswith("searched"):
         found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
+    elif found.get("schedule") != "auto":
+        found["schedule_costs"] = None
     # By name, the values that follow from the model's other sizes, for example kv_heads = heads. An
     # option with this value is left out, so that it follows again if a flag changes the sizes.
     shape = ModelShape(**groups["model"])
@@ -110,7 +113,8 @@ def options_of(path: str) -> dict[str, Any]:
 def config_of(path: str) -> Config:
     """Return the configuration with which a run trained; raise UserError as `options_of` does.
 
-    With --schedule auto the layout has the schedule and partition that the search had found.
+    The layout of a run of an earlier version may have a schedule that this version cannot make
+    (`check_schedule`).
     """
     config = build(options_of(path))
     if config.layout.schedule != "auto":
@@ -118,6 +122,16 @@ def config_of(path: str) -> Config:
     ran = facts_of(path)["config"].get("layout", {})
     decided = {name: ran[name] for name in DECIDED if name in ran}
     return replace(config, layout=replace(config.layout, **decided))
+
+
+def check_schedule(path: str, config: Config) -> None:
+    """Raise UserError if a run's schedule is an order that an earlier version searched for."""
+    name = config.layout.schedule
+    if name not in SCHEDULES:
+        raise UserError(
+            f"{path} has the schedule {name!r}, which an earlier version searched for: this "
+            f"version has {', '.join(SCHEDULES)}, so it cannot price the run's passes"
+        )
 
 
 def facts_of(path: str) -> dict[str, Any]:
@@ -160,6 +174,7 @@ def read(path: str, machine: Machine) -> Run:
     remain, or if the run's device is not that of the machine.
     """
     config = config_of(path)
+    check_schedule(path, config)
     device = str(facts_of(path).get("cluster", {}).get("device", ""))
     if not machine.has_device(device):
         there = f"{device or 'no stated device'!r}"

@@ -233,7 +233,7 @@ def schedule_seconds(job: Job, actions: Seconds, sent: float) -> float:
 
     actions: seconds by kind of action and stage. sent: seconds of a message between stages.
     """
-    order = long_layout(job.model, job.layout, job.micro_batches)
+    order = long_layout(job.layout, job.micro_batches)
     return _makespan(order, tuple(actions.items()), sent)
 
 

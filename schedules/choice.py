@@ -1,77 +1,166 @@
-"""Decides `--schedule auto`: the schedule, the number of stages per rank, and the partition.
+"""Decides `--schedule auto`: the fastest named schedule, with its number of stages and partition.
 
     config, choice = decide(config, "cuda")     choice is None unless --schedule is auto
 
-1. Every named schedule is simulated with the balanced partition, and so are searched orders, with
-   one stage or a V of two on each rank. Schedules that hold more than a rank may are dropped.
-2. In the fastest one, blocks are moved from stage to stage as long as that is faster.
-3. The fastest in simulation wins, so it is never slower than a named schedule that fits.
+Every named schedule is simulated with the run's micro-batches and the costs of its stages; blocks
+are divided among the stages by the balanced partition. Schedules of which a rank holds more than
+MOST_HELD times the activations of the fullest rank of 1F1B are left out. The fastest of the others
+is chosen.
 
-A searched order is made for the costs of the stages (list_scheduling.py). A partition is the number
-of blocks of each stage; the balanced partition gives the ranks equal time as far as it can.
-
-Every rank decides the same: it does the same arithmetic on the same numbers. Read
-list_scheduling.py first, which defines a `Task`, the input of the search.
+Every rank decides the same: it does the same arithmetic on the same numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import permutations
 
 from config.messages import UserError
 from config.schema import Config, Layout, ModelShape
-from schedules.list_scheduling import Task, task_of
 from schedules.long_schedule import LongSchedule
-from schedules.orders import SEARCHED
-from schedules.partition import StageCosts, rank_of_stages
-from schedules.schedule import ScheduleError
+from schedules.partition import (
+    PartCosts,
+    PassCosts,
+    balanced,
+    blocks_per_stage,
+    part_costs,
+    parts_of,
+    rank_of_stages,
+    sent_bytes,
+)
+from schedules.simulation import Seconds
 
-# Steps 1 and 2 simulate at most this many micro-batches for each rank, and step 3 simulates all.
-SCREENED = 4
-MOVED_ACTIONS = 400_000  # step 2 ends when its simulations together have had this many actions
 # The schedules that are tried: name, and number of stages on each rank.
-TRIED = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("searched", 1), ("zb-v", 2), ("searched-v", 2)]
+TRIED = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)]
 TRIED += [("interleaved", virtual) for virtual in (2, 3, 4)]
+# The number of FLOPs that take as long as sending one byte between stages: an A100's 312 TFLOP/s
+# divided by a link's 25 GB/s, and a CPU core's 80 GFLOP/s divided by gloo's 2 GB/s.
+FLOPS_PER_SENT_BYTE = {"cuda": 12500.0, "cpu": 40.0}
+# A schedule is left out if a rank holds more than this many times the activations of the fullest
+# rank of 1F1B. It is above 1 because every rank of zb-h1 holds as many micro-batches as the first
+# rank of 1F1B, so that the last rank, which has the head's logits too, holds a few per cent more.
+MOST_HELD = 1.1
+NOTHING = PassCosts(0.0, 0.0, 0.0)  # the costs of an embedding or a head that a stage does not have
 
 
 @dataclass(frozen=True)
-class Choice:
+class Task:
+    """What --schedule auto decides from: the costs of a model's parts, and its pipeline.
+
+    parts: costs of embedding, one block, and head. layers: the number of blocks. ranks: the number
+    of pipeline ranks. limit: the bytes of activations that the fullest rank of 1F1B holds.
+    transfer: the time of a message between ranks. Times and bytes are for one token, and the unit
+    of times is FLOPs. blocks: the number of blocks of each stage if --partition gives them, with
+    one stage on each rank; else None. tied: whether the head uses the embedding's matrix.
+    """
+
+    parts: tuple[PassCosts, PassCosts, PassCosts]
+    layers: int
+    ranks: int
+    micro_batches: int
+    limit: float
+    transfer: float = 0.0
+    blocks: tuple[int, ...] | None = None
+    tied: bool = False
+
+    def stages(self, name: str, blocks: Sequence[int]) -> tuple[PassCosts, ...]:
+        """Return the costs of the stages if stage s has `blocks[s]` blocks.
+
+        name: the schedule. If its name ends in -v, rank 0 holds the first and the last stage.
+        """
+        embedding, block, head = self.parts
+        # In a schedule whose name ends in -v, one rank holds embedding and head. If they share a
+        # matrix, its gradients are not put off: the head's B computes them too, and W has nothing
+        # to do for the head.
+        if self.tied and name.endswith("-v"):
+            head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
+        stages = []
+        for stage, count in enumerate(blocks):
+            first = embedding if stage == 0 else NOTHING
+            last = head if stage == len(blocks) - 1 else NOTHING
+            # Each cost of the stage is the sum over its parts; `fields` gives them cost by cost.
+            fields = zip(first, block, last, strict=True)
+            sums = [at_first + count * of_block + at_last for at_first, of_block, at_last in fields]
+            stages.append(PassCosts(*sums))
+        return tuple(stages)
+
+    def balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
+        """Return the balanced partition: the number of blocks of each stage.
+
+        rank_of: the rank of each stage. A part's time is the sum of the costs of F, B and W.
+        """
+        return balanced(self.layers, tuple(rank_of), PartCosts(*(p.seconds for p in self.parts)))
+
+
+@lru_cache(maxsize=256)
+def task_of(model: ModelShape, layout: Layout, device: str, micro_batches: int) -> Task:
+    """Return what a layout with `--schedule auto` is decided from.
+
+    device: "cuda" or "cpu". The layout's schedule may be any.
+    """
+    parts = parts_of(model, layout, device)
+    with_1f1b = replace(layout, schedule="1f1b")
+    blocks_of_1f1b = tuple(blocks_per_stage(model, with_1f1b, part_costs(model, device)))
+    # The blocks of each stage if --partition gives them; None: balanced for each schedule.
+    fixed = None if layout.partition == "balanced" else blocks_of_1f1b
+    transfer = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
+    # The limit is 0.0 until it is known, at the end.
+    task = Task(parts, model.layers, layout.pp, micro_batches, 0.0, transfer, fixed, model.tied)
+    # 1F1B may run with two partitions: balanced by the costs of the model's parts as counted, or by
+    # the costs in the task, which know recomputation and --schedule-costs. The fuller one counts.
+    partitions = [blocks_of_1f1b]
+    if not fixed:
+        partitions.append(task.balanced(range(layout.pp)))
+    limit = 0.0
+    for blocks in partitions:
+        for stage, costs in enumerate(task.stages("1f1b", blocks)):
+            # In 1F1B a stage holds a micro-batch for itself and for each later stage.
+            limit = max(limit, (layout.pp - stage) * costs.held)
+    return replace(task, limit=limit)
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
     """A schedule that was simulated, and the simulation's result.
 
-    virtual: the number of stages on each rank. blocks: the number of blocks of each stage. costs:
+    virtual: the number of stages on each rank. blocks: the number of blocks of each stage. stages:
     the costs of the stages. seconds: the simulated time of a step, in the unit of the costs. idle:
-    the share of the ranks' time in which nothing runs. plain: the choice of 1F1B, to compare with;
-    None if 1F1B holds too much.
-
-    The text of a choice, which the log shows, compares it with 1F1B.
+    the share of the ranks' time in which nothing runs. held: what the fullest rank holds, in parts
+    of the limit. plain: 1F1B, to compare with. faster: the fastest schedule that was left out
+    because it holds too much, if it is faster than this one, else None.
     """
 
     name: str
     virtual: int
     blocks: tuple[int, ...]
-    costs: StageCosts
+    stages: tuple[PassCosts, ...]
     seconds: float
     idle: float
-    plain: "Choice | None" = None
+    held: float
+    plain: "ScheduleChoice | None" = None
+    faster: "ScheduleChoice | None" = None
+
+    @property
+    def title(self) -> str:
+        """The schedule's name, with its number of stages per rank if there are several."""
+        return f"{self.name}, {self.virtual} stages a rank" if self.virtual > 1 else self.name
 
     def __str__(self) -> str:
-        """Return the choice for the log: schedule, blocks of each stage, and gain over 1F1B.
+        """Return the choice for the log: schedule, blocks of each stage, and gain over 1F1B."""
+        text = f"{self.title}, blocks {','.join(map(str, self.blocks))}: "
+        if self.plain and self.name != self.plain.name:
+            less = 1 - self.seconds / self.plain.seconds
+            text += f"{less:.1%} less time than 1F1B in simulation, idle {self.idle:.1%} for "
+            text += f"{self.plain.idle:.1%}"
+        else:
+            text += f"the fastest in simulation, idle {self.idle:.1%}"
+        if self.faster:
+            less = 1 - self.faster.seconds / self.seconds
+            text += f"; {self.faster.title} would take {less:.1%} less, but hold "
+            text += f"{self.faster.held:.2f} times the activations of 1F1B's fullest rank"
+        return text
 
-        `plain` is the choice of 1F1B with the same task, or None if 1F1B holds too much.
-        """
-        text = f"{self.name}, {self.virtual} stages a rank" if self.virtual > 1 else self.name
-        text += f", blocks {','.join(map(str, self.blocks))}"
-        if self.plain is None:
-            return f"{text}: 1F1B would hold too much"
-        gain = 1 - self.seconds / self.plain.seconds
-        return (
-            f"{text}: {abs(gain):.1%} {'less' if gain >= 0 else 'more'} time than 1F1B in "
-            f"simulation, idle {self.idle:.1%} for {self.plain.idle:.1%}"
-        )
 
-
-def decide(config: Config, device: str) -> tuple[Config, Choice | None]:
+def decide(config: Config, device: str) -> tuple[Config, ScheduleChoice | None]:
     """Return the config with `--schedule auto` replaced, and the choice (None if it was not auto).
 
     The choice is made for the largest batch of this run: config.levels has the sizes that the batch
@@ -89,12 +178,12 @@ def decide_layout(
     layout: Layout,
     micro_batches: int,
     device: str = "cuda",
-) -> tuple[Layout, Choice | None]:
+) -> tuple[Layout, ScheduleChoice | None]:
     """Return the layout with `--schedule auto` replaced, and the choice that was made for it.
 
     The choice is None if there was none to make: the schedule was not auto, or pp is 1. Called by
     `decide` and by the planner, for one number of micro-batches. Raise UserError for
-    `--schedule-costs measured`, ScheduleError if no schedule fits.
+    `--schedule-costs measured`.
     """
     if layout.schedule != "auto":
         return layout, None
@@ -105,14 +194,14 @@ def decide_layout(
             "--schedule-costs measured needs the run itself, which writes the numbers to run.json: "
             "give these, or counted"
         )
-    choice = search(replace(task_of(model, layout, device), micro_batches=micro_batches))
+    choice = fastest(task_of(model, layout, device, micro_batches))
     # The option --virtual-stages is for interleaved alone, so other schedules leave it as it is.
     virtual = choice.virtual if choice.name == "interleaved" else layout.virtual_stages
     blocks = ",".join(map(str, choice.blocks))
     return replace(layout, schedule=choice.name, virtual_stages=virtual, partition=blocks), choice
 
 
-def note(layout: Layout, choice: Choice) -> str:
+def note(layout: Layout, choice: ScheduleChoice) -> str:
     """Return the line for the log about a layout and the choice that `decide_layout` made for it.
 
     Called at the start of a run, and by the planner and the rehearsal.
@@ -121,104 +210,67 @@ def note(layout: Layout, choice: Choice) -> str:
 
 
 @lru_cache(maxsize=256)
-def search(task: Task) -> Choice:
-    """Return the fastest schedule that holds no more than the task's limit.
+def fastest(task: Task) -> ScheduleChoice:
+    """Return the fastest named schedule that holds at most MOST_HELD times the task's limit.
 
-    All candidates are simulated with few micro-batches first, to drop those that hold too much and
-    to move blocks in the fastest one. Then the rest is simulated as the run has it, with all its
-    micro-batches. Raise ScheduleError if every schedule holds more than the limit.
+    1F1B is always among them. The first one of TRIED is taken of schedules that are equally fast.
     """
-    # Every candidate is simulated with `few` micro-batches. `_priced` returns None for a schedule
-    # that holds too much.
-    few = min(task.micro_batches, SCREENED * task.ranks)
-    screened = [_priced(task, *candidate, few) for candidate in _candidates(task)]
-    fitting = [choice for choice in screened if choice]
-    # Blocks are moved in the fastest schedule, unless --partition gives the blocks of each stage.
-    if fitting and not task.blocks:
-        fitting.append(_moved(task, min(fitting, key=_seconds), few))
-    # The schedules that fit are simulated again, with all micro-batches. A schedule that holds too
-    # much then, as gpipe may, is dropped now.
-    simulated = [_priced(task, c.name, c.virtual, c.blocks, None) for c in fitting]
-    choices = [choice for choice in simulated if choice]
-    if not choices:
-        raise ScheduleError(f"every schedule of {task.ranks} ranks holds more than its limit")
-    plain = next((choice for choice in choices if choice.name == "1f1b"), None)
-    return replace(min(choices, key=_seconds), plain=plain)
+    tried = [_simulated(task, *candidate) for candidate in _candidates(task)]
+    plain = tried[0]
+    fitting = [one for one in tried if one is plain or one.held <= MOST_HELD]
+    best = min(fitting, key=_seconds)
+    faster = min(tried, key=_seconds)
+    return replace(best, plain=plain, faster=faster if faster.seconds < best.seconds else None)
 
 
-def _seconds(choice: Choice) -> float:
+def _seconds(choice: ScheduleChoice) -> float:
     """Return the seconds of a choice, the key by which choices are compared."""
     return choice.seconds
 
 
 def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Yield the schedules to try: name, number of stages per rank, and blocks of each stage.
+    """Yield the schedules to try, 1F1B first: name, stages per rank, and blocks of each stage.
 
-    If --partition gives the blocks, only named schedules with one stage per rank are tried. Else
-    all schedules of TRIED are tried, with the balanced partition, but for those with more stages
-    than the model can fill.
+    If --partition gives the blocks, only schedules with one stage per rank are tried. Schedules
+    with more stages than the model can fill are not.
     """
     for name, virtual in TRIED:
+        # With more micro-batches than ranks GPipe holds more than the fullest rank of 1F1B, and its
+        # order would be long to simulate.
+        if name == "gpipe" and task.micro_batches > task.ranks:
+            continue
         if task.blocks:
-            if virtual == 1 and name not in SEARCHED:
+            if virtual == 1:
                 yield name, virtual, task.blocks
-        # A schedule that has too few blocks for its stages is not tried. The first and the last
-        # stage may be without a block, because they have the embedding and the head.
-        elif task.ranks * virtual <= task.layers + 2:
+        # The first and the last stage may be without a block, because they have the embedding and
+        # the head.
+        elif name == "1f1b" or task.ranks * virtual <= task.layers + 2:
             yield name, virtual, task.balanced(rank_of_stages(name, task.ranks, virtual))
 
 
-def _priced(
-    task: Task,
-    name: str,
-    virtual: int,
-    blocks: tuple[int, ...],
-    few: int | None,
-) -> Choice | None:
-    """Simulate a schedule and return it as a choice; return None if a rank would hold too much.
-
-    few: the number of micro-batches to simulate; None: all micro-batches of the task.
-    """
-    count = few or task.micro_batches
-    costs = task.costs(name, blocks)
-    order = LongSchedule(name, task.ranks, count, virtual, costs if name in SEARCHED else None)
-    try:
-        held = order.most_held([stage.held for stage in costs.stages])
-    except ScheduleError:
-        # No order can be searched, because the limit is less than one micro-batch takes.
-        return None
-    if max(held) > task.limit * (1 + 1e-9):  # 1e-9 allows for rounding
-        return None
-    # In zb-h1, zb-v and the searched orders, an action W computes the gradients of weights.
-    splits_backward = name.startswith(("zb", "searched"))
-    seconds = order.makespan(costs.seconds(splits_backward), task.transfer)
+def _simulated(task: Task, name: str, virtual: int, blocks: tuple[int, ...]) -> ScheduleChoice:
+    """Simulate a schedule and return it as a choice."""
+    stages = task.stages(name, blocks)
+    order = LongSchedule(name, task.ranks, task.micro_batches, virtual)
+    held = max(order.most_held([stage.held for stage in stages])) / task.limit
+    splits_backward = name.startswith("zb")  # an action W computes the gradients of weights
+    seconds = order.makespan(action_seconds(stages, splits_backward), task.transfer)
     # The time in which ranks compute. The rest of the ranks' time until the end is idle.
-    busy = count * sum(stage.seconds for stage in costs.stages)
-    return Choice(name, virtual, blocks, costs, seconds, 1 - busy / (seconds * task.ranks))
+    busy = task.micro_batches * sum(stage.seconds for stage in stages)
+    idle = 1 - busy / (seconds * task.ranks)
+    return ScheduleChoice(name, virtual, blocks, stages, seconds, idle, held)
 
 
-def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
-    """Return the choice after moving single blocks from stage to stage as long as that is faster.
+def action_seconds(stages: Sequence[PassCosts], split: bool) -> Seconds:
+    """Return the seconds of an action by (kind, stage), for simulation.py.
 
-    Every move is simulated with `micro_batches` micro-batches, and kept if the step gets faster.
-    The search ends if no move between any two stages does so, or at the limit MOVED_ACTIONS.
+    split: whether W is an action of its own; otherwise B includes the seconds of W.
     """
-    stages = len(best.blocks)
-    # MOVED_ACTIONS limits the actions of all simulations together. The simulation of one move has
-    # an F, B and W for each stage and micro-batch.
-    moves_to_try = MOVED_ACTIONS // (3 * stages * micro_batches)
-    improved = True
-    while improved:
-        improved = False
-        for source, target in permutations(range(stages), 2):
-            if best.blocks[source] == 0 or moves_to_try <= 0:
-                continue
-            moves_to_try -= 1
-            blocks = list(best.blocks)
-            blocks[source] -= 1
-            blocks[target] += 1
-            choice = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches)
-            if choice and choice.seconds < best.seconds * (1 - 1e-9):
-                best = choice
-                improved = True
-    return best
+    seconds = {}
+    for stage, costs in enumerate(stages):
+        seconds["F", stage] = costs.forward
+        seconds["B", stage] = costs.inputs
+        seconds["W", stage] = costs.weights
+        if not split:
+            seconds["B", stage] += costs.weights
+    return seconds

@@ -12,10 +12,9 @@ the worst case is 1.3 % away. A test holds both. Read simulation.py first.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from config.schema import Layout, ModelShape
+from config.schema import Layout
 from schedules.actions import Numbered
-from schedules.orders import SEARCHED, numbered, stage_costs
-from schedules.partition import StageCosts
+from schedules.orders import numbered
 from schedules.simulation import Seconds, ends
 
 # At least ROUNDS rounds are simulated. With few ranks they are more rounds, of about LEAST
@@ -33,14 +32,13 @@ class LongSchedule:
     """A schedule of many micro-batches, computed from a schedule of few micro-batches.
 
     The fields are the arguments of `orders.build`: ranks is the number of ranks, virtual the stages
-    of each rank, costs those for which a searched order is made. The schedule is not validated.
+    of each rank. The schedule is not validated.
     """
 
     name: str
     ranks: int
     micro_batches: int
     virtual: int = 1
-    costs: StageCosts | None = None
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Return the largest size of activations that each rank holds at once.
@@ -72,25 +70,22 @@ class LongSchedule:
         """Return the schedule with some of its whole rounds, or all of it, to be simulated.
 
         The micro-batches that fill no whole round stay. All rounds stay if some are unlike others.
-        Rounds differ in gpipe, which does all F before all B, in a searched order, which is made
-        for its number of micro-batches, and in an interleaved schedule with micro-batches that fill
-        no whole round, since its groups of micro-batches are unequal.
+        Rounds differ in gpipe, which does all F before all B, and in an interleaved schedule with
+        micro-batches that fill no whole round, since its groups of micro-batches are unequal.
         """
         whole_rounds, left_over = divmod(self.micro_batches, self.ranks)
         kept_rounds = max(ROUNDS, LEAST // self.ranks)
         unequal_groups = self.name == "interleaved" and left_over > 0
-        rounds_differ = self.name in ("gpipe", *SEARCHED) or unequal_groups
+        rounds_differ = self.name == "gpipe" or unequal_groups
         micro_batches = self.micro_batches
         if not rounds_differ and whole_rounds > kept_rounds:
             micro_batches = kept_rounds * self.ranks + left_over
-        return numbered(self.name, self.ranks, micro_batches, self.virtual, self.costs)
+        return numbered(self.name, self.ranks, micro_batches, self.virtual)
 
 
-def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:
+def long_layout(layout: Layout, micro_batches: int) -> LongSchedule:
     """Return the training schedule of a layout, from which the planner computes time and memory.
 
     It has the arguments with which `orders.of_layout` builds the schedule for the pipeline.
     """
-    costs = stage_costs(model, layout)
-    shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
-    return LongSchedule(*shape, costs)
+    return LongSchedule(layout.schedule, layout.pp, micro_batches, layout.stages_per_rank)

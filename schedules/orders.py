@@ -1,7 +1,7 @@
 """Makes every schedule that --schedule offers, by name.
 
     build("1f1b", 4, 8)                     4 ranks, 8 micro-batches: checked, ready to execute
-    build("searched", 4, 8, costs=costs)    an order made for these costs of the stages
+    of_layout(layout, micro_batches)        the schedule that the pipeline executes
 
 Read schedule.py first, which defines actions and schedules. Stage 0 has the model's first blocks;
 `rank_of[s]` is the rank that holds stage s. Orders are made of numbers in place of actions: with S
@@ -11,76 +11,42 @@ M * S more than its B (actions.py).
 
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473. Interleaved: arXiv 2104.04473.
 ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
-
-Also makes the schedule of a layout, with the costs of its stages if its order depends on them:
-
-    of_layout(model, layout, micro_batches)     the schedule that the pipeline executes
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise, product
 
-from config.schema import Layout, ModelShape
+from config.schema import Layout
 from schedules.actions import Numbered
-from schedules.partition import (
-    StageCosts,
-    blocks_per_stage,
-    placement,
-    rank_of_stages,
-)
+from schedules.list_scheduling import list_rows
+from schedules.partition import placement, rank_of_stages
 from schedules.schedule import Schedule, check
 
 Rows = list[list[int]]  # for each rank, the numbers of its actions in order
-# The names of schedules whose orders list scheduling makes for the costs of the stages: with one
-# stage on each rank, and with two stages in a V (rank 0 holds the first and the last stage).
-SEARCHED = ("searched", "searched-v")
 
 
-def build(
-    name: str,
-    ranks: int,
-    micro_batches: int,
-    virtual: int = 1,
-    costs: StageCosts | None = None,
-) -> Schedule:
-    """Return the validated schedule for a name in ORDERS or SEARCHED and any counts >= 1.
+def build(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """Return the validated schedule for a name in ORDERS and any counts >= 1.
 
     virtual: stages of each rank; not used for names that end in -v, which have two stages.
-    costs: the costs of the stages; names in SEARCHED need them.
-
-    Raise ScheduleError if the schedule cannot run, or if the limit of `costs` is less than one
-    micro-batch takes.
+    Raise ScheduleError if the schedule cannot run.
     """
-    schedule = of_numbers(numbered(name, ranks, micro_batches, virtual, costs))
+    schedule = of_numbers(numbered(name, ranks, micro_batches, virtual))
     check(schedule, micro_batches, backward=True)
     return schedule
 
 
 @lru_cache(maxsize=512)
-def numbered(
-    name: str,
-    ranks: int,
-    micro_batches: int,
-    virtual: int = 1,
-    costs: StageCosts | None = None,
-) -> Numbered:
+def numbered(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Numbered:
     """Return the schedule of `build` as numbers; it is not validated, which would take longer.
 
-    Called by `build`, and for schedules that are only simulated; the arguments are those of
-    `build`. Raise ValueError if a name in SEARCHED has no costs.
+    Called by `build`, and for schedules that are only simulated.
     """
     rank_of = rank_of_stages(name, ranks, virtual)
-    kinds = "FBW" if name.startswith(("zb", "searched")) else "FB"
-    if name in SEARCHED:
-        if costs is None:
-            raise ValueError(f"the order of {name} is made for costs, and there are none")
-        rows = _listed(rank_of, micro_batches, costs)
-    else:
-        rows = ORDERS[name](rank_of, micro_batches)
-    return Numbered(name, kinds, rank_of, micro_batches, rows)
+    kinds = "FBW" if name.startswith("zb") else "FB"
+    return Numbered(name, kinds, rank_of, micro_batches, ORDERS[name](rank_of, micro_batches))
 
 
 def of_numbers(found: Numbered) -> Schedule:
@@ -240,26 +206,11 @@ def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     Stages are half as large here as in 1F1B, so the limit, which counts the activations of one
     micro-batch in one stage as 1, is two for each rank: the number of stages.
     """
-    from schedules.list_scheduling import list_rows  # imported late: other orders do not use it
-
-    seconds = dict.fromkeys(product("FBW", range(len(rank_of))), 1.0)
-    return list_rows(rank_of, micro_batches, seconds, limit=float(len(rank_of)))
+    return list_rows(rank_of, micro_batches, limit=len(rank_of))
 
 
-def _listed(rank_of: tuple[int, ...], micro_batches: int, costs: StageCosts) -> Rows:
-    """Return the order that list scheduling finds for the given costs of the stages.
-
-    `numbered` calls this for the names in SEARCHED.
-    """
-    from schedules.list_scheduling import list_rows
-
-    sizes = [stage.held for stage in costs.stages]
-    seconds = costs.seconds(split=True)
-    return list_rows(rank_of, micro_batches, seconds, costs.limit, sizes, costs.transfer)
-
-
-# The schedules whose order does not depend on costs, by name: functions that make the order from
-# `rank_of`, the rank of each stage, and the number of micro-batches.
+# By name of the schedule, the functions that make the order from `rank_of`, the rank of each stage,
+# and the number of micro-batches.
 ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
@@ -272,20 +223,12 @@ ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
 # ---- The schedule of a layout --------------------------------------------------------------------
 
 
-def of_layout(
-    model: ModelShape,
-    layout: Layout,
-    micro_batches: int,
-    device: str = "cuda",
-) -> Schedule:
+def of_layout(layout: Layout, micro_batches: int) -> Schedule:
     """Return the validated training schedule of a layout, which the pipeline executes.
 
-    The layout's --schedule must not be auto: schedules/choice.py replaces auto before. device:
-    "cuda" or "cpu", on which the costs of a searched order depend.
+    The layout's --schedule must not be auto: schedules/choice.py replaces auto before.
     """
-    costs = stage_costs(model, layout, device)
-    shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
-    return build(*shape, costs)
+    return build(layout.schedule, layout.pp, micro_batches, layout.stages_per_rank)
 
 
 def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
@@ -294,19 +237,3 @@ def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
     The pipeline calls this for each evaluation, with the number of its micro-batches.
     """
     return forward_only(placement(layout), micro_batches)
-
-
-def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> StageCosts | None:
-    """Return the costs of a layout's stages, for which a searched order is made.
-
-    They are None for the schedules in ORDERS, which do not depend on costs.
-    """
-    if layout.schedule not in SEARCHED:
-        return None
-    from schedules.list_scheduling import task_of  # imported late: other orders do not use it
-
-    # The options are set back to those with which --schedule auto was decided, so that `task_of`,
-    # which is cached, returns the same costs as then.
-    searched_layout = replace(layout, schedule="auto", partition="balanced")
-    blocks = blocks_per_stage(model, layout)
-    return task_of(model, searched_layout, device).costs(layout.schedule, blocks)

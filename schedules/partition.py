@@ -24,8 +24,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from config import model_stats
+from config.model_stats import mean_of_blocks
 from config.schema import Layout, ModelShape
-from config.validation import explicit_partition
+from config.validation import explicit_costs, explicit_partition
 
 # The number of FLOPs that take as long as moving one byte in memory: on GPUs about an A100's
 # 312 TFLOP/s divided by its 2 TB/s, on a CPU core about 80 GFLOP/s divided by 8 GB/s.
@@ -51,32 +52,6 @@ class PassCosts(NamedTuple):
         It has the unit of the costs: seconds of a micro-batch, or FLOPs for one token.
         """
         return self.forward + self.inputs + self.weights
-
-
-class StageCosts(NamedTuple):
-    """The costs of every stage, from which --schedule auto searches and simulates orders.
-
-    limit: the bytes of activations that a rank may hold. transfer: the seconds of a message between
-    ranks.
-    """
-
-    stages: tuple[PassCosts, ...]
-    limit: float
-    transfer: float
-
-    def seconds(self, split: bool) -> dict[tuple[str, int], float]:
-        """Return the seconds of an action by (kind, stage), for simulation.py.
-
-        split: whether W is an action of its own; otherwise B includes the seconds of W.
-        """
-        seconds = {}
-        for stage, costs in enumerate(self.stages):
-            seconds["F", stage] = costs.forward
-            seconds["B", stage] = costs.inputs
-            seconds["W", stage] = costs.weights
-            if not split:
-                seconds["B", stage] += costs.weights
-        return seconds
 
 
 @dataclass(frozen=True)
@@ -126,6 +101,66 @@ def attention_scores(model: ModelShape) -> float:
     score, and 2 to add the value. So the FLOPs are s/2 * 4 * columns.
     """
     return 2.0 * model.seq_length * model.attention_width
+
+
+def sent_bytes(model: ModelShape) -> float:
+    """Return the bytes of one token in a message between stages: h numbers of 4 bytes.
+
+    A recomputed block holds as much, since it keeps only its input.
+    """
+    return 4.0 * model.hidden
+
+
+def parts_of(
+    model: ModelShape,
+    layout: Layout,
+    device: str,
+) -> tuple[PassCosts, PassCosts, PassCosts]:
+    """Return the costs of embedding, block and head on one tensor rank, for one token.
+
+    Times are in FLOPs; `held` is in bytes. A block's backward pass includes recomputation only if
+    all blocks are recomputed.
+    """
+    t = layout.tp
+    h = model.hidden
+    parts = pass_costs(model, device)
+    embedding, block, head = (PassCosts(*(cost / t for cost in part)) for part in parts)
+    # Recomputation adds to B: the FLOPs of the attention scores, or the whole forward pass.
+    if layout.recompute_layers is None and layout.recompute_blocks is None:
+        again = {
+            "none": 0.0,
+            "selective": attention_scores(model) / t,
+            "full": block.forward,
+        }
+        block = block._replace(inputs=block.inputs + again[layout.recompute])
+    # A block holds activations of 2 bytes a number for its backward pass: about 8 h numbers around
+    # its norms, which only sequence parallelism divides by tp, and two for each unit of `widths`,
+    # the summed widths of its other activations (queries, keys, values, the MLP's units).
+    # A recomputed block holds only its input; the head holds its logits, 4 bytes each.
+    widths = mean_of_blocks(model, _kept_widths)
+    norm_shards = t if layout.sequence_parallel else 1
+    held = 2.0 * (8 * h / norm_shards + 2 * widths / t)
+    if layout.recompute == "full":
+        held = sent_bytes(model)
+    logits = 4.0 * model.vocab_size / t
+    # --schedule-costs may give numbers: the costs of F, B and W of a block, then of the head.
+    if given := explicit_costs(layout):
+        # The given costs have an unknown unit, and the embedding's costs are FLOPs. So the given
+        # costs are scaled such that a block takes the FLOPs that were counted for it.
+        unit = block.seconds / sum(given[:3])
+        scaled = [unit * cost for cost in given]
+        block = PassCosts(*scaled[:3])  # the costs of F, B and W
+        head = PassCosts(*scaled[3:])
+    return embedding, block._replace(held=held), head._replace(held=logits)
+
+
+def _kept_widths(model: ModelShape) -> int:
+    """Return how many numbers a block keeps for its backward pass, for one token, without norms.
+
+    They are queries, keys and values, attention's output (counted twice), and the MLP's units
+    before and after the activation. `mean_of_blocks` calls this for a model with equal blocks.
+    """
+    return model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
 
 
 def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:

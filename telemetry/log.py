@@ -103,8 +103,7 @@ class Log:
         self.facts: dict[str, Any] = {}  # the contents of run.json, after `begin`
         if self.is_writer:
             facts = context.describe()
-            device = context.device.type
-            for line in log_lines.at_start(config, device, facts, stage_specs, kernels):
+            for line in log_lines.at_start(config, facts, stage_specs, kernels):
                 self.note(line)
 
     # -- during the run ---------------------------------------------------------------------

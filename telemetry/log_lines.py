@@ -1,7 +1,7 @@
 """Text that people read: when a run starts, while it trains, and when it ends.
 
     of_step(row, total, steps, ...)     step 120/500 | loss 3.2104 | ... | 1:02:03 left
-    at_start(config, device, ...)       layout, batches, kernels, stages, the schedule
+    at_start(config, facts, ...)        layout, batches, kernels, stages, the schedule
     summary(config, facts, ...)         seconds of steps and losses of a whole run
 
 telemetry/log.py calls these functions.
@@ -140,15 +140,14 @@ def duration(seconds: float) -> str:
 
 def at_start(
     config: Config,
-    device: str,
     facts: dict[str, Any],
     stages: list[partition.StageSpec],
     kernels: dict[str, str],
 ) -> list[str]:
     """Return the lines that a run prints before its first step.
 
-    device: "cuda" or "cpu". facts: the result of Context.describe. stages: all stages of the
-    pipeline. kernels: the implementation in use, by purpose.
+    facts: the result of Context.describe. stages: all stages of the pipeline. kernels: the
+    implementation in use, by purpose.
     """
     lines = [_of_layout(config, facts), *_of_batches(config)]
     lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
@@ -165,7 +164,7 @@ def at_start(
         # Draw the schedule of the largest batch, with its idle share (the bubble).
         largest = max(level.batch for level in config.levels)
         count = config.micro_batches(largest)
-        order = of_layout(config.model, config.layout, count, device)
+        order = of_layout(config.layout, count)
         slots = simulation.simulate(order)
         bubble = simulation.bubble(slots)
         lines.append(f"schedule {config.layout.schedule}, bubble {bubble:.1%}:")

@@ -4,7 +4,7 @@
     config = with_measured_costs(config, context, dtype)
     config.layout.schedule_costs                     six times in microseconds, as in run.json
 
-`--schedule auto` searches a pipeline schedule from the times of the passes. FLOPs do not give these
+`--schedule auto` chooses a pipeline schedule by the times of the passes. FLOPs do not give these
 times: the speeds of attention, of the loss and of operations limited by memory bandwidth differ
 between machines. So every rank times one block and the head with its tensor-parallel shards and
 without attention masks, and the slowest rank's times count. A resumed run reuses the times that
@@ -50,10 +50,10 @@ def decide_schedule(config: Config, context: Context | None) -> tuple[Config, li
     if context:
         config = with_measured_costs(config, context, DTYPES[config.training.precision])
         device_type = context.device.type
-    config, search_result = choice.decide(config, device_type)
-    if not search_result:
+    config, chosen = choice.decide(config, device_type)
+    if not chosen:
         return config, []
-    return config, [choice.note(config.layout, search_result)]
+    return config, [choice.note(config.layout, chosen)]
 
 
 def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) -> Config:
@@ -63,8 +63,8 @@ def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) ->
     measured times is returned as it is.
     """
     layout = config.layout
-    searches = layout.schedule == "auto" and layout.pp > 1  # only a search needs the times
-    if layout.schedule_costs != "measured" or not searches:
+    chooses = layout.schedule == "auto" and layout.pp > 1  # only a choice needs the times
+    if layout.schedule_costs != "measured" or not chooses:
         return config
     exchange = StoreExchange(
         context.store, context.rank, context.size, "pass times", context.recorder
@@ -109,7 +109,7 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
     # This layout has three stages: the embedding, one block, the head.
     layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0")
     if layout.recompute_layers is not None:
-        # Only some blocks are recomputed: the search takes each block's time without recomputation.
+        # Only some blocks are recomputed: the choice takes each block's time without recomputation.
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
     # The groups of ranks are those of the real layout, in which pp is not 3: a rank measures with

@@ -243,12 +243,14 @@ def test_one_run_determines_one_constant_and_says_so(tmp_path):
     assert "nvlink.fraction = 0.7: as in h100; not determined by" in found.text
 
 
-def test_a_run_whose_schedule_was_searched_is_a_source_like_any_other(tmp_path):
-    """run.json has what --schedule auto decided, which no flag can give."""
-    words = "--model gpt2-1.5b --pp 4 --schedule auto --steps 5 --global-batch-size 64"
-    config, choice = decide(check_any_length(parse(words.split()), 8), "cuda")
-    assert choice.name.startswith("searched")
-    path = write_run(tmp_path / "run", words, 8, "NVIDIA H100", [1.0, 1.01, 0.99, 1.0, 1.0])
+@pytest.mark.parametrize("costs", ["counted", "10.7,12.5,6.6,0.1,0.1,0.1"])
+def test_a_run_with_schedule_auto_is_a_source_like_any_other(costs, tmp_path):
+    """run.json has the schedule that was chosen, beside the costs by which it was."""
+    words = "--model gpt2-1.5b --pp 4 --schedule auto --steps 5 --global-batch-size 4"
+    words += f" --schedule-costs {costs}"
+    config, choice = decide(check_any_length(parse(words.split()), 4), "cuda")
+    assert choice.name != "1f1b"
+    path = write_run(tmp_path / "run", words, 4, "NVIDIA H100", [1.0, 1.01, 0.99, 1.0, 1.0])
     facts = json.loads((Path(path) / "run.json").read_text())
     facts["config"] = config.as_dict()
     (Path(path) / "run.json").write_text(json.dumps(facts))
@@ -256,9 +258,26 @@ def test_a_run_whose_schedule_was_searched_is_a_source_like_any_other(tmp_path):
     assert run.job.layout.schedule == choice.name
     assert run.job.layout.partition == ",".join(map(str, choice.blocks))
     assert plan.ask(["calibrate", path, "--gpu", "h100"]).data["determined"]
-    given = words.replace("--steps 5", "--gpus 8 --gpu h100")
+    given = words.replace("--steps 5", "--gpus 4 --gpu h100")
+    again = ask(f"stages --config {path} --gpus 4 --gpu h100").data
+    assert again == ask(f"stages {given} --precision fp32").data
+
+
+def test_a_run_of_an_earlier_version_with_a_searched_schedule_is_read(tmp_path):
+    """Its options are those of --schedule auto; only its passes cannot be priced."""
+    words = "--model gpt2-1.5b --pp 4 --schedule 1f1b --steps 5 --global-batch-size 64"
+    path = write_run(tmp_path / "run", words, 8, "NVIDIA H100", [1.0, 1.01, 0.99, 1.0, 1.0])
+    facts = json.loads((Path(path) / "run.json").read_text())
+    costs = "10.7,12.5,6.6,0.1,0.1,0.1"
+    old = {"schedule": "searched-v", "partition": "7,6,6,6,6,6,6,5", "schedule_costs": costs}
+    facts["config"]["layout"] |= old
+    (Path(path) / "run.json").write_text(json.dumps(facts))
+    given = words.replace("1f1b --steps 5", f"auto --schedule-costs {costs} --gpus 8 --gpu h100")
     again = ask(f"stages --config {path} --gpus 8 --gpu h100").data
     assert again == ask(f"stages {given} --precision fp32").data
+    for question in (["calibrate", path, "--gpu", "h100"], ["gap", path]):
+        with pytest.raises(UserError, match="the schedule 'searched-v', which an earlier version"):
+            plan.ask(question)
 
 
 def test_runs_that_no_machine_explains_are_said_and_no_rate_exceeds_its_peak(tmp_path):

@@ -173,7 +173,7 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     fixed.pop("recompute_layers", None)
     numbers_of_blocks = given.get("recompute_layers")
     schedules = given.get("schedule", [])
-    if "auto" in schedules:  # a question of its own; the search of schedules chooses the partition
+    if "auto" in schedules:  # a question of its own; auto chooses the partition
         yield fixed | {"schedule": "auto", "partition": "balanced"}, 1.0
         fixed["schedule"] = [name for name in schedules if name != "auto"]
     if schedules == ["auto"]:
