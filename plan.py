@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
 GPUS = ("nodes", "gpus")
 COSTS = ("price_per_gpu_hour", "watts_per_gpu")
-TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "fp8", "launch", "sbatch")
+TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "launch", "sbatch")
 RAMP_UP = (*GPUS, "risk", "deadline", "restart", "stages", "submit")
 QUESTIONS = {
     "layouts": Kind(
@@ -78,12 +78,12 @@ QUESTIONS = {
     "stages": Kind(
         layout_questions.stages,
         "blocks, parameters, time and memory per stage",
-        (*GPUS, "risk", "fp8"),
+        (*GPUS, "risk"),
     ),
     "days": Kind(
         duration_questions.days,
         "how long training takes",
-        (*GPUS, "tokens", "risk", *COSTS, "fp8"),
+        (*GPUS, "tokens", "risk", *COSTS),
         tries=True,
     ),
     "largest": Kind(
@@ -107,14 +107,14 @@ QUESTIONS = {
     "timeline": Kind(
         layout_questions.timeline,
         "the schedule as a picture and a Chrome trace",
-        (*GPUS, "trace", "fp8"),
+        (*GPUS, "trace"),
         example="bloom-176b",
     ),
-    "model": Kind(model_questions.model, "parameters, FLOPs and bytes of a model", ("fp8",), ()),
+    "model": Kind(model_questions.model, "parameters, FLOPs and bytes of a model", (), ()),
     "compare": Kind(
         compare.compare,
         "two layouts: where one loses time and memory against the other",
-        (*GPUS, "risk", "fp8"),
+        (*GPUS, "risk"),
     ),
 }
 WRITTEN = ("trace", "stages", "write", "picture", "sbatch")  # options that name a file to write
@@ -222,9 +222,6 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     if config.model.experts > 1 and kind.tries and name not in (*questions.SEARCHED, "smallest"):
         goes = "goes with layouts, days and stages, and with smallest"
         raise UserError(f"a model with experts {goes}, not {name}")
-    if options.fp8:
-        machine = hardware.with_fp8(machine)
-        notes.append("planned only: train.py cannot train with fp8")
     for note in (*request.notes, *notes):
         print(f"note: {note}", file=sys.stderr)
     return Question(options, config, request.given, machine)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inspect import unwrap
 
 import numpy as np
-from engines import Engine
+from engines import FP8_SHARE, Engine
 
 from planner import op_costs, time_terms
 from planner.job import Column, Job
@@ -70,7 +70,7 @@ class ExpertEngine(Engine):
     ) -> Pass:
         """Products of experts, with `alike` of 2 and more, are one kernel."""
         if alike < 2:
-            return unwrap(time_terms.products_alike)(job, rows, outs, ins, alike)
+            return super().products_alike(job, rows, outs, ins, alike)
         return grouped(job, self, (rows, outs, ins), alike)
 
     def core_seconds(self, job: Job) -> Pass:
@@ -131,7 +131,7 @@ def grouped(
     """
     (m, n, k), machine = sizes, job.machine
     each = 0.0 if engine.fused_mlp else engine.tile_seconds
-    rate = machine.fp8 * op_costs.FP8_SHARE if engine.fp8 else 1.0
+    rate = machine.fp8 * FP8_SHARE if engine.fp8 else 1.0
 
     def product(m: Column, n: Column, k: Column) -> Column:
         tiles = alike * np.ceil(m / ROWS_OF_TILE) * np.ceil(n / COLUMNS_OF_TILE)

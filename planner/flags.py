@@ -77,7 +77,6 @@ FLAGS = {
     "watts_per_gpu": Flag("power, in place of the datasheet's", float, "WATTS", 1e5),
     "sbatch": Flag("write a Slurm batch file for the recommended layout", str, "FILE"),
     "launch": Flag("launcher of the commands: 'srun --mpi=pmix -n {ranks}'", str, "WORDS"),
-    "fp8": Flag("planned only: linear layers of blocks in fp8", bool),
 }
 
 

@@ -72,7 +72,6 @@ class Software:
     formula: see `planner.job.term`, and benchmarks/engines.py for the programs of published runs.
     """
 
-    fp8: bool = False  # whether linear layers of blocks compute in fp8
     # Bytes of memory traffic of the loss for each logit: several kernels cast it, and compute the
     # maximum, the exponential and sums in FP32. A single fused kernel would move 8.
     logit_bytes: float = 26.0
@@ -382,17 +381,6 @@ def with_network(machine: Machine, rate: float) -> Machine:
         p2p_fraction=min(1.0, messages / rate),
         network_measured=True,
     )
-
-
-def with_fp8(machine: Machine) -> Machine:
-    """Return the machine with the linear layers of blocks in fp8, for --fp8.
-
-    This is for plans alone, since train.py cannot train in fp8. Raise UserError if the GPU has no
-    fp8 arithmetic.
-    """
-    if not machine.fp8:
-        raise UserError(f"--fp8: {machine.name} has no fp8 arithmetic; h100, h200 and b200 do")
-    return replace(machine, software=replace(machine.software, fp8=True))
 
 
 def at_share_of_network(machine: Machine, share: float) -> Machine:

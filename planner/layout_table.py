@@ -83,7 +83,7 @@ def ranked_layouts(question: Question) -> Answer:
     if safe and (at_one_adapter := _at_one_adapter(question, safe)):
         data["at_one_adapter"], line = at_one_adapter
         lines.append(line)
-    if safe and not question.machine.software.fp8:  # train.py has no fp8, so no command for it
+    if safe:
         command_data, command_lines = _commands(question, safe[0], answer.plain)
         data |= command_data
         lines += command_lines
@@ -195,10 +195,8 @@ def _commands(
 def _batch_file(question: Question, safe: list[layouts.Ranked], plain: list[layouts.Ranked]) -> str:
     """Write the batch file of --sbatch for the recommended layout, or the first, and return a line.
 
-    Raise UserError if there is no safe layout, or if train.py cannot train so.
+    Raise UserError if there is no safe layout.
     """
-    if question.machine.software.fp8:
-        raise UserError("--sbatch: train.py has no fp8, so there is nothing to submit")
     if not safe:
         raise UserError("--sbatch: no layout fits at --risk, so there is nothing to submit")
     chosen = _recommended(safe[0], plain) or safe[0]
@@ -414,8 +412,6 @@ def _risky_lines(
 def _only_risky_lines(risky: list[layouts.Ranked], question: Question) -> list[str]:
     """Return the table of risky layouts where no layout is safe, and the commands of the first."""
     lines = ranked_lines(risky[: question.options.top], question)
-    if question.machine.software.fp8:  # train.py has no fp8, so there are no commands
-        return lines
     lines.append("none of them is recommended; their commands:")
     for line in risky[:SHOWN_RISKY]:
         command = shlex.join([*_launcher(question), *_command(question, line.layout)])

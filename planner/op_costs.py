@@ -16,7 +16,7 @@ latency and a speed.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,6 @@ LAUNCH = 5e-6  # seconds between the end of one kernel and the start of the next
 GEMM_MEMORY = 0.85  # share of the memory's bandwidth that a GEMM reaches when it loads operands
 COPY_MEMORY = 0.8  # share of the memory's bandwidth that an elementwise kernel reaches
 ALIGNMENT = 8  # the number of half-precision numbers in 16 bytes, to which rows should be aligned
-# Products in fp8 are faster than in bf16 by this share of the ratio of the GPU's two peaks. Of the
-# values from 0.8 to 0.95 this one fits 44 measured steps best.
-FP8_SHARE = 0.85
 
 
 def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Column:
@@ -108,17 +105,6 @@ def linear(machine: Machine, rows: Column, outs: Column, ins: Column, size: int 
     input_gradient = gemm(machine, rows, ins, outs, size)
     weight_gradient = gemm(machine, outs, ins, rows, size)
     return Pass(forward, input_gradient + weight_gradient)
-
-
-def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pass:
-    """Return the seconds of a linear layer with products in fp8.
-
-    Inputs and gradients are read in half precision (2 bytes), and written in fp8 twice (1 byte
-    each): as they are, and transposed. rows, outs, ins: tokens, outputs and inputs.
-    """
-    faster = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
-    casts = Pass(4.0 * rows * ins, 4.0 * rows * outs)
-    return linear(faster, rows, outs, ins) + moved(machine, casts)
 
 
 def moved(machine: Machine, count: Any) -> Any:

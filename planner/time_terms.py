@@ -116,8 +116,6 @@ def products_alike(job: Job, rows: Column, outs: Column, ins: Column, alike: Col
 
     rows, outs, ins: tokens, outputs and inputs of each layer.
     """
-    if job.machine.software.fp8 and job.number_bytes == 2:
-        return op_costs.fp8_linear(job.machine, rows, outs, ins) * alike
     return op_costs.linear(job.machine, rows, outs, ins, job.number_bytes) * alike
 
 

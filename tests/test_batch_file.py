@@ -71,7 +71,6 @@ def test_what_the_user_gave_stays_and_a_slow_step_is_told_earlier(tmp_path):
     ("words", "sentence"),
     [
         ("--model llama-2-70b --gpu a100-40 --gpus 8", "no layout fits at --risk"),
-        (f"{MODEL} --gpu h100 --fp8", "train.py has no fp8"),
         (f"{MODEL} --gpu h100 --gpus 9 --global-batch-size 63", "not as many on each of 2 nodes"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plans with experts, cp and fp8: if this failed, they would be of another model."""
+"""Plans with experts and cp: if this failed, they would be of another model."""
 
 import json
 from dataclasses import replace
@@ -197,7 +197,7 @@ def test_a_config_json_of_experts(tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------------------
-# Context parallelism, fp8
+# Context parallelism
 # ------------------------------------------------------------------------------------------------
 
 
@@ -232,18 +232,9 @@ def test_a_model_that_fits_with_cp_alone():
         assert [row["reason"] for row in found["rejected"]] == [reason]
 
 
-def test_fp8_is_faster_where_there_is_any(capsys):
-    line = "layouts --model gpt3-175b --gpu h100 --nodes 16 --tp 8 --pp 8 --micro-batch-size 1"
-    line += " --sequence-parallel --recompute none --schedule 1f1b --zero 1"
-    plain, fast = (
-        ask(f"{line} --risk 1").data["ranked"],
-        ask(f"{line} --risk 1 --fp8").data["ranked"],
-    )
-    assert 1.1 < plain[0]["seconds"] / fast[0]["seconds"] < 1.6
-    assert fast[0]["memory"] == plain[0]["memory"]
-    assert "planned only: train.py cannot train with fp8" in capsys.readouterr().err
-    with pytest.raises(UserError, match="a100-80 has no fp8 arithmetic"):
-        ask(f"{line.replace('h100', 'a100-80')} --fp8")
+def test_fp8_is_gone():
+    with pytest.raises(UserError, match=r"--fp8 is gone: train\.py cannot train in fp8"):
+        ask("layouts --model gpt3-175b --gpu h100 --nodes 16 --fp8")
 
 
 @pytest.mark.parametrize(
