@@ -11,7 +11,7 @@ closed_form     seconds and bytes of every row, without its schedule
 layouts         the fastest rows, each simulated; all others rejected with a reason
 model_sizes     the largest model, and the fewest nodes
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
-gap             where a run's time went, which flags win it back; measured_steps simulates it
+gap             where a run's time went, which flags win it back
 flags           the planner's own flags: meaning and limits; plan.py says which question reads them
 questions       what a question and an answer are; the questions are in layout_table (picture draws
                 it), duration_questions, layout_questions, model_questions, compare; cost: money

@@ -1,35 +1,48 @@
 """Answers `plan.py gap RUN`: where the time of a run's steps went, and which flags win it back.
 
-    answer = gap("runs/a")          a table; its data is for --json
+    answer = gap("runs/a")                        a table; its data is for --json
+    rows = read_rows("runs/a", ranks)             the run's times.jsonl
+    steps = MeasuredSteps(rows, layout, order)    passes, waits and messages as arrays
+    lost = steps.causes(shares)                   seconds of a step by cause; they sum to the step
 
-The table has a line for each cause: its measured seconds (RUN/times.jsonl, which measured_steps.py
-divides by cause), the planner's seconds for the same layout on the run's machine, and a remedy: a
-change of flags with the seconds that it would win. A remedy shortens the whole step, so it may win
-more than its cause takes alone. A pass is the forward or backward of a micro-batch in a stage.
+The table has a line for each cause: its measured seconds, the planner's seconds for the same layout
+on the run's machine, and a remedy: a change of flags with the seconds that it would win. A remedy
+shortens the whole step, so it may win more than its cause takes alone.
+
+A pipeline is a set of ranks that differ only in pp; the run has several with dp, tp or cp. Each
+pipeline of each step is simulated (schedules.simulation) with the seconds that its passes, waits
+and messages took. Then the causes are removed one after the other: their seconds are set to 0, and
+the steps are simulated again. A cause takes the seconds by which the simulated step became shorter.
+
+Arrays of seconds have a first axis with an entry for each cause: PLACE gives the index of a cause.
+A pass is one action of the schedule on a rank: the forward or backward of a micro-batch in a stage.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from config.command_line import to_words
 from config.messages import UserError
-from config.schema import Config, Layout, coordinates
+from config.schema import Config, Layout, coordinates, rows_along
 from config.validation import check_split
-from planner import compare, hardware, measured_steps, run_files
+from planner import compare, hardware, run_files
 from planner.job import Job
-from planner.measured_steps import MeasuredSteps, Row
 from planner.questions import FULL_BATCH, Answer
+from planner.run_files import rows_of
 from schedules.orders import build, of_layout
 from schedules.partition import balanced, part_costs, placement, stage_specs
-from schedules.schedule import Schedule
-from schedules.simulation import makespan
+from schedules.schedule import Action, Schedule
+from schedules.simulation import Timing, makespan, simulate_each
 
-COMPUTE = ("compute", "recompute")
+COMPUTING = ("compute", "recompute")
 WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow ranks", "variation")
 # The causes in the order of the table's lines: all seconds of a step, and of saves and evaluations.
-LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
+LINES = (*COMPUTING, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
 EVALUATION = ("evaluate", "sample", "check replicas")  # phases that count as evaluation
 MOST_PASSES = 200_000  # only the newest steps are simulated, with at most this many passes in all
 NAMED_SHARE = 0.1  # a slow rank is named if it loses at least this share of what the slowest loses
@@ -37,6 +50,292 @@ NAMED_SHARE = 0.1  # a slow rank is named if it loses at least this share of wha
 LEAST_SHARE = 0.005
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")  # tried as remedies against the bubble
 Seconds = Mapping[tuple[str, int], float]  # the seconds of a pass, by its kind and stage
+# A rank counts as slow if it computes more than SLOW times as long as the median of the ranks with
+# the same stages. With one pipeline no other rank has the same stages; then each rank is compared
+# with all other ranks, whose work differs, so the limit is SLOW_ALONE.
+SLOW, SLOW_ALONE = 1.10, 1.5
+# If a receive waited for fewer seconds than this, its message had already arrived and cost nothing.
+MOST_ARRIVED = 50e-6
+LARGEST_NUMBER = 1e15  # a larger number in times.jsonl is an error: 1e15 microseconds are 30 years
+AROUND = ("log", "begin", "reduce", "optimizer", "statistics")  # phases of a step outside of passes
+OF_RANK = ("total", "apart", "began", "offset", "error")  # numbers of a rank for the whole step
+# The causes of two kinds of waits in times.jsonl; every other kind is also the name of its cause.
+CAUSES_OF_WAITS = {"tied": "dp", "world": "all ranks"}
+# `causes` removes the causes in this order: first PARTS, which take time in addition to computing,
+# then UNEVEN, which make some ranks or passes compute longer than others.
+PARTS = ("host", "data", "p2p", "tp", "cp", "dp", "all ranks", "optimizer")
+UNEVEN = ("slow ranks", "variation", "imbalance")
+# The index of a cause on the first axis of an array of seconds; `compute`, the last, is the time in
+# which a pass neither waits nor does anything else in PARTS.
+PLACE = {name: number for number, name in enumerate((*PARTS, "compute"))}
+MESSAGE = PLACE["p2p"]
+COMPUTE = PLACE["compute"]
+
+
+# ---- The measured steps -------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One measured step. Arrays of seconds have the axes rank and pass, after that of PLACE.
+
+    seconds: what every pass took: (PLACE, rank, pass); `p2p` is the wait for the pass's input.
+    ended, ready: when a pass ended, and when its last message arrived, on one clock for all ranks:
+    (rank, pass). after: what followed the passes: (PLACE,). measured: the seconds of the step
+    without saves and evaluations. follows_others: whether a save or an evaluation came just before
+    the step. steps: the number of steps since the row before. spent: by phase, rank 0's seconds in
+    these steps. nodes: the name of each rank's node.
+    """
+
+    steps: float
+    spent: dict[str, float]
+    nodes: list[str]
+    seconds: np.ndarray
+    ended: np.ndarray
+    ready: np.ndarray
+    after: np.ndarray
+    measured: float
+    follows_others: bool
+
+
+def read_rows(run: str, ranks: int) -> list[Row]:
+    """Return the measured steps of a run from its times.jsonl; ranks: the number of ranks.
+
+    Raise UserError with the number of the line if a line has values that telemetry/step_times.py
+    would not write, or another number of ranks.
+    """
+    file = Path(run) / "times.jsonl"
+    rows = []
+    for number, values in enumerate(rows_of(file), start=1):
+        try:
+            row = _row(values)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"has not the numbers of a measured step: {error}"
+            raise UserError(f"{file}, line {number} {reason}") from None
+        if len(row.nodes) != ranks:
+            has = f"has times of {len(row.nodes)} ranks, but the run has {ranks}"
+            raise UserError(f"{file}, line {number} {has}")
+        rows.append(row)
+    return rows
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    """Return a line of times.jsonl as a `Row`; telemetry/step_times.py says what the line has.
+
+    Passes and phases of the line are in microseconds, its clocks in seconds. `apart` is the time of
+    saves and evaluations just before the step, which `total` includes.
+    """
+    ranks = values["ranks"]
+    # The line names the kinds of waits, such as "tp", once: a pass has a number for each kind, in
+    # this order. Here the kinds are replaced by the causes to which their seconds count.
+    kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
+    passes = _numbers([rank["passes"] for rank in ranks]) / 1e6
+    around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks]) / 1e6
+    total, apart, began, offset, error = _numbers([[r[name] for name in OF_RANK] for r in ranks]).T
+    steps = float(_numbers(values["steps"]))
+    if steps < 1 or (total <= apart).any():
+        raise ValueError("a step takes no time")
+    # Passes: (rank, pass, number); the numbers are start, end, seconds of data loading, the time at
+    # which the last message arrived, and the seconds of each kind of wait.
+    start, end, data, ready, *waits = np.moveaxis(passes, 2, 0)
+    seconds = _by_cause(waits, kinds)
+    seconds[PLACE["data"]] = data
+    seconds[COMPUTE] = end - start - data - sum(waits)
+    # The phases `log` and `begin` come before the first pass, the others after the last pass. Each
+    # phase has the seconds without waits, then those of each kind of wait: (rank, number).
+    log, begin, *after_passes = np.moveaxis(around, 1, 0)
+    seconds[PLACE["host"], :, 0] = log[:, 0] + begin[:, 0]
+    # All ranks end the step at the same time, because they wait for one another in the last phase.
+    # So the rank that ends its passes last determines how long the phases after them take.
+    last = int(end[:, -1].argmax())
+    computed, *waits = sum(after_passes)[last]
+    after = _by_cause(waits, kinds)
+    after[PLACE["optimizer"]] = computed
+    # The ranks of a node have the same clock. Each has measured its offset from the common clock;
+    # the measurement with the smallest error comes last here and is used for the whole node.
+    nodes = [str(rank["node"]) for rank in ranks]
+    offsets = {nodes[rank]: offset[rank] for rank in np.argsort(-error)}
+    clocks = (began + [offsets[node] for node in nodes])[:, None]
+    return Row(
+        steps=steps,
+        spent={phase: float(_numbers(spent)) for phase, spent in values["spent"].items()},
+        nodes=nodes,
+        seconds=seconds,
+        ended=clocks + end,
+        ready=clocks + ready,
+        after=after,
+        measured=float(total[last] - apart[last]) / 1e6,
+        follows_others=bool(apart.any()),
+    )
+
+
+def _numbers(values: Any) -> np.ndarray:
+    """Return values of times.jsonl as an array.
+
+    Raise ValueError or TypeError if a value is no number, is not finite or is impossibly large.
+    """
+    found = np.array(values, float)
+    if not (np.abs(found) < LARGEST_NUMBER).all():
+        raise ValueError("a number is too large")
+    return found
+
+
+def _by_cause(waits: Sequence[Any], kinds: Sequence[str]) -> np.ndarray:
+    """Return an array of seconds by cause, as PLACE orders them: (PLACE, ...).
+
+    waits: for each kind of wait, an array of seconds. kinds: for each of them, the name of its
+    cause. The seconds of kinds with the same cause are added; other causes are 0.
+    """
+    seconds = np.zeros((len(PLACE), *np.shape(waits[0])))
+    for kind, waited in zip(kinds, waits, strict=True):
+        seconds[PLACE[kind]] += waited
+    return seconds
+
+
+class MeasuredSteps:
+    """Steps with the same schedule, in arrays of seconds whose first axis is PLACE.
+
+    seconds: what each pass takes: (PLACE, step, pipeline, pipeline rank, pass). `host` and `data`
+    come before the wait for the pass's input. `p2p` is the time of the message with this input,
+    from the end of the pass that sent it. after: what follows the last pass of every step: (PLACE,
+    step). measured: mean seconds of a step, without saves and evaluations.
+    """
+
+    def __init__(self, rows: Sequence[Row], layout: Layout, order: Schedule):
+        """Put the rows' seconds into arrays: `seconds` for the passes, `after` for what follows.
+
+        order: the run's schedule. Raise ValueError if the rows have another number of passes.
+        """
+        self.order = order
+        # The numbers of the ranks of each pipeline: (pipeline, pp).
+        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))
+        self.measured = float(np.mean([row.measured for row in rows]))
+        self.after = np.stack([row.after for row in rows], axis=1)
+        self.seconds = np.stack([row.seconds[:, self.pipelines] for row in rows], axis=1)
+        # When each pass ended and got its last message: (step, pipeline, pipeline rank, pass).
+        ended = np.array([row.ended[self.pipelines] for row in rows])
+        ready = np.array([row.ready[self.pipelines] for row in rows])
+        if ended.shape[3] != len(order.ranks[0]):
+            raise ValueError("its passes are not those of its schedule")
+        # By action, its pipeline rank and its number among the rank's passes.
+        self.place_of: dict[Action, tuple[int, int]] = {}
+        for rank, actions in enumerate(order.ranks):
+            self.place_of |= {action: (rank, number) for number, action in enumerate(actions)}
+        # So far seconds[MESSAGE] has each pass's wait for its input. In a simulation the waits
+        # follow from other times, so they are replaced by the time of the message with the input:
+        # from the end of the sending pass until the input was there. It is 0 if the rank did not
+        # wait long (`late` is False), since then the true time is unknown.
+        late = self.seconds[MESSAGE] >= MOST_ARRIVED
+        self.seconds[MESSAGE] = 0.0
+        for action, (rank, number) in self.place_of.items():
+            if sender := order.input_of(action):
+                sent = ended[:, :, *self.place_of[sender]]
+                message = np.maximum(0.0, ready[:, :, rank, number] - sent)
+                self.seconds[MESSAGE, :, :, rank, number] = late[:, :, rank, number] * message
+
+    def timing_of(self, action: Action) -> Timing:
+        """Return the measured seconds of an action, for the simulation: (steps, pipelines) arrays.
+
+        They are the rank's time before it needs the action's input, the time of the message with
+        the input, and the time of the action with its waits for collectives.
+        """
+        # The first axis has the causes in the order of PLACE; host, data and p2p are the first.
+        host, data, message, *waits_and_compute = self.seconds[:, :, :, *self.place_of[action]]
+        return Timing(host + data, message, sum(waits_and_compute))
+
+    def simulated(self) -> float:
+        """Return the mean seconds of a step when all pipelines are simulated with these arrays.
+
+        A step ends when its slowest pipeline has ended and the phases after the passes are done.
+        """
+        # Times are arrays (step, pipeline), so np.maximum finds the later of two times.
+        slots = simulate_each(self.order, self.timing_of, np.maximum)
+        # The ends of the ranks' last passes: (rank, step, pipeline). The latest counts in a step.
+        ends = np.max([row[-1].end for row in slots], axis=(0, 2))
+        return float((ends + self.after.sum(axis=0)).mean())
+
+    def by_stage(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
+        """Return two mean values by (kind of pass, stage): seconds of the passes, and of messages.
+
+        The seconds of a pass include its waits for collectives. Of the messages with the passes'
+        inputs, only those that a rank had to wait for are in the mean.
+        """
+        runs = {}
+        messages = {}
+        for key in dict.fromkeys((action.kind, action.stage) for action in self.place_of):
+            timings = [self.timing_of(action) for action in self.place_of if action[:2] == key]
+            runs[key] = float(np.mean([timing.runs for timing in timings]))
+            # A message of 0 seconds is one for which no rank waited: it is not in the mean.
+            sent = np.array([timing.message for timing in timings])
+            messages[key] = float(sent.sum() / max(1, np.count_nonzero(sent)))
+        return runs, messages
+
+    def computed(self) -> np.ndarray:
+        """Return the seconds in which each rank computes in a step, mean of the steps.
+
+        The shape is (pipelines, pipeline ranks).
+        """
+        return self.seconds[COMPUTE].sum(axis=3).mean(axis=0)
+
+    def usual_shares(self, shares: Sequence[float]) -> np.ndarray:
+        """Return for each rank the factor on its seconds that makes it as fast as a usual rank.
+
+        It is below 1 for a slow rank (SLOW), and 1 for all others: (pipelines, ranks). A usual rank
+        is the median, for the same work. shares: the share of each stage in the model's time.
+        """
+        # The share of each pipeline rank, which may hold several stages.
+        of_ranks = np.bincount(self.order.rank_of, shares)
+        rates = self.computed() / of_ranks
+        # With several pipelines a rank is compared with the ranks of the other pipelines that have
+        # the same stages (axis 0). If it is alone, it is compared with all ranks of its pipeline.
+        alone = len(self.pipelines) == 1
+        usual = np.quantile(rates, 0.5, axis=None if alone else 0, method="lower")
+        slow = rates > usual * (SLOW_ALONE if alone else SLOW)
+        return np.where(slow, usual / rates, 1.0)
+
+    def causes(self, shares: Sequence[float]) -> dict[str, float]:
+        """Return the mean seconds of a step by cause; all causes together are the measured step.
+
+        `compute` is what the passes of the average rank compute, and `bubble` is what remains when
+        all causes are removed. `unexplained` is the measured minus the simulated step. The call
+        removes the causes from this object, so it can be made only once, after all other calls.
+        """
+        left = self.simulated()
+        found = {"unexplained": self.measured - left}
+        for cause in (*PARTS, *UNEVEN):
+            self._remove(cause, shares)
+            now = self.simulated()
+            found[cause] = left - now
+            left = now
+        found["compute"] = float(self.computed().mean())
+        found["bubble"] = left - found["compute"]
+        return found
+
+    def _remove(self, cause: str, shares: Sequence[float]) -> None:
+        """Change the arrays so that a cause takes no time; shares: as in `usual_shares`.
+
+        Without `slow ranks` a slow rank computes as fast as a usual rank. Without `variation` all
+        passes of the same kind and stage take their mean in a step; without `imbalance` all passes
+        of the same kind do, in whatever stage. The seconds of any other cause become 0.
+        `self.seconds` has the axes (cause, step, pipeline, rank, pass), so
+        `self.seconds[COMPUTE]` is the computing time of every pass.
+        """
+        if cause == "slow ranks":
+            self.seconds[COMPUTE] *= self.usual_shares(shares)[:, :, None]
+        elif cause in UNEVEN:
+            # Passes with the same key get their mean. The key is an action's first field, its kind,
+            # or its first two fields, kind and stage.
+            same = 1 if cause == "imbalance" else 2
+            keys = [[str(action[:same]) for action in actions] for actions in self.order.ranks]
+            for key in np.unique(keys):
+                of_key = np.array(keys) == key
+                mean = self.seconds[COMPUTE][:, :, of_key].mean(axis=(1, 2))
+                self.seconds[COMPUTE][:, :, of_key] = mean[:, None, None]
+        else:
+            self.after[PLACE[cause]] = 0.0
+            self.seconds[PLACE[cause]] = 0.0
+
+
+# ---- The answer ----------------------------------------------------------------------------------
 
 
 class Remedy(NamedTuple):
@@ -119,7 +418,7 @@ def _measured(run: str, config: Config, device: str) -> tuple[list[Row], Measure
     layout = config.layout
     check_split(config.model, layout)
     world = layout.tp * layout.pp * layout.cp * (layout.dp or 1)
-    rows = measured_steps.read_rows(run, world)
+    rows = read_rows(run, world)
     if not rows:
         raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
     newest = rows[-1].ended  # (ranks, passes)

@@ -108,7 +108,8 @@ def _listed(
     training = question.config.training
     top = question.options.top
     fitting = len(safe) + answer.slower
-    fits = f"{fitting} layouts fit on {question.gpus} GPUs of {question.machine.name}"
+    verb = "layout fits" if fitting == 1 else "layouts fit"
+    fits = f"{fitting} {verb} on {question.gpus} GPUs of {question.machine.name}"
     risks = risk_of_fitting(question, [] if safe else risky)
     batch = f"global batch {training.global_batch_size}"
     lines = [f"{fits} {risks}, {batch}, {training.precision}"]
@@ -116,7 +117,7 @@ def _listed(
         lines += ranked_lines(safe[:top], question)
     slower = answer.slower + max(0, len(safe) - top)
     if slower:
-        lines.append(f"... and {slower} slower ones")
+        lines.append(f"... and {slower} slower {'one' if slower == 1 else 'ones'}")
     if len(safe) > 1:
         lines.append(FIRST)
     return lines
@@ -253,14 +254,19 @@ def _given_up(recommended: layouts.Ranked, first: layouts.Ranked) -> str:
     It says how much slower this layout is than the first one, and why it is recommended.
     """
     prediction = recommended.prediction
-    more = prediction.seconds / first.prediction.seconds - 1
+    slower = beside(prediction.seconds / first.prediction.seconds)
     slow = ""
     if prediction.at_networks:
-        slow = f" ({prediction.compared / first.prediction.compared - 1:.1%} on the slow network)"
+        slow = f" ({beside(prediction.compared / first.prediction.compared)} on the slow network)"
     return (
-        f"{_words(recommended.layout)}: {prediction.seconds:.2f} s, {more:.1%} more than the "
+        f"{_words(recommended.layout)}: {prediction.seconds:.2f} s, {slower} than the "
         f"first{slow}, but of a kind that was measured: the plan does not tell them apart"
     )
+
+
+def beside(ratio: float) -> str:
+    """Return a ratio of seconds as text: 1.016 is "1.6% more", 0.984 "1.6% less"."""
+    return f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
 
 
 def where_it_fits(question: Question, answer: layouts.Answer) -> list[str]:

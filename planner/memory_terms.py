@@ -301,8 +301,8 @@ def block_activations(job: Job, scores: Column) -> Column:
         numbers = numbers + computed * h / t  # rows that came to this GPU's experts
         numbers = numbers + active * h / t  # results that came back for this GPU's tokens
     # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
-    gathered_from = scores * (job.cp // job.over_heads - 1)
-    numbers = numbers + gathered_from * keys_and_values / t
+    gathered_from = job.cp // job.over_heads - 1
+    numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
 
 

@@ -17,7 +17,7 @@ import plan
 from config.command_line import parse
 from config.messages import UserError
 from distributed.store import StoreExchange
-from planner import gap, measured_steps, run_files
+from planner import gap, run_files
 from schedules import orders, partition, simulation
 from telemetry import step_times
 from watchdog.flight_recorder import FlightRecorder
@@ -30,7 +30,7 @@ SHAPE = (
 )
 
 
-def made_step(seconds: dict, sent: float) -> tuple[measured_steps.MeasuredSteps, float]:
+def made_step(seconds: dict, sent: float) -> tuple[gap.MeasuredSteps, float]:
     """A step of two stages, 1F1B, 4 micro-batches, as its ranks would have recorded it; and how
     long simulation.py says that it takes.
     """
@@ -57,8 +57,8 @@ def made_step(seconds: dict, sent: float) -> tuple[measured_steps.MeasuredSteps,
     with tempfile.TemporaryDirectory() as folder:
         row = {"steps": 1, "spent": {}, "waits": WAITS, "ranks": ranks}
         (Path(folder) / "times.jsonl").write_text(json.dumps(row) + "\n")
-        rows = measured_steps.read_rows(folder, 2)
-    return measured_steps.MeasuredSteps(rows, layout, order), whole
+        rows = gap.read_rows(folder, 2)
+    return gap.MeasuredSteps(rows, layout, order), whole
 
 
 def causes_of(seconds: dict, sent: float, shares: tuple[float, float]) -> tuple[dict, float]:
@@ -218,7 +218,8 @@ def test_planted_causes_are_found(tmp_path, cause, planted, words, capsys):
     assert data["closure"] == pytest.approx(1, abs=0.1)
     lines = {row["cause"]: row for row in data["lines"]}
     largest = max(
-        (c for c in lines if c not in (*gap.COMPUTE, "bubble")), key=lambda c: lines[c]["measured"]
+        (c for c in lines if c not in (*gap.COMPUTING, "bubble")),
+        key=lambda c: lines[c]["measured"],
     )
     assert largest == cause
     if cause == "slow ranks":
@@ -236,7 +237,7 @@ def test_a_run_without_measured_steps_is_a_sentence(tmp_path, capsys):
 def row_of_one_rank() -> dict:
     """A row of times.jsonl: one rank, one micro-batch."""
     none = [0] * (1 + len(WAITS))
-    around = {name: [10, *none[1:]] for name in measured_steps.AROUND}
+    around = {name: [10, *none[1:]] for name in gap.AROUND}
     passes = [[0, 100, 0, 0, *none[1:]], [100, 300, 0, 0, *none[1:]]]
     rank = {"passes": passes, "around": around, "apart": 0, "total": 350, "node": "a"}
     rank |= {"began": 5.0, "offset": 0.0, "error": 0.0}
@@ -261,10 +262,10 @@ def test_a_row_with_other_values_is_refused_when_it_is_read(keys, wrong):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.jsonl"
         file.write_text(json.dumps(row_of_one_rank()) + "\n")
-        assert len(measured_steps.read_rows(folder, 1)) == 1
+        assert len(gap.read_rows(folder, 1)) == 1
         file.write_text(json.dumps(row) + "\n")
         with pytest.raises(UserError, match=r"times\.jsonl, line 1"):
-            measured_steps.read_rows(folder, 1)
+            gap.read_rows(folder, 1)
 
 
 @pytest.mark.parametrize("places", [7, {}, [], [7], [{"device": 7}]])

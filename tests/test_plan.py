@@ -16,7 +16,7 @@ from config.messages import UserError
 from config.schema import ModelShape
 from config.spelling import preset
 from config.validation import check_any_length
-from planner import layouts, model_sizes, picture, questions
+from planner import layout_table, layouts, model_sizes, picture, questions
 from planner.step_time import predict as predict_step
 
 
@@ -490,3 +490,11 @@ def test_a_kind_that_no_row_has_comes_after_measured_ones_within_its_interval():
             later = zip(ranked[place:], unmeasured[place:], strict=True)
             known = [one["at_networks"][-1] for one, unknown in later if not unknown]
             assert all(seconds > row["interval"][1] for seconds in known)
+
+
+def test_the_texts_of_the_table_count_as_people_do():
+    line = "layouts --gpu h100 --gpus 2 --model gpt2-xl --tp 1 --pp 1 --cp 1 --micro-batch-size 1"
+    line += " --zero 1 --recompute none --partition balanced --schedule 1f1b"
+    assert ask(line).text.startswith("1 layout fits on 2 GPUs of h100")
+    assert layout_table.beside(1.016) == "1.6% more"
+    assert layout_table.beside(0.984) == "1.6% less"
