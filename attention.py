@@ -1,5 +1,8 @@
 """Self-attention: its matrices, positions, norms of queries and keys, and torch's kernels.
 
+Blocks with windows, softcaps or sinks attend by local_attention.py; rotary positions are in
+rotary.py.
+
 Shapes at line ends as in model.py: s sequence, b samples, h hidden, a heads of size d, g key/value
 heads; with tensor parallelism a and g are the local heads. The masks, which say which tokens each
 token sees, are in attention_masks.py, and the collectives over ranks that share a sample's
@@ -7,7 +10,6 @@ tokens (--cp) in distributed/context_parallel.py: the ranks of `mesh.heads` exch
 heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first, for the matrices.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import attention_masks
 from attention_masks import Mask
+from config.block_attention import BlockAttention
 from config.messages import UserError
 from config.schema import ModelShape
-from config.validation import rotary_scaling
 from data import Batch
 from distributed.collectives import Group, sum_both_ways
 from distributed.context_parallel import (
@@ -34,6 +36,7 @@ from distributed.context_parallel import (
     to_tokens,
 )
 from parallel import ColumnLinear, ParamFactory, RowLinear, compile_if_large
+from rotary import Rotary, rotate
 
 # recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
 # to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
@@ -45,14 +48,24 @@ class Positions:
 
     positions.mask(batch)                   a Mask; None: plain causal attention
     positions.rotary(batch.positions)       tables for `rotate`; None: no rotary positions
+    positions.of_blocks(batch, None, 2)     both for each of 2 blocks
 
+    All blocks have the same; local_attention.LocalPositions is for models whose blocks differ.
     Learned positions are a part of the embedding.
     """
 
-    def __init__(self, factory: ParamFactory, model: ModelShape, micro_batch: int, masked: bool):
+    def __init__(
+        self,
+        factory: ParamFactory,
+        model: ModelShape,
+        micro_batch: int,
+        masked: bool,
+        block: BlockAttention,
+    ):
         """Make the tables that the model's kind of positions needs.
 
         micro_batch: its number of samples. masked: whether batches say which tokens a token sees.
+        block: the attention of every block of the stage.
         """
         self.factory = factory
         self.mesh = factory.mesh
@@ -60,13 +73,7 @@ class Positions:
         if model.positions == "alibi":
             slopes = self.mesh.heads.shard(local_slopes(model, factory))
             self.slopes = slopes.to(factory.device)
-        self.tables: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions
-        self._tables_here: tuple[Tensor, Tensor] | None = None  # the rows of this rank's tokens
-        if model.positions == "rotary":
-            cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
-            cp = self.mesh.cp
-            self.tables = (cos, sin)
-            self._tables_here = (cp.balanced_shard(cos, 0), cp.balanced_shard(sin, 0))
+        self._rotary = Rotary(factory, model, block) if block.rotary else None
         # The mask of ALiBi without other masks: the same for all micro-batches, so made only once.
         self._causal_alibi: Mask | None = None
         if self.slopes is not None and not masked:
@@ -90,15 +97,26 @@ class Positions:
         dtype = self.factory.dtype
         return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
 
-    def rotary(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def rotary(
+        self, positions: Tensor | None, length: int | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines for `rotate`, or None if the model has no rotary positions.
 
-        positions: the tokens' positions, (b, s). None: they count from 0 in each sample.
+        positions, length: see Rotary.
         """
-        if self.tables is None or positions is None:
-            return self._tables_here
-        cos, sin = self.tables
-        return cos[positions.t(), 0], sin[positions.t(), 0]  # s b 1 r
+        return None if self._rotary is None else self._rotary(positions, length)
+
+    def of_blocks(
+        self, batch: Batch | None, cache: "KeyValueCache | None", count: int
+    ) -> list[tuple[Mask | None, tuple[Tensor, Tensor] | None]]:
+        """Return the mask and the rotary tables of each of `count` blocks, which have the same.
+
+        cache: in decoding; then the masks come from there.
+        """
+        if cache is not None:
+            return [(None, self.rotary(cache.positions, cache.tokens))] * count
+        positions = None if batch is None else batch.positions
+        return [(self.mask(batch), self.rotary(positions))] * count
 
     def _query_places(self, length: int) -> Tensor | None:
         """Return the places of this rank's queries in a sample of `length` tokens; None: all."""
@@ -118,55 +136,6 @@ def query_places(group: Group, length: int, device: torch.device) -> Tensor | No
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
     """Return this tensor rank's ALiBi slopes, (a,): a score's bias is -slope times the distance."""
     return factory.mesh.tp.shard(attention_masks.alibi_slopes(model.heads))
-
-
-def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of rotary positions (arXiv 2104.09864): float64, (s, 1, 1, r) each.
-
-    Only the first r columns of a head are turned (--rotary-fraction). As in Llama, column i forms a
-    pair with column i + r/2, so both halves of a table are equal.
-    """
-    r = model.rotary_width
-    frequencies = model.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
-    kind, numbers = rotary_scaling(model.rotary_scaling)
-    frequencies = _scale_frequencies(frequencies, kind, numbers)
-    angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
-    angles = torch.cat([angles, angles], -1)[:, None, None, :]
-    return angles.cos(), angles.sin()
-
-
-def _scale_frequencies(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
-    """Return the frequencies after --rotary-scaling, which models trained on fewer tokens need.
-
-    kind, numbers: the parts of the option. linear: all frequencies are divided by the factor.
-    llama3 (Llama 3.1): a frequency is divided by the factor if it turns less than `low` times in
-    `positions` tokens, the length of the original training; it stays if it turns more than `high`
-    times, and is interpolated in between.
-    """
-    if kind == "none":
-        return frequencies
-    if kind == "linear":
-        (factor,) = numbers
-        return frequencies / factor
-    factor, low, high, positions = numbers
-    turns = positions * frequencies / (2 * math.pi)
-    unscaled_share = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (unscaled_share + (1 - unscaled_share) / factor)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x, (s, b, heads, d), with the first r columns of each head turned by its position.
-
-    tables: cosines and sines, (s or more, 1 or b, 1, r) each.
-    """
-    cos, sin = (table[: len(x)] for table in tables)
-    r = cos.shape[-1]
-    if r < x.shape[-1]:
-        first_columns, other_columns = x.split((r, x.shape[-1] - r), -1)
-        return torch.cat([rotate(first_columns, tables), other_columns], -1)
-    # Columns i and i + r/2 are a point (x, y), turned to (x cos - y sin, y cos + x sin).
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 class KeyValueCache:
@@ -210,6 +179,20 @@ class KeyValueCache:
         mask = attention_masks.Mask(self._bias.to(k.dtype))
         return keys[: self.tokens], values[: self.tokens], mask
 
+    def extend_window(
+        self, layer: nn.Module, k: Tensor, v: Tensor, window: int
+    ) -> tuple[Tensor, Tensor]:
+        """Store the last window - 1 tokens' k and v of a layer: all that the next token sees.
+
+        k, v: of the new tokens, (s, b, g, d) each. Return those of the new tokens and of the tokens
+        that were stored before them, window - 1 or fewer.
+        """
+        if layer in self._keys_and_values:
+            k, v = (torch.cat(pair) for pair in zip(self._keys_and_values[layer], (k, v)))
+        first = max(0, len(k) - (window - 1))
+        self._keys_and_values[layer] = [k[first:].clone(), v[first:].clone()]
+        return k, v
+
 
 class Attention(nn.Module):
     """Self-attention with grouped queries, causal unless a mask says what each token sees.
@@ -220,12 +203,25 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, factory: ParamFactory, name: str, model: ModelShape, std: float, recompute: bool
+        self,
+        factory: ParamFactory,
+        name: str,
+        model: ModelShape,
+        std: float,
+        recompute: bool,
+        block: BlockAttention,
     ):
         """Make attention's qkv and output matrices. std: for the output matrix. recompute: whether
-        the backward pass runs `_attend`, the part between the two matrices, again.
+        the backward pass runs `_attend`, the part between the two matrices, again. block: what
+        attention does in this block.
         """
         super().__init__()
+        self.block = block
+        # Torch's kernels divide scores by the root of d: queries are multiplied by what is missing.
+        self.query_factor = (model.head_size / model.query_scalar) ** 0.5
+        self.sinks: nn.Parameter | None = None  # (a,)
+        if block.sinks:
+            self.sinks = factory.parameter(f"{name}.sinks", (model.heads,), dim=0)
         self.queries = model.heads // model.kv_heads  # query heads of each key/value head
         self.d = model.head_size
         self.recompute = recompute
@@ -235,7 +231,7 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
         # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
-        rotates = model.positions == "rotary" and self.norms is None
+        rotates = block.rotary and self.norms is None
         self.split: Callable = _split_heads
         if factory.compile and rotates:
             self.split = factory.compile_for_training(_split_heads)
@@ -247,13 +243,14 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Mask | None,
+        mask: Any,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Return attention's output in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
-        parallelism. mask: None means causal. rotary: tables that turn q and k, or None. cache: keys
-        and values of the tokens before x, in decoding; then the mask comes from the cache.
+        parallelism. mask: a Mask, None means causal; in a block that is not plain a
+        local_attention.Seen. rotary: tables that turn q and k, or None. cache: keys and values of
+        the tokens before x, in decoding; then the mask comes from the cache.
         """
         if self.norms is None:
             q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)
@@ -263,6 +260,12 @@ class Attention(nn.Module):
             if rotary is not None:
                 q = rotate(q, rotary)
                 k = rotate(k, rotary)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
+        if not self.block.is_plain:
+            from local_attention import attend_locally  # imported here: most models do without it
+
+            return self.out(attend_locally(self, q, k, v, mask, cache))
         if cache is not None:
             k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
             return self.out(_attend(q, k, v, mask, Group()))
@@ -337,6 +340,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) ->
     return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
+def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of x, (..., n), whose scale is 1 + weight, in fp32 at least; as Gemma."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(exact), weight.shape, 1 + weight.to(exact), eps).to(x.dtype)
+
+
 class QueryKeyNorm(nn.Module):
     """RMSNorm of q and k: over each head, or with --qk-norm full over all heads of all tp ranks.
 
@@ -349,15 +358,17 @@ class QueryKeyNorm(nn.Module):
         self.tp = factory.mesh.tp
         self.eps = model.norm_eps
         self.full = model.qk_norm == "full"  # one norm over all heads, else a norm of each head
+        self.plus_one = model.norm_plus_one  # the scale is 1 + weight
+        fill = 0.0 if self.plus_one else 1.0
 
         def weight(kind: str, heads: int) -> nn.Parameter:
             """Return the weight for q or k (`kind`), which has this number of heads."""
             weight_name = f"{name}.{kind}_norm.weight"
             d = model.head_size
             if self.full:
-                return factory.parameter(weight_name, (heads, d), fill=1.0, dim=0)
+                return factory.parameter(weight_name, (heads, d), fill=fill, dim=0)
             # Each tensor rank's gradient comes from its own heads, so the gradients are summed.
-            return factory.parameter(weight_name, (d,), fill=1.0, partial=True)
+            return factory.parameter(weight_name, (d,), fill=fill, partial=True)
 
         self.q = weight("q", model.heads)
         self.k = weight("k", model.kv_heads)
@@ -365,6 +376,8 @@ class QueryKeyNorm(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return the normalised q and k, in their shapes (s, b, heads, d)."""
         pairs = [(q, self.q), (k, self.k)]
+        if not self.full and self.plus_one:
+            return [rms_norm_plus_one(x, weight, self.eps) for x, weight in pairs]
         if not self.full:  # each head is normalised by itself
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in pairs]
         exact = torch.promote_types(q.dtype, torch.float32)
@@ -375,25 +388,41 @@ class QueryKeyNorm(nn.Module):
         results = []
         for (x, weight), factor in zip(pairs, factors):
             scaled = (x * factor).to(x.dtype)
-            results.append(scaled * weight.view(x.shape[2:]))
+            scale = weight.view(x.shape[2:])
+            results.append(scaled * (1 + scale if self.plus_one else scale))
         return results
 
 
 def attention_kernel(
     model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
 ) -> str:
-    """Return, for the log, the name of torch's attention kernel that runs in training.
+    """Return, for the log, the names of the attention kernels that run in training.
 
     micro_batch: its number of samples. masked: whether batches say which tokens each token sees.
     Raise UserError if masks need flex_attention on a GPU, which lacks this dtype or head size.
     """
     mesh = factory.mesh
-    alibi = model.positions == "alibi"
     ranks = ""
     if mesh.kv.size > 1:
         ranks += f", keys of {mesh.kv.size} ranks"
     if mesh.heads.size > 1:
         ranks += f", heads over {mesh.heads.size} ranks"
+    blocks = [model.attention_of(block) for block in range(model.layers)]
+    kernels = []
+    if any(block.is_plain for block in blocks):
+        kernels.append(_plain_kernel(model, factory, micro_batch, masked))
+    if not all(block.is_plain for block in blocks):
+        from local_attention import kernel_of  # imported here: most models do without it
+
+        kernels.append(kernel_of(model, blocks, factory))
+    return "; ".join(kernels) + ranks
+
+
+def _plain_kernel(
+    model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool
+) -> str:
+    """Return the name of torch's kernel in the blocks without window, softcap and sinks."""
+    alibi = model.positions == "alibi"
     flex = False  # whether flex_attention, torch's kernel for masks, runs
     if masked or alibi:
         flex = attention_masks.takes_flex(model.head_size, factory.dtype, factory.device)
@@ -403,9 +432,9 @@ def attention_kernel(
         raise UserError(f"{need} {takes}: head-size({model.head_size})")
     if flex:
         mask = "masks" if masked else "ALiBi"
-        return f"torch flex_attention, of {mask}{ranks}"
+        return f"torch flex_attention, of {mask}"
     kernel = "of masks" if masked else _fused_kernel(model, factory, micro_batch)
-    return f"torch scaled_dot_product_attention, {kernel}{ranks}"
+    return f"torch scaled_dot_product_attention, {kernel}"
 
 
 def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) -> str:

@@ -243,7 +243,7 @@ def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
 
 
 @functools.cache
-def _compiled() -> Callable:
+def compiled_flex() -> Callable:
     """Return flex_attention compiled to one kernel; the compiled function is made once.
 
     Without compilation flex_attention would store the scores of all queries and keys.
@@ -261,7 +261,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """
     grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
-    return _compiled()(q, k, v, **options)
+    return compiled_flex()(q, k, v, **options)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:

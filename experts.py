@@ -191,7 +191,7 @@ class HeldExperts(nn.Module):
         super().__init__()
         self.experts_here = model.experts // factory.mesh.experts.size  # held by this rank
         self.activation = activation
-        if model.activation == "swiglu":
+        if model.up_matrices == 2:
             # dynamic: the number of rows differs in each pass, and torch limits compiled graphs.
             self.activation = factory.compile_for_training(activation, dynamic=True)
             if factory.compile:

@@ -13,14 +13,13 @@ Read parallel.py first; attention is in attention.py and the loss in loss.py.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Attention, KeyValueCache, Positions, recompute
-from attention_masks import Mask
+from attention import Attention, KeyValueCache, Positions, recompute, rms_norm_plus_one
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
@@ -28,6 +27,9 @@ from distributed.start_checks import check_parameter_count
 from loss import cross_entropy
 from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
+
+if TYPE_CHECKING:
+    from local_attention import LocalPositions
 
 
 class Norm(nn.Module):
@@ -37,11 +39,17 @@ class Norm(nn.Module):
         """Make a norm's scale, and a LayerNorm's shift; name: the beginning of their names."""
         super().__init__()
         self.eps = model.norm_eps
-        self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=1.0)
+        fill = 0.0 if model.norm_plus_one else 1.0
+        self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=fill)
         has_shift = model.norm == "layernorm"
         self.bias = factory.parameter(f"{name}.bias", (model.hidden,)) if has_shift else None
-        self._normalise = factory.compile_for_training(_normalise)
-        self._add_and_normalise = factory.compile_for_training(_add_and_normalise)
+        with_sum = _add_and_normalise
+        alone = _normalise
+        if model.norm_plus_one:
+            with_sum = _add_and_normalise_plus_one
+            alone = _normalise_plus_one
+        self._normalise = factory.compile_for_training(alone)
+        self._add_and_normalise = factory.compile_for_training(with_sum)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of x, (s, b, h)."""
@@ -67,8 +75,22 @@ def _add_and_normalise(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor
     return x, _normalise(x, *norm)
 
 
+def _normalise_plus_one(x: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    """Return the RMSNorm of x over h whose scale is 1 + weight, as Gemma has it.
+
+    It is computed in fp32 at least, because 1 + weight in bf16 would lose most of the weight.
+    """
+    return rms_norm_plus_one(x, weight, eps)
+
+
+def _add_and_normalise_plus_one(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    """Return x + y and its norm; norm: the weight, None and eps."""
+    x = x + y
+    return x, _normalise_plus_one(x, *norm)
+
+
 class MLP(nn.Module):
-    """h -> f -> h with an activation; in a swiglu MLP gate and up are one matrix (2, f, h)."""
+    """h -> f -> h with an activation; if it has a gate, gate and up are one matrix (2, f, h)."""
 
     def __init__(
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, width: int = 0
@@ -77,11 +99,11 @@ class MLP(nn.Module):
         super().__init__()
         f = width or model.ffn_hidden
         shape: tuple[int, ...] = (f,)
-        self.activation = ACTIVATIONS[model.activation]
-        if model.activation == "swiglu":
+        self.activation = activation_of(model)
+        if model.up_matrices == 2:
             shape = (2, f)
             # The other activations are not compiled, because each is a single kernel of torch.
-            self.activation = factory.compile_for_training(_swiglu)
+            self.activation = factory.compile_for_training(self.activation)
         split_dim = len(shape) - 1  # the dimension f, which is split over tp
         self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, split_dim, model.bias)
         self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
@@ -97,12 +119,42 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+def _geglu(x: Tensor) -> Tensor:
+    """Return gelu(gate) * up, (s, b, f), with gelu by tanh, for x as in `_swiglu`."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+@functools.cache
+def _clamped_swiglu(alpha: float, limit: float) -> Callable[[Tensor], Tensor]:
+    """Return the activation of gpt-oss: gate * sigmoid(alpha gate) * (up + 1).
+
+    The gate is at most `limit`, and up is between -limit and limit.
+    """
+
+    def activation(x: Tensor) -> Tensor:
+        """Return the activation, (s, b, f), for gate and up side by side in x, (s, b, 2 f)."""
+        gate, up = x.chunk(2, -1)
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
+    return activation
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "swiglu": _swiglu,
+    "geglu": _geglu,
 }
+
+
+def activation_of(model: ModelShape) -> Callable[[Tensor], Tensor]:
+    """Return the function between the two matrices of the model's MLPs."""
+    if model.activation == "clamped_swiglu":
+        return _clamped_swiglu(model.swiglu_alpha, model.swiglu_limit)
+    return _ACTIVATIONS[model.activation]
 
 
 def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:
@@ -112,14 +164,15 @@ def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float)
     shared_mlp = None
     if model.shared_ffn_hidden:
         shared_mlp = MLP(factory, f"{name}.shared", model, std, width=model.shared_ffn_hidden)
-    return ExpertMLP(factory, name, model, std, ACTIVATIONS[model.activation], shared_mlp)
+    return ExpertMLP(factory, name, model, std, activation_of(model), shared_mlp)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)).
 
     With --block post-norm: x + norm(attention(x)), then x + norm(MLP(x)). With --block parallel:
-    x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own.
+    x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own. With --block
+    sandwich: x + norm(attention(norm(x))), then x + norm(MLP(norm(x))).
     """
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
@@ -129,9 +182,18 @@ class Block(nn.Module):
         std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
         self.attention = Attention(
-            factory, f"{name}.attention", model, std, recompute == "selective"
+            factory,
+            f"{name}.attention",
+            model,
+            std,
+            recompute == "selective",
+            model.attention_of(index),
         )
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
+        self.is_sandwich = model.block == "sandwich"
+        if self.is_sandwich:  # norms of the outputs too
+            self.attention_post_norm = Norm(factory, f"{name}.attention_post_norm", model)
+            self.mlp_post_norm = Norm(factory, f"{name}.mlp_post_norm", model)
         self.has_experts = model.has_experts(index)
         make_mlp = _expert_mlp if self.has_experts else MLP
         self.mlp = make_mlp(factory, f"{name}.mlp", model, std)
@@ -142,15 +204,15 @@ class Block(nn.Module):
         self,
         x: Tensor,
         y: Tensor | None,
-        mask: Mask | None,
+        mask: Any,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return two tensors whose sum is the block's output: (s, b, h), or (s/tp, b, h) with
         sequence parallelism. One kernel of --compile does this sum and the next block's first norm.
 
-        x, y: the two tensors of the block before; y is None in a stage's first block. mask: None is
-        causal. rotary: tables that turn q and k. cache: earlier keys and values, for decoding.
+        x, y: the two tensors of the block before; y is None in a stage's first block. mask: see
+        Attention. rotary: tables that turn q and k. cache: earlier keys and values, for decoding.
         """
         # The router writes its choice of experts into this list, and reads it if the pass is
         # recomputed, so that recomputation cannot change the choice.
@@ -164,7 +226,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         y: Tensor | None,
-        mask: Mask | None,
+        mask: Any,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
         chosen_experts: list[Tensor],
@@ -179,6 +241,9 @@ class Block(nn.Module):
             return x, self.mlp_norm(mlp(x))
         x, normed = self.attention_norm.add_and_normalise(x, y)
         y = self.attention(normed, mask, rotary, cache)
+        if self.is_sandwich:
+            x, normed = self.mlp_norm.add_and_normalise(x, self.attention_post_norm(y))
+            return x, self.mlp_post_norm(mlp(normed))
         if self.kind == "parallel":  # attention and MLP take the same x
             return x + y, mlp(self.mlp_norm(x))
         x, normed = self.mlp_norm.add_and_normalise(x, y)
@@ -245,6 +310,9 @@ class Embedding(nn.Module):
             shape = (model.max_positions, h)
             self.positions = factory.parameter(name, shape, std=factory.std, decay=True)
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
+        self.scale: Tensor | None = None  # in the precision of the weights, as Gemma's
+        if model.embedding_scaled:
+            self.scale = torch.tensor(h**0.5, dtype=factory.dtype, device=factory.device)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the embeddings of tokens (b, s).
@@ -252,6 +320,8 @@ class Embedding(nn.Module):
         positions: the tokens' positions, (b, s). None: they count from 0 in each sample.
         """
         x = self.tokens(tokens)
+        if self.scale is not None:
+            x = x * self.scale
         if self.positions is not None:
             if positions is None:
                 tp_size = self.sequence_group.size if self.sequence_group else 1
@@ -281,6 +351,7 @@ class Head(nn.Module):
         super().__init__()
         self.factory = factory
         self.shared = False  # whether the embedding uses this matrix too
+        self.softcap = model.logit_softcap  # 0: none
         self.norm = Norm(factory, "head.norm", model)
         self.weight: nn.Parameter
         if model.tied and embedding is not None:
@@ -298,13 +369,30 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's columns of the logits for x (s, b, h), with padding: (s, b, V/tp)."""
-        return column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
+        logits = column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
+        if not self.softcap:
+            return logits
+        # The loss overwrites the last product's result, which no backward pass reads.
+        return (logits / self.softcap).tanh() * self.softcap
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s)."""
         factory = self.factory
         logits = self.logits(x)
         return cross_entropy(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
+
+
+def _positions(
+    factory: ParamFactory, model: ModelShape, spec: StageSpec, micro_batch: int, masked: bool
+) -> "Positions | LocalPositions":
+    """Return the masks and rotary tables of a stage's blocks."""
+    blocks = [model.attention_of(spec.first + n) for n in range(spec.blocks)]
+    positions = Positions(factory, model, micro_batch, masked, blocks[0])
+    if blocks[0].is_plain and all(block == blocks[0] for block in blocks):
+        return positions
+    from local_attention import LocalPositions  # imported here: only if blocks differ
+
+    return LocalPositions(factory, model, micro_batch, positions, blocks)
 
 
 class Stage(nn.Module):
@@ -341,9 +429,9 @@ class Stage(nn.Module):
         if self.head is not None and first is not None and model.tied:
             counted_elsewhere.append(self.head.weight)
             self.head.weight.passes = 2  # the number of gradients in each micro-batch
-        self.positions: Positions | None = None
+        self.positions: Positions | LocalPositions | None = None
         if spec.blocks:
-            self.positions = Positions(factory, model, layout.micro_batch_size, masked)
+            self.positions = _positions(factory, model, spec, layout.micro_batch_size, masked)
         check_parameter_count(spec, self.parameters(), counted_elsewhere)
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
@@ -386,10 +474,9 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, token_positions)
         if self.positions is not None:
-            mask = self.positions.mask(batch)
-            rotary = self.positions.rotary(token_positions)
+            kinds = self.positions.of_blocks(batch, cache, len(self.blocks))
             y = None  # a block's output is x + y: the next block adds them, in its first kernel
-            for block in self.blocks:
+            for block, (mask, rotary) in zip(self.blocks, kinds, strict=True):
                 x, y = block(x, y, mask, rotary, cache)
             x = x if y is None else x + y
         return x

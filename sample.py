@@ -121,7 +121,7 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     if record is None:  # a checkpoint of an older version
         record = model_record.without_tokenizer(model.seq_length)
     if options.eval_data:  # no prompts, and so no tokenizer
-        record.check_length(model.seq_length, f"seq-length({model.seq_length})")
+        record.check_length(model, model.seq_length, f"seq-length({model.seq_length})")
         sample_order.check_eval_sets(tuple(options.eval_data), model.seq_length)
         return Task(folder, options, _make_config(options, model, ranks))
     # The tokenizer.json is in the checkpoint; those of older versions have it in a folder above.
@@ -141,6 +141,7 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
     # that the longest prompt and its new tokens are no longer than the texts of the model.
     count = options.max_tokens or max(1, min(MAX_TOKENS, limit - longest))
     record.check_length(
+        model,
         longest + count,
         f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
         f"{longest + count}, which",
@@ -158,8 +159,9 @@ def prepare_task(options: argparse.Namespace, ranks: int) -> Task:
 def _longest_text(model: ModelShape, record: model_record.ModelRecord) -> int:
     """Return the most tokens of a text that the model is made for, and that is computed as such."""
     limits = [max(record.context_length, model.seq_length)]
-    if record.window is not None:
-        limits.append(record.window)
+    limit = record.limit(model)
+    if limit is not None:
+        limits.append(limit)
     if model.positions == "learned":
         limits.append(model.max_positions)
     return min(limits)

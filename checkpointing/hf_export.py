@@ -49,10 +49,11 @@ def hf_config(
     """
     came = record.config if record else {}
     config = families.to_config(model, name, came)
-    if record and record.window != families.window(config, "the exported config.json"):
+    window = model.window or (record.window if record else None) or None
+    if window != families.window(config, "the exported config.json"):
         raise UserError(
-            f"the model has a sliding_window({record.window}), which is lost as a "
-            f"{config['model_type']}: --family {came['model_type']} keeps it"
+            f"the model has a sliding_window({window}), which is lost as a "
+            f"{config['model_type']}: --family {came.get('model_type', 'mistral')} keeps it"
         )
     # Without these fields transformers would take the family's default ids, which belong to another
     # tokenizer: the row of a pad token gets no gradient, and its default in OLMo 2 is token 1.
@@ -197,7 +198,7 @@ def import_weights(
 
     The checkpoint has fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. It also holds
     what the model is beyond its shape (model_record.py). Return the model's shape. note: is called
-    with lines on what is limited, not read or not kept. Raise UserError if a file is missing, if
+    with lines on what is not read or not kept. Raise UserError if a file is missing, if
     Trine does not have such a model, or if a weight is not finite. Called by `checkpoint.py
     import`.
     """
@@ -264,12 +265,7 @@ def _record_of(source: str, config: dict[str, Any], where: str) -> ModelRecord:
 
 
 def _notes(source: str, config: dict[str, Any], record: ModelRecord, where: str) -> Iterator[str]:
-    """Yield lines on what an import limits, what it keeps without reading, and what it leaves."""
-    if record.window is not None:
-        yield (
-            f"the model has a sliding window of {record.window} tokens: longer texts are neither "
-            "trained nor sampled here"
-        )
+    """Yield lines on what an import keeps without reading, and what it leaves."""
     if unread := families.unread(config, where):
         yield f"{where} has fields that are kept and change nothing here: {', '.join(unread)}"
     known = {"config.json", model_record.GENERATION, INDEX, *record.files}

@@ -93,6 +93,9 @@ def _conversions(
     if part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
         # The scales of the norm: ours are (heads, head size), theirs are flat.
         return lambda t: t.unflatten(0, (-1, model.head_size)), _as_tuple(torch.flatten)
+    if part == "mlp.up" and model.up_matrices == 2 and count == 1:
+        # Their single matrix has the rows of the gate first: ours has both, (2, width, hidden).
+        return lambda t: t.unflatten(0, (2, -1)), _as_tuple(lambda t: t.flatten(0, 1))
     if count == 2:  # the two matrices of SwiGLU: ours has both, (2, width, hidden)
         return lambda gate, up: torch.stack([gate, up]), torch.unbind
     if part == "embedding.positions" and family.skipped_rows:
@@ -128,11 +131,11 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
         )
     if family.qkv == "head":  # the rows of their single tensor are in our order already
         return lambda t: t.unflatten(0, (g, queries + 2, d)), _as_tuple(lambda t: t.flatten(0, 2))
-    # Their single tensor has the queries of all heads first, then all keys, then all values; such a
-    # family has as many key/value heads as heads.
+    # Their single tensor has the queries of all heads first, then all keys, then all values.
+    rows = [part * g * d for part in parts]
     return (
-        lambda t: t.unflatten(0, (3, g, d)).transpose(0, 1),
-        _as_tuple(lambda t: t.transpose(0, 1).flatten(0, 2)),
+        lambda t: torch.cat([part.unflatten(0, (g, -1, d)) for part in t.split(rows)], 1),
+        _as_tuple(lambda t: torch.cat([part.flatten(0, 2) for part in t.split(parts, 1)])),
     )
 
 

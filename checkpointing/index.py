@@ -354,7 +354,7 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     d = model.head_size
     f = model.ffn_hidden
     qkv = (g, model.heads // g + 2, d)
-    up = (2, f) if model.activation == "swiglu" else (f,)
+    up = (2, f) if model.up_matrices == 2 else (f,)
     # Linear layers: (shape of the outputs, number of inputs, whether there is a bias).
     linear: dict[str, tuple[Shape, int, bool]] = {"attention.qkv": (qkv, h, model.qkv_bias)}
     linear |= {"attention.out": ((h,), model.attention_width, model.bias)}
@@ -376,6 +376,10 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     for i in range(model.layers):
         block = f"blocks.{i}"
         norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
+        if model.block == "sandwich":
+            norms += [f"{block}.attention_post_norm", f"{block}.mlp_post_norm"]
+        if model.sinks:
+            shapes[f"{block}.attention.sinks"] = (model.heads,)
         sparse = model.has_experts(i)
         linear_of_block = linear if sparse else linear | dense_mlp
         for name, (outputs, inputs, bias) in linear_of_block.items():
@@ -396,7 +400,7 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
 def _expert_shapes(model: ModelShape) -> dict[str, Shape]:
     """Return the shapes of a block's router, experts and shared expert, by name in the block."""
     count = model.experts
-    columns = (2,) if model.activation == "swiglu" else ()  # gate and up are one tensor
+    columns = (2,) if model.up_matrices == 2 else ()  # gate and up are one tensor
     h = model.hidden
     f = model.expert_ffn_hidden
     shared = model.shared_ffn_hidden

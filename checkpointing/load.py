@@ -138,8 +138,9 @@ class Loader:
         if record is None:
             length = int(index.attributes("model")["seq_length"])
             return model_record.without_tokenizer(length)
-        length = self.config.model.seq_length
-        record.check_length(length, f"{folder}: seq-length({length})")
+        model = self.config.model
+        length = model.seq_length
+        record.check_length(model, length, f"{folder}: seq-length({length})")
         return record
 
     def _check_tensors(self, index: Index, folder: str) -> None:

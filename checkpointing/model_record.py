@@ -22,7 +22,7 @@ from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tok
 from config import families
 from config.messages import UserError
 from config.regular_files import open_regular
-from config.schema import Config
+from config.schema import Config, ModelShape
 from corpora.encoder import END, Encoder
 from corpora.text import find_tokenizer, prefixes_of
 from corpora.tokenizer_files import load_tokenizer, read_object, read_settings
@@ -56,9 +56,7 @@ class ModelRecord:
 
     @property
     def window(self) -> int | None:
-        """The tokens of the model's sliding window, the longest text that the engine computes as
-        the model is meant; None if it has no window.
-        """
+        """The tokens of the sliding window in the config.json that came with the model, or None."""
         if not self.is_imported:
             return None
         return families.window(self.config, RECORD)
@@ -69,16 +67,24 @@ class ModelRecord:
         source = self.config if self.generation is None else self.generation
         return _several(source.get("eos_token_id"))
 
-    def check_length(self, length: int, what: str) -> None:
-        """Raise UserError if texts of `length` tokens exceed the model's sliding window.
+    def limit(self, model: ModelShape) -> int | None:
+        """Return the tokens of the longest text that is computed as the model is meant, or None.
+
+        A version without windows imported models with a window as models without one, which are
+        the same up to the window's length.
+        """
+        return None if model.window else self.window
+
+    def check_length(self, model: ModelShape, length: int, what: str) -> None:
+        """Raise UserError if texts of `length` tokens exceed a window that `model` does not have.
 
         what: what has this length, for the message.
         """
-        window = self.window
+        window = self.limit(model)
         if window is not None and length > window:
             raise UserError(
-                f"{what} is longer than the sliding_window({window}) of this model: beyond its "
-                "window the attention here is another one than the model's"
+                f"{what} is longer than the sliding_window({window}) of this model, which was "
+                "imported by a version without windows: import it again"
             )
 
     def after_training(self, of_data: "ModelRecord") -> "ModelRecord":
@@ -368,6 +374,6 @@ def describe(record: ModelRecord) -> Iterable[str]:
     ids = ", ".join(f"{name} {record.config.get(name)}" for name in families.TOKENS)
     yield f"beyond the shape: context length {record.context_length}, {ids}"
     if record.window is not None:
-        yield f"sliding window: {record.window} tokens, the most that is trained or sampled"
+        yield f"sliding window: {record.window} tokens"
     template = "with a chat template" if chat_template(record.files) else "no chat template"
     yield f"tokenizer: {', '.join(record.files) or 'none'}; {template}"

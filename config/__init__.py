@@ -13,7 +13,8 @@ validation      every check across options; an error shows both sides with their
 needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
-block_kinds     these numbers for models with blocks of two kinds, with experts and without
+block_kinds     these numbers for models whose blocks differ, in experts or in windows
+block_attention what attention does in a block; the patterns that say which blocks have what
 launcher        the commands of an installed Trine
 messages        `UserError`, the parser and the version of every program
 """

@@ -1,12 +1,12 @@
-"""Models with experts whose blocks are of two kinds: some have experts, and some have one MLP.
+"""Models whose blocks are of several kinds: with experts or one MLP, with a window or without.
 
     kinds(model)                  # [(58, model with experts), (3, model with one MLP per block)]
     mean(model, block_flops)      # mean FLOPs of a block over all blocks of the model
 
 Formulas about a block, such as the number of its parameters, take a model whose blocks are alike.
 This module makes such a model for each kind of block and applies the formulas to each. A block is
-"sparse" if it has experts and "dense" if it has one MLP; ModelShape.has_experts tells which. Read
-schema.py first.
+"sparse" if it has experts and "dense" if it has one MLP; ModelShape.has_experts tells which, and
+ModelShape.has_window tells which have a window. Read schema.py first.
 """
 
 from collections.abc import Callable
@@ -32,19 +32,40 @@ OF_ONE_MLP: dict[str, Any] = {
 def kinds(model: ModelShape) -> list[tuple[int, ModelShape]]:
     """Return (number of blocks, model of these blocks alone) for each kind of block in the model.
 
-    The blocks with experts come first. A kind without blocks is left out. `ffn_hidden` of a
-    returned model is the width of each of its MLPs: of each expert, in the model with experts.
+    The blocks with experts come first, and among them those with a window. A kind without blocks is
+    left out. `ffn_hidden` of a returned model is the width of each of its MLPs: of each expert, in
+    the model with experts.
     """
-    all_alike: dict[str, Any] = {"first_dense_layers": 0, "expert_interval": 1}
-    sparse = blocks_with_experts(model, 0, model.layers)
-    dense = model.layers - sparse
     models: list[tuple[int, ModelShape]] = []
-    if sparse:
-        width: dict[str, Any] = {"ffn_hidden": model.expert_ffn_hidden}
-        models.append((sparse, replace(model, layers=sparse, **all_alike, **width)))
-    if dense:
-        models.append((dense, replace(model, layers=dense, **all_alike, **OF_ONE_MLP)))
+    for kind in _KINDS:
+        blocks = _count(model, kind, 0, model.layers)
+        if blocks:
+            models.append((blocks, _alike(model, kind, blocks)))
     return models
+
+
+# The kinds of blocks: (whether it has experts, whether it has a window).
+Kind = tuple[bool, bool]
+_KINDS: tuple[Kind, ...] = ((True, True), (True, False), (False, True), (False, False))
+
+
+def _count(model: ModelShape, kind: Kind, first: int, last: int) -> int:
+    """Return how many of the blocks [first, last) are of a kind."""
+    return sum((model.has_experts(i), model.has_window(i)) == kind for i in range(first, last))
+
+
+def _alike(model: ModelShape, kind: Kind, blocks: int) -> ModelShape:
+    """Return a model that has so many blocks, all of one kind."""
+    has_experts, has_window = kind
+    options: dict[str, Any] = {"layers": blocks, "window_blocks": "all", "rotary_blocks": "all"}
+    options |= {"first_dense_layers": 0, "expert_interval": 1}
+    if has_experts:
+        options["ffn_hidden"] = model.expert_ffn_hidden
+    elif model.experts > 1:
+        options |= OF_ONE_MLP
+    if not has_window:
+        options["window"] = 0
+    return replace(model, **options)
 
 
 def blocks_with_experts(model: ModelShape, first: int, last: int) -> int:
@@ -57,12 +78,11 @@ def total(model: ModelShape, value: Callable[[ModelShape], Any], first: int, las
 
     value: a function that takes a model whose blocks are alike and returns a block's number.
     """
-    sparse = blocks_with_experts(model, first, last)
-    dense = last - first - sparse
     number = 0
-    for _, kind in kinds(model):  # `kind` is a model whose blocks are of one kind
-        blocks = sparse if kind.experts > 1 else dense
-        number += blocks * value(kind)
+    for kind in _KINDS:
+        blocks = _count(model, kind, first, last)
+        if blocks:
+            number += blocks * value(_alike(model, kind, blocks))
     return number
 
 

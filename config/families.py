@@ -13,6 +13,7 @@ names that our other options have in config.json; families.toml explains all fie
 
 import dataclasses
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from config.block_attention import flags_of, pattern_of
 from config.messages import UserError
 from config.regular_files import MOST_OF_OBJECT, open_regular
 from config.schema import ModelShape
@@ -40,14 +42,21 @@ _VALUES: dict[str, dict[Any, Any]] = {
     },
     "block": {True: "parallel", False: "pre-norm"},
 }
+# Options that are 0 here where config.json has null.
+_NULL_IS_ZERO = ("attention_softcap", "logit_softcap")
 # The fields with the ids of special tokens, in the order of a family's `tokens`. The id of the end
 # may be a list of ids, each of which ends a text.
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# The fields with a model's sliding window.
+# The fields with a model's sliding window and the blocks that have it.
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+PERIOD = "sliding_window_pattern"  # every block of this number has no window, in families that say so
+# The fields with the blocks that have rotary positions, in families with `nope`.
+NOPE = ("no_rope_layers", "no_rope_layer_interval")
 # The fields of rotary positions. The last three may stand beside or inside of the first two.
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_type")
-FULL = "full_attention"  # in layer_types; "sliding_attention" is a block with a window
+FULL = "full_attention"  # in layer_types
+LOCAL = "sliding_attention"  # a block with a window
+ORIGINAL = "original_max_position_embeddings"
 # Fields that a config.json of any family may have: the values that they must have if present,
 FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
 ABSENT = ("quantization_config", "pruned_heads")  # must be null, empty or missing,
@@ -85,6 +94,11 @@ class Family:
     unused: list[str] = field(default_factory=list)
     window: tuple[str, int] | None = None
     window_switch: bool = False
+    window_period: bool = False
+    rope_by_kind: tuple[str, float] | None = None
+    scalings: list[str] = field(default_factory=list)
+    nope: int = 0
+    values: dict[str, dict[Any, Any]] = field(default_factory=dict)
     transposed: bool = False
     qkv: str = "head"
     skipped_rows: int = 0
@@ -98,17 +112,33 @@ class Family:
         copied = {"seq_length", *self.fields}  # options that may have any value in the family
         if model.positions == "learned":
             copied.add("max_positions")
+        if self.window is not None:
+            copied.add("window")
+            if self.window[0] != "all":
+                copied.add("window_blocks")
+        if self.rope_by_kind is not None:
+            copied |= {"window_rotary_base", "window_rotary_scaling"}
+        if self.nope:
+            copied.add("rotary_blocks")
         values = {name: getattr(model, name) for name in copied}
         for name, allowed in self.options.items():  # a value is kept if the family allows it
             value = getattr(model, name)
             values[name] = value if value in allowed else allowed[0]
         nearest = ModelShape(**values)  # the family's model that is most like `model`
         texts = []
+        scalings = {model.rotary_scaling}
+        if self.rope_by_kind is None and model.window:
+            scalings.add(model.window_rotary_scaling)
+        kinds = {rotary_scaling(text)[0] for text in scalings}
+        if self.scalings and not kinds <= set(self.scalings):
+            texts.append(f"rotary_scaling {' or '.join(self.scalings)}, not {min(kinds)}")
         for name, value in dataclasses.asdict(model).items():
-            # An option of a kind of positions that the model does not have has no effect, and may
-            # differ.
-            unused = name.startswith("rotary") and model.positions != "rotary"
+            # An option of a kind of positions, or of another part, that the model does not have has
+            # no effect, and may differ.
+            unused = "rotary" in name and model.positions != "rotary"
             unused |= name == "max_positions" and model.positions != "learned"
+            unused |= name.startswith("window_") and not model.window
+            unused |= name.startswith("swiglu_") and model.activation != "clamped_swiglu"
             if getattr(nearest, name) != value and not unused:
                 needed = self.options.get(name, [getattr(nearest, name)])
                 texts.append(f"{name} {' or '.join(map(str, needed))}, not {value}")
@@ -216,43 +246,79 @@ def to_config(
     family = family_of(model, name)
     config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     config |= family.fixed | family.written
-    if family.window is not None:
-        config["sliding_window"] = None  # our attention has no window
     values = dataclasses.asdict(model)
     # Learned positions: transformers takes their number for the model's longest sample.
     if model.positions == "learned":
         values["seq_length"] = model.max_positions
     for ours, names in family.fields.items():
-        translations = _VALUES.get(ours, {}).items()
+        translations = _values_of(ours, family).items()
         theirs = [their_value for their_value, value in translations if value == values[ours]]
         config[names[0]] = theirs[0] if theirs else values[ours]
+        if ours in _NULL_IS_ZERO and not values[ours]:
+            config[names[0]] = None
     if OF_MLP_ALONE in config:
         config[OF_MLP_ALONE] = list(range(model.first_dense_layers))
     if model.positions == "rotary":
         config |= _rope_fields(model, family)
-    return config | _fields_that_came(family, values, came)
+    return config | _fields_of_blocks(model, family) | _fields_that_came(family, model, came)
+
+
+def _values_of(ours: str, family: Family) -> dict[Any, Any]:
+    """Return our value of an option for each of theirs; empty: the values are the same."""
+    return family.values.get(ours) or _VALUES.get(ours, {})
+
+
+def _fields_of_blocks(model: ModelShape, family: Family) -> dict[str, Any]:
+    """Return the fields of config.json that say which blocks have a window, and rotary positions."""
+    config: dict[str, Any] = {}
+    if family.window is not None:
+        config["sliding_window"] = model.window or None
+        if family.window_switch:
+            config["use_sliding_window"] = model.window > 0
+        if family.window[0] != "all":
+            kinds = [LOCAL if model.has_window(block) else FULL for block in range(model.layers)]
+            config["layer_types"] = kinds
+    if family.nope:
+        config[NOPE[0]] = [int(flag) for flag in flags_of(model.rotary_blocks, model.layers)]
+    return config
 
 
 def _fields_that_came(
-    family: Family, values: dict[str, Any], came: dict[str, Any]
+    family: Family, model: ModelShape, came: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the fields of an imported model's config.json that do not describe its shape.
 
-    family: the family that is written. values: the model's options by name. came: the contents of
-    that config.json. A field with another spelling of the same value, such as "gelu_fast", keeps
-    it. Return an empty dictionary if `came` is of another family.
+    family: the family that is written. model: the model. came: the contents of that config.json. A
+    field with another spelling of the same value, such as "gelu_fast", keeps it. Return an empty
+    dictionary if `came` is of another family.
     """
     if came.get("model_type") != family.name:
         return {}
+    values = dataclasses.asdict(model)
     spelled = {}
-    for ours, translations in _VALUES.items():
+    for ours in _VALUES:
+        translations = _values_of(ours, family)
         for name in family.fields.get(ours, ())[:1]:
             theirs = came.get(name)
             if isinstance(theirs, (str, bool)) and translations.get(theirs) == values[ours]:
                 spelled[name] = theirs
     shape = {name for names in family.fields.values() for name in names}
     written = {*shape, *ROPE, *family.fixed, "model_type", "architectures", "dtype", "torch_dtype"}
+    if family.rope_by_kind is not None:
+        written.add(family.rope_by_kind[0])
+    # Fields of blocks may say the same in several ways: they stay as they came if they still hold.
+    if model.window and _blocks_of(came, family, model.layers, "config.json") != _blocks(model):
+        written |= {*WINDOW, PERIOD}
+    if family.nope and _rotary_flags(came, family, model.layers, "config.json") != flags_of(
+        model.rotary_blocks, model.layers
+    ):
+        written |= {*NOPE}
     return {name: value for name, value in came.items() if name not in written} | spelled
+
+
+def _blocks(model: ModelShape) -> tuple[int | None, tuple[bool, ...]]:
+    """Return a model's window and for each block whether it has it."""
+    return model.window or None, flags_of(model.window_blocks, model.layers)
 
 
 def _rope_fields(model: ModelShape, family: Family) -> dict[str, Any]:
@@ -260,15 +326,36 @@ def _rope_fields(model: ModelShape, family: Family) -> dict[str, Any]:
 
     transformers 4 reads rope_scaling, transformers 5 reads rope_parameters.
     """
-    kind, numbers = rotary_scaling(model.rotary_scaling)  # such as "linear", [4.0]; "none", []
-    scaling: dict[str, Any] = {"rope_type": kind if numbers else "default"}
-    scaling |= dict(zip(ROTARY_SCALING[kind], numbers))
-    if "original_max_position_embeddings" in scaling:
-        scaling["original_max_position_embeddings"] = int(numbers[-1])
+    scaling = _scaling_fields(model.rotary_scaling)
     parameters = scaling | {"rope_theta": model.rotary_base}
     if "rotary_fraction" in family.fields:
         parameters["partial_rotary_factor"] = model.rotary_fraction
-    return {"rope_parameters": parameters, "rope_scaling": scaling if numbers else None}
+    if family.rope_by_kind is not None:
+        local_base, local_scaling = model.rotary_base, model.rotary_scaling
+        if model.window:
+            local_base, local_scaling = model.window_rotary_base, model.window_rotary_scaling
+        local = _scaling_fields(local_scaling) | {"rope_theta": local_base}
+        return {"rope_parameters": {FULL: parameters, LOCAL: local}}
+    fields = {"rope_parameters": parameters}
+    fields["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    if ORIGINAL in scaling and "longrope" in family.scalings:
+        fields[ORIGINAL] = scaling[ORIGINAL]
+    return fields
+
+
+def _scaling_fields(text: str) -> dict[str, Any]:
+    """Return the fields of an object rope_scaling for a value of --rotary-scaling."""
+    kind, numbers = rotary_scaling(text)  # such as "linear", [4.0]; "none", []
+    scaling: dict[str, Any] = {"rope_type": kind if numbers else "default"}
+    if kind == "longrope":
+        half = len(numbers) // 2 + 1
+        numbers = [*numbers[:2], numbers[2:half], numbers[half:]]
+    scaling |= dict(zip(ROTARY_SCALING[kind], numbers))
+    if ORIGINAL in scaling:
+        scaling[ORIGINAL] = int(scaling[ORIGINAL])
+    if "truncate" in scaling:
+        scaling["truncate"] = bool(scaling["truncate"])
+    return scaling
 
 
 # ---- To our model --------------------------------------------------------------------------------
@@ -285,11 +372,13 @@ def read(path: str, seq_length: int | None = None) -> tuple[dict[str, Any], list
     file = _find(path)
     config = _read_json(file)
     if "config" not in config:  # the file is a config.json, not a run.json
-        return from_config(config, file, seq_length)
+        return from_config(config, file)
     model = config["config"].get("model") if isinstance(config["config"], dict) else None
     if not isinstance(model, dict):
         raise UserError(f"{file} has no [config][model]: it is no run.json")
-    return model, _beyond(config.get("window"), seq_length)
+    # An import of a version without windows has the window beside the model, as a limit.
+    limit = None if model.get("window") else config.get("window")
+    return model, _beyond(limit, seq_length)
 
 
 def of_run(folder: str) -> str | None:
@@ -354,13 +443,10 @@ def read_object(path: str, opened: Callable[[str], BinaryIO] = open_regular) -> 
     return value
 
 
-def from_config(
-    config: dict[str, Any], where: str, seq_length: int | None = None
-) -> tuple[dict[str, Any], list[str]]:
+def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """Return the options of ModelShape in a config.json, and sentences on what cannot be trained.
 
-    config: the contents of the file. where: the file's name in messages. seq_length: the tokens of
-    the samples that are to be trained. A field that is missing has the value that transformers
+    config: the contents of the file. where: the file's name in messages. A field that is missing has the value that transformers
     gives it. Raise UserError if the family is unknown, if a field that the family needs is missing,
     or if two names of one field have different values.
     """
@@ -369,6 +455,9 @@ def from_config(
     options = {ours: allowed[0] for ours, allowed in family.options.items()}
     lacks = _lacks(config, family)
     rope = _rope(config, where)
+    local_rope: dict[str, Any] | None = None  # of the blocks with a window, if they have their own
+    if family.rope_by_kind is not None:
+        rope, local_rope = _ropes_by_kind(config, rope, family, where)
     # transformers 5 has the base and the fraction inside of rope_parameters. `named` is the config
     # with these two under the names that they have in transformers 4.
     named = dict(config)
@@ -389,7 +478,9 @@ def from_config(
             )
         is_null = any(name in named for name in names) and not given
         if ours == "rotary_scaling":
-            _read_scaling(rope, options, lacks, where)
+            _read_scaling(ours, rope, config, family, options, lacks, where)
+        elif is_null and ours in _NULL_IS_ZERO:
+            options[ours] = 0.0
         elif given:
             name = given[0]
             _take(ours, name, named[name], family, options, lacks)
@@ -397,8 +488,94 @@ def from_config(
             options[ours] = family.defaults[ours]
         elif ours not in family.derived:
             raise UserError(f"{where} has no {names[0]!r}")
-    _limit_length(config, options, lacks, where, seq_length)
+    if local_rope is not None:
+        options["window_rotary_base"] = local_rope["rope_theta"]
+        name = "window_rotary_scaling"
+        _read_scaling(name, local_rope, config, family, options, lacks, where)
+        if options.setdefault(name, "none") and not options.get("rotary_scaling"):
+            options["rotary_scaling"] = "none"
+    _read_blocks(config, family, options, lacks, where)
     return options, lacks
+
+
+def _read_blocks(
+    config: dict[str, Any], family: Family, options: dict[str, Any], lacks: list[str], where: str
+) -> None:
+    """Set the options of windows and of blocks with rotary positions.
+
+    options: receives our values. lacks: receives a sentence on what the engine does not have.
+    Raise UserError, which names the file `where`, if a field is not of the right kind.
+    """
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and (unknown := {str(kind) for kind in kinds} - {FULL, LOCAL}):
+        lacks.append(f"layer_types has {min(unknown)!a:.80}; here: {FULL}, {LOCAL}")
+        return
+    layers = options.get("layers")
+    if type(layers) is not int or not 1 <= layers <= 10_000:  # refused later, with its limits
+        return
+    tokens, flags = _blocks_of(config, family, layers, where)
+    if tokens is not None:
+        options["window"] = tokens
+        options["window_blocks"] = pattern_of(flags)
+    else:
+        for name in ("window_rotary_base", "window_rotary_scaling"):
+            options.pop(name, None)
+    if family.nope:
+        options["rotary_blocks"] = pattern_of(_rotary_flags(config, family, layers, where))
+
+
+def _ropes_by_kind(
+    config: dict[str, Any], rope: dict[str, Any], family: Family, where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the objects of rotary positions of blocks without a window, and of those with one.
+
+    transformers 5 writes both in rope_parameters, by the names in layer_types. In transformers 4,
+    rope_theta and rope_scaling are of the blocks without a window, and the base of the others has a
+    field of its own, or in OLMo 3 none.
+    """
+    name, default = family.rope_by_kind or ("", 0.0)
+    written = config.get("rope_parameters") or {}
+    whole: Any = written.get(FULL) or {}
+    local: Any = written.get(LOCAL) or {}
+    if not isinstance(whole, dict) or not isinstance(local, dict):
+        raise UserError(f"{where}: the rotary positions of a kind of blocks are not an object")
+    if written and not set(written) <= {FULL, LOCAL}:
+        if not config.get("rope_scaling"):
+            raise UserError(
+                f"{where}: rope_parameters has {', '.join(map(str, written)):.80}, not {FULL} and "
+                f"{LOCAL}"
+            )
+    scaling = config.get("rope_scaling") or {}
+    whole = {"rope_theta": config.get("rope_theta")} | whole | scaling
+    whole = {key: value for key, value in whole.items() if value is not None}
+    local = {"rope_theta": config.get(name) or default} | local
+    return whole, local
+
+
+def _blocks_of(
+    config: dict[str, Any], family: Family, layers: int, where: str
+) -> tuple[int | None, tuple[bool, ...]]:
+    """Return the tokens of a model's window and which blocks have it; None if no block has one."""
+    tokens = window(config, where)
+    if tokens is None or family.window is None:
+        return None, (True,) * layers
+    flags = _window_flags(config, family, family.window[0], layers, where)
+    return tokens, tuple(flags)
+
+
+def _rotary_flags(
+    config: dict[str, Any], family: Family, layers: int, where: str
+) -> tuple[bool, ...]:
+    """Return for each block whether it has rotary positions, in a family that says so."""
+    flags = config.get(NOPE[0])
+    if flags is None:
+        interval = config.get(NOPE[1], family.nope)
+        if type(interval) is not int or interval < 1:
+            raise UserError(f"{where}: {NOPE[1]} is {interval!a:.80}, not a number of blocks")
+        return tuple((block + 1) % interval != 0 for block in range(layers))
+    if not isinstance(flags, list) or len(flags) < layers:
+        raise UserError(f"{where}: {NOPE[0]} is {flags!a:.80}, not a list with each block")
+    return tuple(bool(flag) for flag in flags[:layers])
 
 
 def _family_in(config: dict[str, Any], where: str) -> Family:
@@ -415,7 +592,7 @@ def _lacks(config: dict[str, Any], family: Family) -> list[str]:
     lacks = [
         f"{name} is {config[name]!a:.80}; here it is {value}"
         for name, value in (FIXED | family.fixed).items()
-        if config.get(name, value) != value
+        if config.get(name, value) != value and (config[name] is not None or value is not False)
     ]
     lacks += [
         f"{name} is {config[name]!a:.80}; here there is none"
@@ -451,6 +628,10 @@ def unread(config: dict[str, Any], where: str) -> list[str]:
     family = _family_in(config, where)
     known = {*UNUSED, *FIXED, *ABSENT, *TOKENS, *WINDOW, *ROPE, *family.unused}
     known |= {*family.fixed, *family.absent, *family.written, *family.same}
+    known |= {PERIOD} if family.window_period else set()
+    known |= {*NOPE} if family.nope else set()
+    known |= {family.rope_by_kind[0]} if family.rope_by_kind else set()
+    known |= {ORIGINAL} if "longrope" in family.scalings else set()
     known |= {name for names in family.fields.values() for name in names}
     return sorted(config.keys() - known)
 
@@ -517,25 +698,47 @@ def window(config: dict[str, Any], where: str) -> int | None:
         return None
     if type(tokens) is not int or tokens < 0:
         raise UserError(f"{where}: sliding_window is {tokens!a:.80}, not a number of tokens")
-    return tokens if which == "all" or _has_windows(config, family, which, where) else None
+    layers = next((config[n] for n in family.fields["layers"] if config.get(n) is not None), 0)
+    if type(layers) is not int:
+        raise UserError(f"{where}: the number of layers is {layers!a:.80}")
+    layers = min(layers, 10_000)
+    return tokens if any(_window_flags(config, family, which, layers, where)) else None
 
 
-def _has_windows(config: dict[str, Any], family: Family, which: str, where: str) -> bool:
-    """Return whether a block of the model has a window, if its family gives some blocks windows.
+def _window_flags(
+    config: dict[str, Any], family: Family, which: str, layers: int, where: str
+) -> list[bool]:
+    """Return for each block whether it has a window, in a family that gives some blocks windows.
 
-    which: "layer_types": the blocks that this field names, or from max_window_layers on if there is
-    no such field; "every second": the even blocks before max_window_layers instead.
+    which: "all"; a pattern of blocks, such as 3:1; "no rope": the blocks without rotary positions;
+    "from": the blocks from max_window_layers on; "every second": the even blocks before
+    max_window_layers. But where the family has some blocks with a window, those of the field
+    layer_types have it, if it is there.
     """
+    if which == "all":
+        return [True] * layers
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list):
             raise UserError(f"{where}: layer_types is {kinds!a:.80}, not a list")
-        return any(kind != FULL for kind in kinds)
+        if len(kinds) != layers:
+            raise UserError(f"{where}: layer_types has {len(kinds)} blocks of {layers}")
+        return [kind != FULL for kind in kinds]
+    if which == "no rope":
+        return [not rotary for rotary in _rotary_flags(config, family, layers, where)]
+    if ":" in which:
+        if not family.window_period or PERIOD not in config:
+            return list(flags_of(which, layers))
+        period = config[PERIOD]
+        if type(period) is not int or period < 1:
+            raise UserError(f"{where}: {PERIOD} is {period!a:.80}, not a number of blocks")
+        return [(block + 1) % period != 0 for block in range(layers)]
     first = config.get("max_window_layers", 28)
-    layers = next((config[n] for n in family.fields["layers"] if config.get(n) is not None), 0)
-    if type(first) is not int or type(layers) is not int:
-        raise UserError(f"{where}: max_window_layers is {first!a:.80}, and layers {layers!a:.80}")
-    return first > 0 if which == "every second" else layers > first
+    if type(first) is not int:
+        raise UserError(f"{where}: max_window_layers is {first!a:.80}, not a number of blocks")
+    if which == "every second":
+        return [block % 2 == 0 and block < first for block in range(layers)]
+    return [block >= first for block in range(layers)]
 
 
 def _take(
@@ -553,8 +756,8 @@ def _take(
             lacks.append(f"{name} is {value!a:.80}; here it is the first blocks")
             return
         value = len(value)
-    known = _VALUES.get(ours)  # our value for each of theirs; None: the values are the same
-    if known is not None:
+    known = _values_of(ours, family)  # our value for each of theirs; empty: the values are the same
+    if known:
         value_here = known.get(value) if isinstance(value, (str, bool)) else None
     else:
         value_here = value
@@ -573,65 +776,95 @@ def _take(
 
 
 def _read_scaling(
+    ours: str,
     rope: dict[str, Any],
+    config: dict[str, Any],
+    family: Family,
     options: dict[str, Any],
     lacks: list[str],
     where: str,
 ) -> None:
-    """Set the option rotary_scaling by the fields for rotary positions in a config.json.
+    """Set the option `ours`, a rotary scaling, by the fields for rotary positions in a config.json.
 
-    rope: the field rope_parameters or rope_scaling. options: receives our value. lacks: receives a
-    sentence instead if the engine has no such scaling. Raise UserError, which names the file
-    `where`, if a number is missing.
+    rope: the field rope_parameters or rope_scaling, or its part for a kind of blocks. config: the
+    whole file. options: receives our value. lacks: receives a sentence instead if the engine has no
+    such scaling. Raise UserError, which names the file `where`, if a number is missing.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
+    if "longrope" in family.scalings and kind in ("su", "yarn"):
+        kind = "longrope"  # older names in Phi-3
     if not isinstance(kind, str) or kind not in ROTARY_SCALING:
         lacks.append(
             f"rotary positions are scaled by {kind!a:.80}; here: {', '.join(ROTARY_SCALING)}"
         )
         return
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if family.scalings and kind not in family.scalings:
+        there = ", ".join(family.scalings)
+        lacks.append(f"rotary positions are scaled by {kind}; {family.name} has {there}")
+        return
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"}
     known |= {name for names in ROTARY_SCALING.values() for name in names}
-    known.add("original_max_position_embeddings")  # unused unless the kind of scaling needs it
     unknown = sorted(rope.keys() - known)
     if unknown:
         lacks.append(
             f"rotary positions have {', '.join(map(ascii, unknown)):.80}; here they do not"
         )
-    # If the file has no number of positions before scaling, the model's whole length is meant.
-    numbers: dict[str, Any] = {"original_max_position_embeddings": options.get("seq_length")}
-    numbers |= rope
+    if family.rope_by_kind and kind == "yarn" and rope.get("truncate") is False:
+        lacks.append("truncate is False; here, as in transformers for blocks of two kinds, True")
     try:
-        text = [f"{float(numbers[name]):.12g}" for name in ROTARY_SCALING[kind]]
-    except (KeyError, TypeError, ValueError):
+        text = [_number_text(value) for value in _scaling_numbers(kind, rope, config, family)]
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         needed = ", ".join(ROTARY_SCALING[kind])
         raise UserError(
             f"{where}: rotary positions of type {kind} need numbers: {needed}"
         ) from None
     if text:  # the numbers of the scaling; a model without scaling (kind "none") has no numbers
-        options["rotary_scaling"] = ":".join([kind, *text])
+        options[ours] = ":".join([kind, *text])
 
 
-def _limit_length(
-    config: dict[str, Any],
-    options: dict[str, Any],
-    lacks: list[str],
-    where: str,
-    seq_length: int | None,
-) -> None:
-    """Limit the option seq_length to the tokens of the model's sliding attention window.
+def _scaling_numbers(
+    kind: str, rope: dict[str, Any], config: dict[str, Any], family: Family
+) -> list[Any]:
+    """Return the numbers (and for longrope lists) of a kind of rotary scaling, as in ROTARY_SCALING.
 
-    The engine has no sliding window; samples that are not longer than the window do not need it.
-    seq_length: --seq-length, the tokens of the samples that are to be trained, if it is given; if
-    they exceed the window, `lacks` receives a sentence. where: the file's name in messages.
+    Those that the file does not give are as transformers has them. If the file has no number of
+    positions before scaling, the model's whole length is meant.
     """
-    tokens = window(config, where)
-    if tokens is None:
-        return
-    lacks += _beyond(tokens, seq_length)
-    if isinstance(options["seq_length"], int):  # another type is refused later
-        options["seq_length"] = min(options["seq_length"], tokens)
+    names = family.fields["seq_length"]
+    length = next((config[n] for n in names if config.get(n) is not None), None)
+    length = family.defaults["seq_length"] if length is None else length
+    numbers: dict[str, Any] = {ORIGINAL: length} | rope
+    if "longrope" in family.scalings:  # Phi-3 has this field beside the others
+        numbers[ORIGINAL] = config.get(ORIGINAL, family.defaults["seq_length"])
+    original = float(numbers[ORIGINAL])
+    if kind in ("yarn", "longrope") and numbers.get("factor") is None:
+        numbers["factor"] = float(length) / original
+    if numbers.get("attention_factor") is None and kind in ("yarn", "longrope"):
+        factor = float(numbers["factor"])
+        numbers["attention_factor"] = 1.0
+        if factor > 1 and kind == "longrope":
+            numbers["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
+        elif factor > 1:
+            scales = numbers.get("mscale") or 0.0, numbers.get("mscale_all_dim") or 0.0
+            above, below = scales if all(scales) else (1.0, 0.0)
+            growth = 0.1 * math.log(factor)
+            numbers["attention_factor"] = (growth * above + 1) / (growth * below + 1)
+    if kind == "yarn":
+        numbers["beta_fast"] = numbers.get("beta_fast") or 32
+        numbers["beta_slow"] = numbers.get("beta_slow") or 1
+        truncates = True if family.rope_by_kind else numbers.get("truncate", True)
+        numbers["truncate"] = int(bool(truncates))
+    return [numbers[name] for name in ROTARY_SCALING[kind]]
+
+
+def _number_text(value: Any) -> str:
+    """Return a number, or a list of numbers with commas, as --rotary-scaling has it."""
+    if isinstance(value, list):
+        return ",".join(map(_number_text, value))
+    number = float(value)
+    short = f"{number:.12g}"
+    return short if float(short) == number else repr(number)
 
 
 def _beyond(tokens: Any, seq_length: int | None) -> list[str]:

@@ -7,9 +7,10 @@ Symbols: L layers, h hidden, s sequence length, V vocabulary, f MLP width, a hea
 g key/value heads, B samples. A GEMM that makes n columns from h has h n parameters, and 2 h n FLOPs
 for a token.
 
-A model may have blocks with experts beside blocks with one MLP (block_kinds.py). Numbers of one
-block are then means over all blocks. A function with a name such as `_block_flops` takes a model
-whose blocks are alike; `block_flops` takes any model.
+A model may have blocks with experts beside blocks with one MLP, or blocks with a window beside
+blocks without (block_kinds.py). Numbers of one block are then means over all blocks. A function
+with a name such as `_block_flops` takes a model whose blocks are alike; `block_flops` takes any
+model.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,11 @@ from config.schema import Config, ModelShape
 def norm_parameters(model: ModelShape) -> int:
     """Parameters of one normalisation: a scale, and a shift in LayerNorm."""
     return model.hidden * (2 if model.norm == "layernorm" else 1)
+
+
+def block_norms(model: ModelShape) -> int:
+    """The norms of a block over the hidden size: of attention and MLP; twice as many in sandwich."""
+    return 4 if model.block == "sandwich" else 2
 
 
 def head_norm_parameters(model: ModelShape) -> int:
@@ -44,9 +50,9 @@ def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any
 
     value: a function that takes a model whose blocks are alike and returns a block's number.
     """
-    if model.experts == 1:
+    if not model.has_kinds:
         return value(model)
-    from config import block_kinds  # imported here: only models with experts need this module
+    from config import block_kinds  # imported here: only models whose blocks differ need it
 
     return block_kinds.mean(model, value)
 
@@ -75,8 +81,9 @@ def _block_parameters(model: ModelShape) -> int:
     attention += h if model.bias else 0
     # With --qk-norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
+    attention += model.heads if model.sinks else 0
     router = h * mlps if mlps > 1 else 0
-    norms = scales + 2 * norm_parameters(model)
+    norms = scales + block_norms(model) * norm_parameters(model)
     shared = shared_parameters(model)
     return attention + mlps * mlp_parameters(model) + shared + router + norms
 
@@ -134,11 +141,22 @@ def _block_flops(model: ModelShape) -> float:
     attention = model.qkv_width + model.attention_width
     mlp = model.up_width + model.ffn_hidden
     mlps, active = model.mlps  # the number of experts, and of those that compute a token
-    # q k^T and p v have s (a d) multiplications each; causal attention needs half of them.
-    scores = model.seq_length * model.attention_width
+    # q k^T and p v have (a d) multiplications each for each token that a token sees.
+    scores = 2 * seen_tokens(model) * model.attention_width
     router = mlps if mlps > 1 else 0
     products = model.hidden * (attention + active * mlp + router) + shared_parameters(model)
     return 2.0 * (products + scores)
+
+
+def seen_tokens(model: ModelShape) -> float:
+    """Tokens that a token sees, as the mean over a sample, in a model whose blocks are alike.
+
+    Causal attention sees half of the s tokens. With a window of w tokens the first w tokens of a
+    sample see half of w, and all others see w: w - w^2 / 2s.
+    """
+    s = model.seq_length
+    w = min(model.window or s, s)
+    return w - w * w / (2 * s)
 
 
 def head_flops(model: ModelShape) -> float:
@@ -189,9 +207,9 @@ def hardware_flops(
     the model, default: all.
     """
     block, _ = forward_flops(model, formula)
-    # Selective recomputation repeats q k^T and p v. The half of them that causal attention needs
-    # has s (a d) multiplications for a token, with 2 FLOPs (multiply and add) each.
-    selective = 2.0 * model.seq_length * model.attention_width
+    # Selective recomputation repeats q k^T and p v: (a d) multiplications each for each token that a
+    # token sees, with 2 FLOPs (multiply and add) each.
+    selective = 4.0 * mean_of_blocks(model, seen_tokens) * model.attention_width
     repeated_by_mode = {"none": 0.0, "full": block, "selective": selective}  # per block and token
     blocks = model.layers if blocks is None else blocks
     repeated = samples * model.seq_length * blocks * repeated_by_mode[recompute]

@@ -17,6 +17,7 @@ from typing import Any
 
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
+from config.block_attention import BlockAttention, flags_of
 from config.messages import UserError
 from config.past import Past
 from config.run_options import EXPERTS, Data, Run, Training, option
@@ -34,6 +35,9 @@ BUCKETS, LEAST_BUCKET = 8, 2**20
 # The number of logits that the loss holds in fp32 at a time. They must stay in a cache between
 # kernels: 17 MB in a GPU's L2 cache (40 MB from A100 on), or 0.5 MB in the L2 cache of a CPU core.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
+
+# Activations of MLPs with a gate, which have two matrices that read the input.
+GATED = ("swiglu", "geglu", "clamped_swiglu")
 
 # Names of pipeline schedules: schedules/orders.py builds them; auto stands for the fastest of them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
@@ -70,11 +74,31 @@ class ModelShape:
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
+    norm_plus_one: bool = option(
+        False, "RMSNorms multiply by 1 + weight, as Gemma's do", needs=("--norm rmsnorm",)
+    )
     activation: str = option(
-        "gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "relu", "swiglu")
+        "gelu_tanh",
+        "MLP activation; swiglu, geglu and clamped_swiglu have a gate",
+        choices=("gelu", "gelu_tanh", "relu", *GATED),
+    )
+    swiglu_alpha: float = option(
+        1.702,
+        "factor in the sigmoid of clamped_swiglu",
+        above=0.0,
+        needs=("--activation clamped_swiglu",),
+    )
+    swiglu_limit: float = option(
+        7.0,
+        "limit of clamped_swiglu's gate and input",
+        above=0.0,
+        needs=("--activation clamped_swiglu",),
     )
     bias: bool = option(None, "biases in the linear layers; default: yes, with experts no")
     embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
+    embedding_scaled: bool = option(
+        False, "multiply the embedding's output by the root of hidden, as Gemma does"
+    )
     tied: bool = option(True, "the output head shares the embedding's weights")
     norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0)
     rotary_base: float = option(
@@ -89,8 +113,45 @@ class ModelShape:
     )
     rotary_scaling: str = option(
         "none",
-        "of rotary frequencies: none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS",
+        "of rotary frequencies: none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, yarn:... or "
+        "longrope:... (docs/models.md)",
         needs=("--positions rotary",),
+    )
+    rotary_blocks: str = option(
+        "all",
+        "blocks with rotary positions: all, none, N:M (N with, then M without), or a list 1,1,0,...",
+        needs=("--positions rotary",),
+    )
+    window: int = option(
+        0,
+        "tokens that a token sees in a block with a window, itself and those before; 0: all",
+        minimum=0,
+    )
+    window_blocks: str = option(
+        "all",
+        "blocks with the window: all, none, N:M (N with, then M without), or a list 1,1,0,...",
+        needs=("--window above 0",),
+    )
+    window_rotary_base: float = option(
+        None,
+        "rotary base of the blocks with a window, default: rotary-base",
+        above=0.0,
+        needs=("--window above 0",),
+    )
+    window_rotary_scaling: str = option(
+        None,
+        "rotary scaling of the blocks with a window, default: rotary-scaling",
+        needs=("--window above 0",),
+    )
+    sinks: bool = option(False, "a learned logit of each head in attention's softmax (sink)")
+    attention_softcap: float = option(
+        0.0, "limit of attention's scores x: limit tanh(x / limit); 0: none", minimum=0.0
+    )
+    logit_softcap: float = option(
+        0.0, "limit of the logits x: limit tanh(x / limit); 0: none", minimum=0.0
+    )
+    query_scalar: float = option(
+        None, "attention's scores are divided by its root, default: head-size", above=0.0
     )
     head_size: int = option(None, "width of a head, default: hidden / heads", minimum=1)
     qkv_bias: bool = option(None, "biases of queries, keys and values, default: as --bias")
@@ -101,8 +162,9 @@ class ModelShape:
     )
     block: str = option(
         "pre-norm",
-        "norms before attention and MLP, or after; parallel: before, both read the block's input",
-        choices=("pre-norm", "post-norm", "parallel"),
+        "norms before attention and MLP, after, or both (sandwich); parallel: before, both read the "
+        "block's input",
+        choices=("pre-norm", "post-norm", "sandwich", "parallel"),
     )
     experts: int = option(
         1, "MLPs of a block, of which a router chooses some for each token; 1: no router", minimum=1
@@ -156,11 +218,16 @@ class ModelShape:
         experts = {"bias": self.experts == 1, "experts_per_token": min(2, self.experts)}
         default = self.default_ffn()
         widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
-        return head | widths | experts | {"qkv_bias": bias}
+        attention = {
+            "query_scalar": float(self.head_size or head["head_size"]),
+            "window_rotary_base": self.rotary_base,
+            "window_rotary_scaling": self.rotary_scaling,
+        }
+        return head | widths | experts | attention | {"qkv_bias": bias}
 
     def default_ffn(self) -> int:
-        """Return the default width of an MLP: 4 h; with SwiGLU 8/3 h, up to a multiple of 64."""
-        if self.activation != "swiglu":
+        """Return the default width of an MLP: 4 h; with a gate 8/3 h, up to a multiple of 64."""
+        if self.activation not in GATED:
             return 4 * self.hidden
         return -(-8 * self.hidden // (3 * 64)) * 64  # rounded up to a multiple of 64
 
@@ -181,8 +248,8 @@ class ModelShape:
 
     @property
     def up_matrices(self) -> int:
-        """The number of matrices that read an MLP's input: 2 with SwiGLU, which has gates, or 1."""
-        return 2 if self.activation == "swiglu" else 1
+        """The number of matrices that read an MLP's input: 2 with a gate, as in SwiGLU, or 1."""
+        return 2 if self.activation in GATED else 1
 
     @property
     def up_width(self) -> int:
@@ -205,6 +272,32 @@ class ModelShape:
         if self.experts == 1 or block < self.first_dense_layers:
             return False
         return (block + 1) % self.expert_interval == 0
+
+    def has_window(self, block: int) -> bool:
+        """Return whether the block with number `block`, from 0, has a window, however long."""
+        return self.window > 0 and flags_of(self.window_blocks, self.layers)[block]
+
+    def attention_of(self, block: int) -> BlockAttention:
+        """Return what attention does in the block with number `block`, from 0.
+
+        A window that is as long as a sample changes nothing, and is left out.
+        """
+        windowed = self.has_window(block)
+        rotary = self.positions == "rotary" and flags_of(self.rotary_blocks, self.layers)[block]
+        return BlockAttention(
+            window=self.window if windowed and self.window < self.seq_length else 0,
+            rotary=rotary,
+            rotary_base=self.window_rotary_base if windowed else self.rotary_base,
+            rotary_scaling=self.window_rotary_scaling if windowed else self.rotary_scaling,
+            softcap=self.attention_softcap,
+            sinks=self.sinks,
+        )
+
+    @property
+    def has_kinds(self) -> bool:
+        """Whether blocks may differ in parameters or FLOPs: by experts, or by windows."""
+        is_windowed = 0 < self.window < self.seq_length
+        return self.experts > 1 or (is_windowed and self.window_blocks not in ("all", "none"))
 
     def padded_vocab(self, layout: "Layout") -> int:
         """Return the number of rows that the vocabulary's matrices have with their padding.

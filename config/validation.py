@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 
+from config.block_attention import flags_of
 from config.messages import UserError
 from config.run_options import Run, parse_eval_sets
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training
@@ -93,7 +94,7 @@ def check_shape(model: ModelShape) -> None:
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
     _check_experts(model)
-    rotary_scaling(model.rotary_scaling)
+    _check_attention(model)
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
         part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
         raise UserError(
@@ -108,24 +109,66 @@ def check_shape(model: ModelShape) -> None:
         )
 
 
+def _check_attention(model: ModelShape) -> None:
+    """Raise UserError if options of attention that may differ between blocks do not go together."""
+    window_blocks = flags_of(model.window_blocks, model.layers)
+    rotary_blocks = flags_of(model.rotary_blocks, model.layers)
+    if model.window and not any(window_blocks):
+        raise UserError(f"window({model.window}) is of no block: window-blocks is none")
+    if model.norm_plus_one and model.norm != "rmsnorm":
+        raise UserError(f"--norm-plus-one needs --norm rmsnorm, not {model.norm}")
+    if model.positions != "rotary":
+        return
+    if not any(rotary_blocks):
+        raise UserError("--positions rotary has no block with them: rotary-blocks is none")
+    for text in (model.rotary_scaling, model.window_rotary_scaling):
+        kind, numbers = rotary_scaling(text)
+        factors = (len(numbers) - 2) // 2
+        if kind == "longrope" and 2 * factors != model.rotary_width:
+            raise UserError(
+                f"--rotary-scaling longrope has {factors} factors of each kind, but the rotary "
+                f"positions turn {model.rotary_width} columns of a head: {model.rotary_width // 2}"
+            )
+
+
 # For each kind of --rotary-scaling, the names that its numbers have in config.json, in order.
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROTARY_SCALING = {"none": (), "linear": ("factor",), "llama3": _LLAMA3}
+# Those of longrope are two numbers and two lists.
+_LENGTH = "original_max_position_embeddings"
+ROTARY_SCALING = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "yarn": ("factor", "beta_fast", "beta_slow", _LENGTH, "attention_factor", "truncate"),
+    "longrope": (_LENGTH, "attention_factor", "short_factor", "long_factor"),
+}
 
 
 def rotary_scaling(text: str) -> tuple[str, list[float]]:
-    """Return the kind and the numbers of --rotary-scaling; UserError if the text is malformed."""
+    """Return the kind and the numbers of --rotary-scaling; UserError if the text is malformed.
+
+    The numbers of longrope are POSITIONS, ATTENTION, then as many short factors as long factors.
+    """
     kind, *parts = text.split(":")
     with contextlib.suppress(ValueError):
-        numbers = [float(part) for part in parts]
-        is_known = kind in ROTARY_SCALING and len(numbers) == len(ROTARY_SCALING[kind])
-        if is_known and all(0 < number < math.inf for number in numbers):
+        numbers = [float(number) for part in parts for number in part.split(",")]
+        is_known = kind in ROTARY_SCALING and len(parts) == len(ROTARY_SCALING[kind])
+        if kind == "longrope" and is_known:
+            lengths = [len(part.split(",")) for part in parts]
+            is_known = lengths[:2] == [1, 1] and lengths[2] == lengths[3]
+        elif is_known:
+            is_known = len(numbers) == len(parts)
+        above_zero = numbers
+        if kind == "yarn" and is_known:
+            is_known = numbers[-1] in (0, 1)
+            above_zero = numbers[:-1]
+        if is_known and all(0 < number < math.inf for number in above_zero):
             if kind == "llama3" and numbers[1] >= numbers[2]:
                 raise UserError(f"--rotary-scaling {text}: LOW must be below HIGH")
             return kind, numbers
     raise UserError(
-        "--rotary-scaling is none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS with numbers "
-        f"above 0 like llama3:8:1:4:8192, not {text!r}"
+        "--rotary-scaling is none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, "
+        "yarn:FACTOR:FAST:SLOW:POSITIONS:ATTENTION:TRUNCATE (0 or 1) or longrope:POSITIONS:"
+        f"ATTENTION:SHORT,...:LONG,... with numbers above 0 like llama3:8:1:4:8192, not {text!r}"
     )
 
 

@@ -8,7 +8,9 @@ number for each layout, called a column. The formulas are the same for both. Axe
 tp, pp, cp (context parallelism), dp and ep (expert parallelism).
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -112,17 +114,17 @@ class Job(NamedTuple):
     def kinds(self) -> "list[tuple[float, Job]]":
         """The kinds of blocks of the model: pairs of a share and a job with blocks of this kind.
 
-        The share is of the model's blocks. A model with experts has at most two kinds: blocks with
-        experts, and dense blocks. Every other model has one kind, with the share 1.
+        The share is of the model's blocks. A model has at most four kinds: blocks with experts and
+        dense blocks, with a window and without. Most models have one kind, with the share 1.
         """
-        if self.model.experts == 1:
+        if not self.model.has_kinds:
             return [(1.0, self)]
         layers = self.model.layers
         kinds = block_kinds.kinds(self.model)
         found = []
         for blocks, model in kinds:
             job = self._replace(model=model)
-            if model.experts == 1:  # every GPU computes its own tokens
+            if model.experts == 1 < self.model.experts:  # every GPU computes its own tokens
                 job = job._replace(rows_over_mean=1.0)
             found.append((blocks / layers, job))
         return found
@@ -280,7 +282,7 @@ def term(
 def mean_of_kinds(
     formula: Callable[Concatenate[Job, Given], Found],
 ) -> Callable[Concatenate[Job, Given], Found]:
-    """Decorate a formula about one block, for models that have blocks of two kinds.
+    """Decorate a formula about one block, for models that have blocks of several kinds.
 
     The formula sees jobs whose blocks are alike; the result is the mean over the model's blocks.
     """
@@ -292,8 +294,7 @@ def mean_of_kinds(
         values: list[Any] = [formula(kind, *args, **kwargs) for _, kind in kinds]
         if len(values) == 1:
             return values[0]
-        (first_share, _), (second_share, _) = kinds
-        first, second = values
-        return first * first_share + second * second_share
+        weighted = [value * share for value, (share, _) in zip(values, kinds, strict=True)]
+        return functools.reduce(operator.add, weighted)
 
     return mean

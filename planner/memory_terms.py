@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.model_stats import head_norm_parameters, norm_parameters, normed_width
+from config.model_stats import block_norms, head_norm_parameters, norm_parameters, normed_width
 from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
 from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
@@ -78,7 +78,7 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     """
     model = job.model
     layout = job.layout
-    norms = 2 * norm_parameters(model) + head_norm_parameters(model)
+    norms = block_norms(model) * norm_parameters(model) + head_norm_parameters(model)
     block = (job.block_parameters - norms) / layout.tp + norms
     vocabulary_matrix = 1.0 * job.vocab_columns * model.hidden
     positions = 0
@@ -286,7 +286,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     f = computed * model.ffn_hidden + model.shared_ffn_hidden
     keys_and_values = model.qkv_width - model.attention_width
     # Inputs and outputs of two norms. In a parallel block both have the same input: 3, not 4.
-    outside = 3 if model.block == "parallel" else 4
+    outside = 3 if model.block == "parallel" else 2 * block_norms(model)
     numbers = outside * h / job.sequence_shards
     numbers = numbers + model.qkv_width / t  # queries, keys and values
     numbers = numbers + model.attention_width / t  # attention's result
@@ -294,8 +294,8 @@ def block_activations(job: Job, scores: Column) -> Column:
     numbers = numbers + f * model.up_matrices / t  # the activation's input
     numbers = numbers + f / t  # the activation's result
     numbers = numbers + normed_width(model) / t  # inputs of the norms of queries and keys
-    if model.activation == "swiglu":
-        numbers = numbers + f / t  # the result of SiLU, which is a kernel of its own in torch
+    if model.up_matrices == 2:
+        numbers = numbers + f / t  # the gate's result (SiLU), which is a kernel of its own in torch
     numbers = numbers + copied_width(job) / t
     if experts > 1:
         numbers = numbers + computed * h / t  # rows that came to this GPU's experts

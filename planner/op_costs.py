@@ -122,15 +122,19 @@ HEAD = 128  # the head size for which a machine's attention rates hold
 SMALL_HEAD = 0.85  # attention reaches this share of its rate when the head size is halved
 
 
-def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 2) -> Pass:
+def attention(
+    machine: Machine, seq: int, head: int, batch: Column, size: int = 2, seen: float | None = None
+) -> Pass:
     """Return the seconds of attention's products for `batch` heads of samples.
 
     There are two products forward and five backward; the causal mask halves them. seq: tokens of a
-    sample. head: the head size. size: bytes of a number, 4 for FP32.
+    sample. head: the head size. size: bytes of a number, 4 for FP32. seen: the tokens that a token
+    sees, as the mean over a sample, default: seq / 2; with a window they are fewer.
     """
     padded_head = -(-head // ALIGNMENT) * ALIGNMENT
-    # The FLOPs of one product: 2 for each pair of tokens and head column, halved by the mask.
-    product = 1.0 * batch * seq * seq * padded_head
+    seen = seq / 2 if seen is None else seen
+    # The FLOPs of one product: 2 for each pair of tokens that see each other and each head column.
+    product = 2.0 * batch * seq * seen * padded_head
     if size > 2:  # FP32 does not use tensor cores, and has no flash kernel
         rate = machine.vector_peak * machine.gemm_fraction
         return Pass(2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH)

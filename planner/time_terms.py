@@ -16,7 +16,7 @@ Symbols: b micro-batch, s sequence, h hidden, f MLP width, V vocabulary, t = tp.
 
 import numpy as np
 
-from config.model_stats import normed_width
+from config.model_stats import block_norms, normed_width, seen_tokens
 from planner import op_costs
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
@@ -143,7 +143,7 @@ def core_seconds(job: Job) -> Pass:
     model = job.model
     heads_of_batch = model.heads // job.layout.tp * job.layout.micro_batch_size
     shape = model.seq_length, model.head_size, heads_of_batch
-    return op_costs.attention(job.machine, *shape, job.number_bytes)
+    return op_costs.attention(job.machine, *shape, job.number_bytes, seen_tokens(model))
 
 
 def gathered(job: Job) -> Column:
@@ -174,7 +174,8 @@ def elementwise_bytes(job: Job) -> Pass:
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     activation_inputs = f * model.up_matrices
     rotated = (model.qkv_width + model.attention_width) / 2  # width of queries and keys
-    moved = Pass(4 * normed, 6 * normed)  # two norms: a read and a write; backward reads two
+    norms = block_norms(model)  # each: a read and a write; backward reads two
+    moved = Pass(2 * norms * normed, 3 * norms * normed)
     moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
     # The MLP's activation reads its inputs and writes f numbers; backward moves f numbers more.
     moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)

@@ -36,6 +36,12 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 OPT = NEW_NAMES | {"ffn_dim": 80, "pad_token_id": None}  # else that token's row has no gradient
+GEMMA = LLAMA | {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+GEMMA |= {"pad_token_id": None}
+BY_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 QWEN_MOE = LLAMA | EXPERTS
 CASES = {
@@ -46,6 +52,13 @@ CASES = {
     "llama 3": LLAMA | {"rope_parameters": LLAMA3, "head_dim": 16},
     "llama linear": LLAMA | {"rope_parameters": LINEAR, "tie_word_embeddings": True},
     "mistral": LLAMA | {"sliding_window": S, "head_dim": 10},
+    "mistral window": LLAMA | {"sliding_window": 9, "head_dim": 10},
+    "qwen2 window": LLAMA
+    | {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+    "olmo3": LLAMA | {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 9},
+    "smollm3": LLAMA | {"pad_token_id": None, "num_hidden_layers": 4},
+    "gemma2": GEMMA | {"num_hidden_layers": 3},
+    "gemma3_text": GEMMA | {"num_hidden_layers": 7, "rope_parameters": BY_KIND},
     "qwen2": LLAMA | {"tie_word_embeddings": True},
     "qwen3": LLAMA | {"head_dim": 16},
     "gpt_neox": NEW_NAMES | {"intermediate_size": 80, "rope_parameters": PARTIAL},
