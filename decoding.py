@@ -23,6 +23,7 @@ from corpora.text import SAMPLE_TOKENS, prompts_of_run
 from model import Embedding
 from parallel import ParamFactory
 from pipeline import Pipeline
+from rotary import switch_length
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Decoder:
         self.mesh = factory.mesh
         self.model = model
         self.slopes = local_slopes(model, factory) if model.positions == "alibi" else None
+        # The tokens from which on a longer text has other rotary tables, and so other keys.
+        self.switch = switch_length(model, model.attention_of(0))
 
     @torch.no_grad()
     def generate(
@@ -91,6 +94,9 @@ class Decoder:
                     break
                 ids.append(chosen)
                 tokens = torch.tensor([[chosen]], device=device)
+                if cache.tokens == self.switch:  # the next token makes the text longer
+                    cache = KeyValueCache(len(prompt) + count, self.slopes, device)
+                    tokens = torch.tensor([prompt + ids], device=device)
         return ids
 
     def _choose_next(

@@ -95,6 +95,11 @@ class Router(nn.Module):
         self.weight = factory.parameter(
             f"{name}.weight", shape, std=factory.std, decay=True, partial=True
         )
+        self.logit_bias: nn.Parameter | None = None  # (E,), learned
+        if model.router_bias:
+            self.logit_bias = factory.parameter(
+                f"{name}.logit_bias", (model.experts,), partial=True
+            )
         self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)  # added in `_choose`
         self.load = _constant(factory, f"{name}.load", model.experts, 1.0)  # in the last step
         # counts: of this rank's tokens in this step so far. routing: of --record-, --pin-routing.
@@ -114,6 +119,8 @@ class Router(nn.Module):
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(exact), self.weight.to(exact))
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias.to(exact)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
         repeated = bool(chosen_experts)  # recomputation: the choice of the first pass is used
         if not repeated:
@@ -212,6 +219,14 @@ class HeldExperts(nn.Module):
         down_shape = (model.experts, h, f)
         self.up = expert_parameter(f"{name}.experts.up.weight", up_shape, std=factory.std)
         self.down = expert_parameter(f"{name}.experts.down.weight", down_shape, std=std)
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if model.bias:
+            bias = functools.partial(
+                factory.parameter, dim=0, over=factory.mesh.experts, replicas="expert_replicas"
+            )
+            self.up_bias = bias(f"{name}.experts.up.bias", (model.experts, *matrices, f))
+            self.down_bias = bias(f"{name}.experts.down.bias", (model.experts, h))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return the MLPs' outputs, (n, h), for rows (n, h) that are sorted by expert.
@@ -221,8 +236,21 @@ class HeldExperts(nn.Module):
         h = rows.shape[-1]
         up = self.up.view(self.experts_here, -1, h)  # (experts, f, h), or 2 f: gate and up
         down = self.down.view(self.experts_here, h, -1)
-        inner = self.activation(grouped_linear(rows, self.up, up, counts, self.deferred))
-        return grouped_linear(inner, self.down, down, counts, self.deferred)
+        inner = grouped_linear(rows, self.up, up, counts, self.deferred)
+        inner = self.activation(self._with_bias(inner, self.up_bias, counts))
+        outputs = grouped_linear(inner, self.down, down, counts, self.deferred)
+        return self._with_bias(outputs, self.down_bias, counts)
+
+    def _with_bias(self, rows: Tensor, bias: nn.Parameter | None, counts: list[int]) -> Tensor:
+        """Return rows, (n, out), plus the bias of each row's expert, if experts have biases.
+
+        bias: (experts, ...) with `out` numbers for each expert.
+        """
+        if bias is None:
+            return rows
+        repeats = torch.tensor(counts).to(rows.device, non_blocking=True)
+        of_rows = bias.flatten(1).repeat_interleave(repeats, 0, output_size=len(rows))
+        return rows + of_rows
 
 
 def _with_two_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

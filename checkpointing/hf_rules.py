@@ -63,6 +63,10 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     their_modules = family.modules[general]
     layer = number[0] if number else "*"
     theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
+    if family.stacked_experts and general.startswith(("blocks.*.mlp.", "blocks.*.attention")):
+        stacked = _rule_of_stack(name, general, kind, theirs[0].removesuffix(f".{kind}"))
+        if stacked is not None:
+            return stacked
     if "#" in their_modules[0]:  # in their names, "#" stands for the number of the expert
         return _rule_of_experts(name, theirs, model.experts)
     part = general.removeprefix("blocks.*.")
@@ -157,6 +161,36 @@ def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
         return ()
 
     return Rule(name, (), lambda: torch.full((model.experts,), initial), to_theirs)
+
+
+def _rule_of_stack(name: str, general: str, kind: str, theirs: str) -> Rule | None:
+    """Return the rule of a tensor of gpt-oss whose form is another than in other families, or None.
+
+    They have one tensor for all experts, (experts, in, out), in which the rows of gate and up
+    alternate. Ours is (experts, out, in), or (experts, 2, width, in).
+    """
+    if general == "blocks.*.mlp.router" and kind == "logit_bias":
+        return Rule(name, (f"{theirs}.bias",), lambda t: t, _as_tuple(lambda t: t))
+    if general == "blocks.*.mlp.experts.up" and kind == "weight":
+        return Rule(
+            name,
+            (theirs,),
+            lambda t: t.transpose(1, 2).unflatten(1, (-1, 2)).transpose(1, 2),
+            _as_tuple(lambda t: t.transpose(1, 2).flatten(1, 2).transpose(1, 2)),
+        )
+    if general == "blocks.*.mlp.experts.up":
+        return Rule(
+            name,
+            (f"{theirs}_bias",),
+            lambda t: t.unflatten(1, (-1, 2)).transpose(1, 2),
+            _as_tuple(lambda t: t.transpose(1, 2).flatten(1, 2)),
+        )
+    if general == "blocks.*.mlp.experts.down" and kind == "weight":
+        turn = lambda t: t.transpose(1, 2)  # noqa: E731
+        return Rule(name, (theirs,), turn, _as_tuple(turn))
+    if general == "blocks.*.mlp.experts.down":
+        return Rule(name, (f"{theirs}_bias",), lambda t: t, _as_tuple(lambda t: t))
+    return None
 
 
 def _rule_of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:

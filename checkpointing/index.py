@@ -411,9 +411,17 @@ def _expert_shapes(model: ModelShape) -> dict[str, Shape]:
         "experts.up.weight": (count, *columns, f, h),
         "experts.down.weight": (count, h, f),
     }
+    if model.router_bias:
+        shapes["router.logit_bias"] = (count,)
+    if model.bias:
+        shapes["experts.up.bias"] = (count, *columns, f)
+        shapes["experts.down.bias"] = (count, h)
     if shared:
         shapes["shared.up.weight"] = (*columns, shared, h)
         shapes["shared.down.weight"] = (h, shared)
+    if shared and model.bias:
+        shapes["shared.up.bias"] = (*columns, shared)
+        shapes["shared.down.bias"] = (h,)
     if model.shared_gate:
         shapes["shared_gate.weight"] = (1, h)
     return shapes

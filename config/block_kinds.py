@@ -25,6 +25,7 @@ OF_ONE_MLP: dict[str, Any] = {
     "router_groups_per_token": 1,
     "shared_ffn_hidden": 0,
     "shared_gate": False,
+    "router_bias": False,
 }
 
 

@@ -17,8 +17,6 @@ def check(model: ModelShape, layout: Layout | None, training: Training | None) -
     check_router(model)
     if layout is not None:
         check_ranks(model, layout)
-    if layout is not None and training is not None:
-        check_run(model)
 
 
 def check_router(model: ModelShape) -> None:
@@ -67,20 +65,3 @@ def check_ranks(model: ModelShape, layout: Layout) -> None:
     for name, width in widths.items():
         if width % layout.tp:
             raise UserError(f"tp({layout.tp}) does not divide {name}({width})")
-
-
-def check_run(model: ModelShape) -> None:
-    """Raise UserError if a model with experts can be planned but not trained.
-
-    Called when all options of a run are known. A model and a layout alone are not refused for this.
-    """
-    if model.bias:
-        raise UserError(
-            f"experts({model.experts}) have no biases here: give --no-bias, or leave --bias out"
-        )
-    if model.router_normalised and model.experts_per_token == 1:
-        raise UserError(
-            "experts-per-token(1) with --router-normalised: the weight of a token's only expert is "
-            "always 1, so that the router learns nothing; give --experts-per-token 2, or "
-            "--no-router-normalised for top-1 routing"
-        )

@@ -98,6 +98,8 @@ class Family:
     rope_by_kind: tuple[str, float] | None = None
     scalings: list[str] = field(default_factory=list)
     nope: int = 0
+    default_rope: dict[str, Any] = field(default_factory=dict)
+    stacked_experts: bool = False
     values: dict[str, dict[Any, Any]] = field(default_factory=dict)
     transposed: bool = False
     qkv: str = "head"
@@ -335,8 +337,10 @@ def _rope_fields(model: ModelShape, family: Family) -> dict[str, Any]:
         if model.window:
             local_base, local_scaling = model.window_rotary_base, model.window_rotary_scaling
         local = _scaling_fields(local_scaling) | {"rope_theta": local_base}
-        return {"rope_parameters": {FULL: parameters, LOCAL: local}}
-    fields = {"rope_parameters": parameters}
+        parameters = {FULL: parameters, LOCAL: local}
+    fields: dict[str, Any] = {"rope_parameters": parameters}
+    if family.rope_by_kind is not None and family.rope_by_kind[0]:
+        fields[family.rope_by_kind[0]] = local["rope_theta"]
     fields["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
     if ORIGINAL in scaling and "longrope" in family.scalings:
         fields[ORIGINAL] = scaling[ORIGINAL]
@@ -454,7 +458,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
     # An option that config.json does not give has the first value that the family allows.
     options = {ours: allowed[0] for ours, allowed in family.options.items()}
     lacks = _lacks(config, family)
-    rope = _rope(config, where)
+    rope = _rope(config, where) or dict(family.default_rope)
     local_rope: dict[str, Any] | None = None  # of the blocks with a window, if they have their own
     if family.rope_by_kind is not None:
         rope, local_rope = _ropes_by_kind(config, rope, family, where)
@@ -492,8 +496,7 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         options["window_rotary_base"] = local_rope["rope_theta"]
         name = "window_rotary_scaling"
         _read_scaling(name, local_rope, config, family, options, lacks, where)
-        if options.setdefault(name, "none") and not options.get("rotary_scaling"):
-            options["rotary_scaling"] = "none"
+        options.setdefault(name, "none")
     _read_blocks(config, family, options, lacks, where)
     return options, lacks
 

@@ -82,7 +82,7 @@ def _block_parameters(model: ModelShape) -> int:
     # With --qk-norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
     attention += model.heads if model.sinks else 0
-    router = h * mlps if mlps > 1 else 0
+    router = (h + model.router_bias) * mlps if mlps > 1 else 0
     norms = scales + block_norms(model) * norm_parameters(model)
     shared = shared_parameters(model)
     return attention + mlps * mlp_parameters(model) + shared + router + norms
@@ -98,7 +98,10 @@ def shared_parameters(model: ModelShape) -> int:
     """Parameters of the MLP that every token takes beside its experts, and of its gate."""
     matrices = model.up_matrices + 1  # up (and SwiGLU's gate), and down
     gate = model.hidden if model.shared_gate else 0
-    return matrices * model.hidden * model.shared_ffn_hidden + gate
+    biases = 0
+    if model.bias and model.shared_ffn_hidden:
+        biases = model.up_matrices * model.shared_ffn_hidden + model.hidden
+    return matrices * model.hidden * model.shared_ffn_hidden + biases + gate
 
 
 def embedding_parameters(model: ModelShape) -> int:

@@ -190,6 +190,9 @@ class ModelShape:
     router: str = option(
         "softmax", "scores of the experts for a token", choices=("softmax", "sigmoid")
     )
+    router_bias: bool = option(
+        False, "a learned bias of each expert's logit in the router", needs=EXPERTS
+    )
     router_normalised: bool = option(True, "the weights of a token's experts sum to 1")
     router_scale: float = option(1.0, "factor of the weights of a token's experts", above=0.0)
     router_groups: int = option(1, "groups of experts among which the router chooses", minimum=1)

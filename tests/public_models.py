@@ -114,6 +114,116 @@ NEOX = SMALL | {
     "use_cache": True,
     "use_parallel_residual": True,
 }
+FULL, LOCAL = "full_attention", "sliding_attention"
+OLMO3 = OLMO2 | {
+    "architectures": ["Olmo3ForCausalLM"],
+    "model_type": "olmo3",
+    "layer_types": [LOCAL, LOCAL, LOCAL, FULL],
+    "num_hidden_layers": 4,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 8,
+}
+SMOLLM3 = LLAMA | {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "layer_types": [FULL] * 4,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "num_hidden_layers": 4,
+    "pad_token_id": PAD,
+    "pretraining_tp": 2,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+GEMMA2 = SMALL | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": BOS,
+    "cache_implementation": "hybrid",
+    "eos_token_id": EOS,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "intermediate_size": 80,
+    "max_position_embeddings": 512,
+    "model_type": "gemma2",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 24,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 8,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.4",
+    "use_cache": True,
+}
+GEMMA3 = GEMMA2 | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window_pattern": 6,
+}
+del GEMMA3["hidden_act"]
+GPT_OSS = {k: v for k, v in LLAMA.items() if k not in ("pretraining_tp", "bos_token_id")} | {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 2,
+    "head_dim": 16,
+    "initial_context_length": 64,
+    "layer_types": [LOCAL, FULL],
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "output_router_logits": False,
+    "pad_token_id": PAD,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 8,
+    "swiglu_limit": 7.0,
+}
+PHI3 = {k: v for k, v in LLAMA.items() if k not in ("pretraining_tp", "attention_bias")} | {
+    "architectures": ["Phi3ForCausalLM"],
+    "embd_pdrop": 0.0,
+    "model_type": "phi3",
+    "original_max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "resid_pdrop": 0.0,
+    "sliding_window": 7,
+}
+LONGROPE = {
+    "long_factor": [1.08, 2.1, 8.3, 31.4],
+    "short_factor": [1.05, 1.1, 1.4, 2.6],
+    "type": "longrope",
+}
 ENDS = {"bos_token_id": BOS, "eos_token_id": [EOS, TURN], "do_sample": True, "temperature": 0.6}
 
 # name: (config.json, generation_config.json or None, where the chat template is, if anywhere)
@@ -220,6 +330,26 @@ MODELS: dict[str, tuple[dict, dict | None, str | None]] = {
         OLMO2 | {"torch_dtype": "bfloat16"},
         {"_from_model_config": True, "eos_token_id": EOS, "pad_token_id": PAD},
         "chat_template.jinja",
+    ),
+    "OLMo-3-1025-7B": (OLMO3, {"eos_token_id": EOS, "pad_token_id": PAD}, None),
+    "SmolLM3-3B": (SMOLLM3, {"eos_token_id": EOS, "pad_token_id": PAD}, "chat_template.jinja"),
+    "gemma-2-2b": (GEMMA2, {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}, None),
+    "gemma-3-1b-it": (
+        GEMMA3,
+        {"bos_token_id": BOS, "eos_token_id": [EOS, TURN], "pad_token_id": 0, "top_k": 64},
+        "tokenizer_config.json",
+    ),
+    "gpt-oss-20b": (GPT_OSS, {"eos_token_id": EOS, "pad_token_id": PAD}, None),
+    "Phi-3-mini-4k-instruct": (PHI3 | {"attention_bias": False}, ENDS, None),
+    "Phi-3-mini-128k-instruct": (
+        PHI3
+        | {
+            "original_max_position_embeddings": 12,
+            "rope_scaling": LONGROPE,
+            "sliding_window": 262144,
+        },
+        ENDS,
+        None,
     ),
     "OLMoE-1B-7B-0924": (
         LLAMA

@@ -36,6 +36,9 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 OPT = NEW_NAMES | {"ffn_dim": 80, "pad_token_id": None}  # else that token's row has no gradient
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+LONG = {"pad_token_id": None, "rope_scaling": {"type": "longrope"} | FACTORS}
 GEMMA = LLAMA | {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
 GEMMA |= {"pad_token_id": None}
 BY_KIND = {
@@ -59,6 +62,14 @@ CASES = {
     "smollm3": LLAMA | {"pad_token_id": None, "num_hidden_layers": 4},
     "gemma2": GEMMA | {"num_hidden_layers": 3},
     "gemma3_text": GEMMA | {"num_hidden_layers": 7, "rope_parameters": BY_KIND},
+    "olmo3 yarn": LLAMA
+    | {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 9, "rope_scaling": YARN},
+    "llama yarn": LLAMA | {"rope_parameters": YARN | {"rope_theta": 1e4, "truncate": False}},
+    "gpt_oss": LLAMA
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 16},
+    "phi3": LLAMA | {"pad_token_id": None, "sliding_window": 9},
+    "phi3 long": LLAMA | LONG | {"original_max_position_embeddings": 16},
+    "phi3 short": LLAMA | LONG | {"original_max_position_embeddings": S},
     "qwen2": LLAMA | {"tie_word_embeddings": True},
     "qwen3": LLAMA | {"head_dim": 16},
     "gpt_neox": NEW_NAMES | {"intermediate_size": 80, "rope_parameters": PARTIAL},
@@ -228,8 +239,8 @@ def written(folder, **changes) -> str:
         ({"hidden_act": "relu"}, "hidden_act is 'relu'; here it is silu or swish"),
         ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]; here it is silu or swish"),
         (
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rotary positions are scaled by 'yarn'; here: ",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rotary positions are scaled by 'dynamic'; here: ",
         ),
         (
             {"model_type": "qwen3_moe", "mlp_only_layers": 1} | EXPERTS,
@@ -239,7 +250,10 @@ def written(folder, **changes) -> str:
             {"model_type": "qwen3_moe", "mlp_only_layers": [1]} | EXPERTS,
             r"mlp_only_layers is \[1\]; here it is the first blocks",
         ),
-        ({"sliding_window": 16}, r"sliding_window\(16\) is shorter than seq-length\(32\)"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0, "head_dim": 8},
+            "attn_logit_softcapping is 5.0; here there is none",
+        ),
     ],
 )
 def test_what_the_engine_lacks_is_a_sentence_for_training_and_a_note_for_a_plan(
@@ -275,11 +289,15 @@ def test_a_wrong_config_is_one_sentence(changes, sentence, tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_samples_are_no_longer_than_the_window(tmp_path):
+def test_a_window_limits_no_sample_but_that_of_an_old_import_does(tmp_path):
     path = written(tmp_path, sliding_window=16)
-    assert parse(["--model", path]).model.seq_length == 16
-    assert parse(["--model", path, "--seq-length", "8"]).model.seq_length == 8
-    assert parse(["--model", written(tmp_path, sliding_window=None)]).model.seq_length == S
+    model = parse(["--model", path]).model
+    assert (model.seq_length, model.window, model.window_blocks) == (S, 16, "all")
+    assert parse(["--model", written(tmp_path, sliding_window=None)]).model.window == 0
+    old = {"config": {"model": dataclasses.asdict(model) | {"window": 0}}, "window": 16}
+    (tmp_path / "run.json").write_text(json.dumps(old))
+    with pytest.raises(UserError, match=r"sliding_window\(16\) is shorter than seq-length\(32\)"):
+        parse(["--model", str(tmp_path / "run.json"), "--seq-length", "32"])
 
 
 def test_a_path_that_is_none_is_one_sentence(tmp_path):

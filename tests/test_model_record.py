@@ -19,6 +19,7 @@ import checkpoint
 import sample
 from checkpointing import hf_export, model_record
 from config import families
+from config.block_attention import flags_of
 from config.command_line import make_model, parse
 from config.messages import UserError
 from config.schema import ModelShape
@@ -78,7 +79,7 @@ def test_a_missing_field_is_what_transformers_takes_for_it(name):
 
 @pytest.mark.parametrize("name", [n for n, f in families.FAMILIES.items() if f.window])
 def test_the_window_is_that_of_transformers(name):
-    """A limit if a block reads no more than the window, by any of the fields that say so."""
+    """And the blocks that have it, by any of the fields that say so."""
     config_class = transformers.AutoConfig.for_model(name).__class__
     small = {"vocab_size": 131, "intermediate_size": 40, **NEW, "num_attention_heads": 6}
     for window in (16, None, "gone"):
@@ -99,6 +100,10 @@ def test_the_window_is_that_of_transformers(name):
                 assert own == expected, given
                 saved = families.window(theirs.to_dict(), "config.json")
                 assert saved == expected, given
+                if expected and kinds is not None:
+                    shape, _ = shape_in(given | {"model_type": name})
+                    flags = [kind == "sliding_attention" for kind in kinds]
+                    assert list(flags_of(shape["window_blocks"], len(flags))) == flags, given
 
 
 @pytest.mark.parametrize(
@@ -194,29 +199,28 @@ def test_longer_samples_lengthen_the_context(tmp_path):
     assert config["pad_token_id"] is None
 
 
-def test_nothing_is_trained_or_sampled_beyond_the_window(windowed, tmp_path):
-    sentence = r"sliding_window\(16\)"
-    words = ["--resume", str(windowed / "in"), "--load-weights-only", "--seq-length", "48"]
-    with pytest.raises(UserError, match=rf"{sentence} is shorter than seq-length\(48\)"):
-        parse([*words, "--steps", "1"])
-    done = trained(windowed / "in", tmp_path / "a", length=16)
+def test_a_model_with_a_window_is_trained_and_sampled_beyond_it(windowed, tmp_path):
+    done = trained(windowed / "in", tmp_path / "a", length=48)
     assert done.status == 0, done.err
-    # The checkpoint knows it too, whatever the command line says of the shape.
-    done = trained(tmp_path / "a", tmp_path / "b", length=17)
-    assert done.status == 2
-    assert "seq-length(17) is longer than the sliding_window(16)" in done.err
-    for run in (windowed / "in", tmp_path / "a"):
-        asked = [str(run), "--device", "cpu", "--prompt", "abcd"]
-        sample.prepare_task(sample.parse([*asked, "--max-tokens", "11"]), 1)
-        with pytest.raises(UserError, match=rf"--max-tokens is 12: together 17, .* {sentence}"):
-            sample.prepare_task(sample.parse([*asked, "--max-tokens", "12"]), 1)
-        assert sample.prepare_task(sample.parse(asked), 1).count == 16 - 5
+    assert "windows in 2 of 2 blocks: torch scaled_dot_product_attention" in done.out
+    asked = [str(tmp_path / "a"), "--device", "cpu", "--prompt", "abcd", "--max-tokens", "40"]
+    assert sample.prepare_task(sample.parse(asked), 1).count == 40
     command("export", "--to", "hf", tmp_path / "a", tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["sliding_window"] == 16
 
 
+def test_an_import_of_a_version_without_windows_keeps_its_limit(windowed):
+    record = model_record.read(str(windowed / "in/step_00000000"))
+    model = ModelShape(2, 48, 6, window=16)
+    record.check_length(model, 17, "a text")
+    old = dataclasses.replace(model, window=0)
+    record.check_length(old, 16, "a text")
+    with pytest.raises(UserError, match=r"a text is longer than the sliding_window\(16\)"):
+        record.check_length(old, 17, "a text")
+
+
 def test_a_window_is_not_lost_by_an_export_as_another_family(windowed, tmp_path):
-    with pytest.raises(UserError, match=r"sliding_window\(16\), which is lost as a llama"):
+    with pytest.raises(UserError, match="llama needs window 0, not 16"):
         command("export", "--to", "hf", "--family", "llama", windowed / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -365,7 +369,11 @@ def test_a_talk_is_that_of_transformers(name, tmp_path, monkeypatch, capsys):
 
 
 def test_a_talk_on_two_ranks_and_its_mistakes(windowed, tmp_path):
-    words = ["sample.py", str(windowed / "in"), "--device", "cpu"]
+    shutil.copytree(windowed / "hf", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 16}))
+    command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
+    words = ["sample.py", str(tmp_path / "in"), "--device", "cpu"]
     with pytest.raises(UserError, match="has no chat_template of text"):
         sample.prepare_task(sample.parse([*words[1:], "--chat"]), 1)
     for more, sentence in (

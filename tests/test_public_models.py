@@ -8,7 +8,9 @@ from public_models import MODELS, V, write
 from test_sample import numbers, run_here
 
 import checkpoint
-from config.families import TOKENS, unread
+from config.command_line import make_model
+from config.families import TOKENS, from_config, unread
+from config.messages import UserError
 
 transformers = pytest.importorskip("transformers")
 PROMPT = [5, 17, 60, 40]
@@ -81,3 +83,71 @@ def test_fields_that_nothing_reads_are_named(tmp_path):
         "rope_interleaved",
         "transformers.js_config",
     ]
+
+
+# ---- Every field that changes numbers ------------------------------------------------------------
+
+# Fields that have no place in a model's numbers in this test: names, types, and the vocabulary's.
+SKIPPED = {"architectures", "model_type", "torch_dtype", "transformers_version", *TOKENS}
+
+
+def changes_of(value) -> list:
+    """Other values for a field of config.json."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, value // 2]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.01, 2.0]
+    if isinstance(value, str):
+        return ["gelu", "relu", "gelu_new"]
+    if isinstance(value, list):
+        return [value[::-1], [value[0]] * len(value)]
+    if isinstance(value, dict):
+        further = [{**value, k: v} for k in value for v in changes_of(value[k])]
+        return further + [{k: v for k, v in value.items() if k != gone} for gone in value]
+    return [3, True, 5.0, {"rope_type": "linear", "factor": 2.0}]
+
+
+def logits_of(config: dict, tokens) -> torch.Tensor | None:
+    """transformers' logits with weights that depend on their shapes alone; None: it has no model."""
+    model_type = config["model_type"]
+    try:
+        config = json.loads(json.dumps({k: v for k, v in config.items() if k != "model_type"}))
+        made = transformers.AutoConfig.for_model(model_type, **config)
+        model = transformers.AutoModelForCausalLM.from_config(
+            made, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        generator = torch.Generator().manual_seed(0)
+        for _, p in sorted(model.named_parameters()):
+            p.data = torch.randn(p.shape, generator=generator) * 0.3 + (p.dim() == 1)
+        with torch.no_grad():
+            return model(tokens).logits
+    except Exception:  # a value that transformers refuses, with exceptions of several kinds
+        return None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_field_that_changes_numbers_is_honoured_or_refused_by_name(name):
+    """Each field is changed: if transformers' logits move, so does our shape, or it is refused."""
+    config = MODELS[name][0] | {"vocab_size": V}
+    tokens = torch.randint(V, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = logits_of(config, tokens)
+    own, lacks = from_config(config, "config.json")
+    assert expected is not None
+    assert not lacks
+    model, moved = make_model(own, "config.json"), 0
+    for field in sorted(config.keys() - SKIPPED):
+        for value in changes_of(config[field]):
+            changed = config | {field: value}
+            theirs = logits_of(changed, tokens)
+            if theirs is None or (theirs.shape == expected.shape and torch.equal(theirs, expected)):
+                continue
+            moved += 1
+            try:
+                options, lacks = from_config(changed, "config.json")
+                is_other = make_model(options, "config.json") != model
+            except UserError:
+                continue
+            assert is_other or lacks, (field, value)
+    assert moved > 10

@@ -1,0 +1,142 @@
+"""How far random layouts of models whose blocks attend in different ways are from one rank.
+
+    python benchmarks/attention_layouts.py --keep RESULTS.jsonl [--minutes 5]
+
+Draws LAYOUTS layouts, each with its own pattern of windows and rotary positions, sinks, softcaps,
+documents or prefixes, and trains each for STEPS steps in fp64. The largest relative difference of
+losses, gradient norms and sums of weights from the run on one rank is listed in
+benchmarks/results/attention.md. Results are kept in RESULTS.jsonl, a row for each layout: rows that
+are there are not made again, and with --minutes none is begun after that.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kept import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import golden_worker
+from test_golden import POSITIONS, distance, reference, run_cases
+
+from config import validation
+from config.messages import UserError
+
+RESULTS = ROOT / "benchmarks" / "results" / "attention.md"
+LAYOUTS = {2: 80, 4: 100, 8: 20}  # by the number of ranks
+AT_ONCE = 20  # layouts in one start of ranks
+STEPS = 3
+LIMIT = 1e-12
+CHOICES = {
+    "heads": (4, 8),
+    "kv_heads": (1, 2, 4),
+    "window": (1, 3, 5, 9),
+    "window_blocks": ("all", "1:1", "3:1", "1:2", "0,1,1,0"),
+    "rotary_blocks": ("all", "all", "3:1", "1:1", "0,1,1,1"),
+    "window_rotary_base": (10000.0, 500.0),
+    "rotary_scaling": ("none", "linear:4", "yarn:8:32:1:8:1.2:1", "llama3:8:1:4:8"),
+    "sinks": (False, True),
+    "attention_softcap": (0.0, 0.0, 2.0),
+    "logit_softcap": (0.0, 0.0, 3.0),
+    "query_scalar": (None, 3.0),
+    "qk_norm": ("none", "none", "head", "full"),
+    "block": ("pre-norm", "pre-norm", "sandwich", "parallel"),
+    "norm_plus_one": (False, True),
+    "activation": ("swiglu", "geglu", "clamped_swiglu"),
+    "embedding_scaled": (False, True),
+    "objective": ("causal", "causal", "prefix"),
+    "reset_attention": (False, True),
+    "reset_positions": (False, True),
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "micro_batch_size": (1, 2),
+    "recompute": ("none", "selective", "full"),
+    "tied": (False, True),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+}
+SIZES = {"tp": (1, 1, 2), "pp": (1, 1, 2), "cp": (1, 2, 2, 4)}
+
+
+def drawn_case(ranks: int, seed: int) -> dict:
+    """A random layout of that many ranks that train.py takes; most of them have cp."""
+    generator = random.Random(1000 * ranks + seed)
+    while True:
+        values = {name: generator.choice(v) for name, v in (CHOICES | SIZES).items()}
+        dp = max(1, ranks // (values["tp"] * values["pp"] * values["cp"]))
+        values["schedule"] = values["schedule"] if values["pp"] > 1 else "1f1b"
+        case = POSITIONS["rotary"] | values | {"layers": 4, "steps": STEPS, "precision": "fp64"}
+        case["global_batch_size"] = max(4, dp * values["micro_batch_size"])
+        if case["reset_attention"] or case["reset_positions"]:
+            case["eod_token"] = 3
+        try:
+            validation.check(golden_worker.options(case), ranks)
+        except UserError:
+            continue
+        return case
+
+
+def report(rows: list[dict]) -> str:
+    """The text of the results file."""
+    lines = [
+        "# Attention by block in random layouts, against one rank",
+        "",
+        "    python benchmarks/attention_layouts.py --keep RESULTS.jsonl",
+        "",
+        f"{machine()}. {STEPS} steps of each layout in fp64; the largest relative",
+        "difference of a loss, gradient norm or sum of weights from the run on one rank.",
+        f"{len(rows)} of {sum(LAYOUTS.values())} layouts were run; the limit is {LIMIT:g}.",
+        "",
+        "| ranks | layouts | with cp | largest difference | over the limit | farthest |",
+        "| --: | --: | --: | --: | --: | --- |",
+    ]
+    for ranks in LAYOUTS:
+        here = [row for row in rows if row["ranks"] == ranks]
+        if not here:
+            continue
+        worst = max(here, key=lambda row: row["off"])
+        with_cp = sum(row["case"]["cp"] > 1 for row in here)
+        over = sum(row["off"] > LIMIT for row in here)
+        named = ("tp", "pp", "cp", "zero", "block", "sinks", "attention_softcap", "window_blocks")
+        farthest = ", ".join(f"{name} {worst['case'][name]}" for name in named)
+        cells = [ranks, len(here), with_cp, f"{worst['off']:.1e}", over, farthest]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run what is not kept yet, and write the results file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--keep", type=Path, required=True, help="file of the rows")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    given = parser.parse_args()
+    until = time.monotonic() + 60 * given.minutes
+    rows = []
+    if given.keep.exists():
+        rows = [json.loads(line) for line in given.keep.read_text().splitlines()]
+    done = {(row["ranks"], row["seed"]) for row in rows}
+    for ranks, count in LAYOUTS.items():
+        seeds = [seed for seed in range(count) if (ranks, seed) not in done]
+        for first in range(0, len(seeds), AT_ONCE):
+            if time.monotonic() > until:
+                break
+            chosen = seeds[first : first + AT_ONCE]
+            cases = [drawn_case(ranks, seed) for seed in chosen]
+            with tempfile.TemporaryDirectory() as folder:
+                results = run_cases(ranks, cases, Path(folder))
+            for seed, case, result in zip(chosen, cases, results, strict=True):
+                off = distance(result, reference(case))
+                rows.append({"ranks": ranks, "seed": seed, "off": off, "case": case})
+                print(f"{ranks}/{seed} {off:.1e}", flush=True)
+                with open(given.keep, "a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    RESULTS.write_text(report(rows))
+
+
+if __name__ == "__main__":
+    main()
