@@ -418,9 +418,7 @@ def attention_kernel(
     return "; ".join(kernels) + ranks
 
 
-def _plain_kernel(
-    model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool
-) -> str:
+def _plain_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool) -> str:
     """Return the name of torch's kernel in the blocks without window, softcap and sinks."""
     alibi = model.positions == "alibi"
     flex = False  # whether flex_attention, torch's kernel for masks, runs

@@ -76,8 +76,8 @@ def seen_by(
 ) -> Seen:
     """Return what queries see: query q the keys starts[q] to stops[q] - 1.
 
-    starts, stops: (b or 1, q). places: the queries' places among the keys, (q,). keys: the number of
-    keys. slopes: ALiBi's, or None. flex: whether flex_attention will run. Else the bounds of the
+    starts, stops: (b or 1, q). places: the queries' places among the keys, (q,). keys: the number
+    of keys. slopes: ALiBi's, or None. flex: whether flex_attention will run. Else the bounds of the
     spans are read on the host, which waits for a GPU once.
     """
     if flex:
@@ -114,8 +114,9 @@ class LocalPositions:
     ):
         """Make the rotary tables.
 
-        micro_batch: its number of samples. plain: the attention.Positions of the stage, whose masks are those of the blocks that
-        torch's kernels compute. blocks: the attention of each block of the stage.
+        micro_batch: its number of samples. plain: the attention.Positions of the stage, whose masks
+        are those of the blocks that torch's kernels compute. blocks: the attention of each block of
+        the stage.
         """
         self.factory = factory
         self.mesh = factory.mesh
@@ -330,9 +331,7 @@ def _by_products(
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
-def kernel_of(
-    model: ModelShape, blocks: Sequence[BlockAttention], factory: ParamFactory
-) -> str:
+def kernel_of(model: ModelShape, blocks: Sequence[BlockAttention], factory: ParamFactory) -> str:
     """Return, for the log, how many blocks are not plain, and which kernel runs in them."""
     kinds = {
         "windows": any(block.window for block in blocks),

@@ -38,7 +38,9 @@ class Rotary:
             cos, sin = (t.to(factory.device, factory.dtype) for t in short)
             self._short = (cos, sin)
 
-    def __call__(self, positions: Tensor | None, length: int | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, positions: Tensor | None, length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (s, 1 or b, 1, r) each.
 
         positions: the tokens' positions, (b, s). None: they count from 0 in each sample. length:

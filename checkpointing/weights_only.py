@@ -81,7 +81,11 @@ def write_checkpoint(target: str, contents: Contents, tensors: Iterable[np.ndarr
             files[name] = file_format.write_file(checkpoint, name, content)
         folders.write_manifest(checkpoint, step, files)
         config = {"model": dataclasses.asdict(contents.model)}
-        facts = {"config": config, "window": contents.record.window, "source": contents.source}
+        facts = {
+            "config": config,
+            "window": contents.record.limit(contents.model),
+            "source": contents.source,
+        }
         write_json(folder, "run.json", facts)
         for name, content in contents.record.files.items():  # FOLDER is a tokenizer's folder, too
             file_format.write_file(folder, name, content)

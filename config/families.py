@@ -49,7 +49,9 @@ _NULL_IS_ZERO = ("attention_softcap", "logit_softcap")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The fields with a model's sliding window and the blocks that have it.
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-PERIOD = "sliding_window_pattern"  # every block of this number has no window, in families that say so
+PERIOD = (
+    "sliding_window_pattern"  # every block of this number has no window, in families that say so
+)
 # The fields with the blocks that have rotary positions, in families with `nope`.
 NOPE = ("no_rope_layers", "no_rope_layer_interval")
 # The fields of rotary positions. The last three may stand beside or inside of the first two.
@@ -271,7 +273,7 @@ def _values_of(ours: str, family: Family) -> dict[Any, Any]:
 
 
 def _fields_of_blocks(model: ModelShape, family: Family) -> dict[str, Any]:
-    """Return the fields of config.json that say which blocks have a window, and rotary positions."""
+    """Return the fields of config.json that say which blocks have windows and rotary positions."""
     config: dict[str, Any] = {}
     if family.window is not None:
         config["sliding_window"] = model.window or None
@@ -285,9 +287,7 @@ def _fields_of_blocks(model: ModelShape, family: Family) -> dict[str, Any]:
     return config
 
 
-def _fields_that_came(
-    family: Family, model: ModelShape, came: dict[str, Any]
-) -> dict[str, Any]:
+def _fields_that_came(family: Family, model: ModelShape, came: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an imported model's config.json that do not describe its shape.
 
     family: the family that is written. model: the model. came: the contents of that config.json. A
@@ -450,8 +450,8 @@ def read_object(path: str, opened: Callable[[str], BinaryIO] = open_regular) -> 
 def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """Return the options of ModelShape in a config.json, and sentences on what cannot be trained.
 
-    config: the contents of the file. where: the file's name in messages. A field that is missing has the value that transformers
-    gives it. Raise UserError if the family is unknown, if a field that the family needs is missing,
+    config: the contents of the file. where: the file's name in messages. A field that is missing
+    has the value that transformers gives it. Raise UserError if the family is unknown, if a field that the family needs is missing,
     or if two names of one field have different values.
     """
     family = _family_in(config, where)
@@ -542,12 +542,11 @@ def _ropes_by_kind(
     local: Any = written.get(LOCAL) or {}
     if not isinstance(whole, dict) or not isinstance(local, dict):
         raise UserError(f"{where}: the rotary positions of a kind of blocks are not an object")
-    if written and not set(written) <= {FULL, LOCAL}:
-        if not config.get("rope_scaling"):
-            raise UserError(
-                f"{where}: rope_parameters has {', '.join(map(str, written)):.80}, not {FULL} and "
-                f"{LOCAL}"
-            )
+    if not set(written) <= {FULL, LOCAL} and not config.get("rope_scaling"):
+        raise UserError(
+            f"{where}: rope_parameters has {', '.join(map(str, written)):.80}, not {FULL} and "
+            f"{LOCAL}"
+        )
     scaling = config.get("rope_scaling") or {}
     whole = {"rope_theta": config.get("rope_theta")} | whole | scaling
     whole = {key: value for key, value in whole.items() if value is not None}
@@ -829,7 +828,7 @@ def _read_scaling(
 def _scaling_numbers(
     kind: str, rope: dict[str, Any], config: dict[str, Any], family: Family
 ) -> list[Any]:
-    """Return the numbers (and for longrope lists) of a kind of rotary scaling, as in ROTARY_SCALING.
+    """Return the numbers (and for longrope lists) of a kind of scaling, as in ROTARY_SCALING.
 
     Those that the file does not give are as transformers has them. If the file has no number of
     positions before scaling, the model's whole length is meant.

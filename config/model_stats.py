@@ -28,7 +28,7 @@ def norm_parameters(model: ModelShape) -> int:
 
 
 def block_norms(model: ModelShape) -> int:
-    """The norms of a block over the hidden size: of attention and MLP; twice as many in sandwich."""
+    """The norms of a block over the hidden size: of attention and MLP; sandwich has two of each."""
     return 4 if model.block == "sandwich" else 2
 
 
@@ -210,8 +210,8 @@ def hardware_flops(
     the model, default: all.
     """
     block, _ = forward_flops(model, formula)
-    # Selective recomputation repeats q k^T and p v: (a d) multiplications each for each token that a
-    # token sees, with 2 FLOPs (multiply and add) each.
+    # Selective recomputation repeats q k^T and p v: (a d) multiplications each for each token that
+    # a token sees, with 2 FLOPs (multiply and add) each.
     selective = 4.0 * mean_of_blocks(model, seen_tokens) * model.attention_width
     repeated_by_mode = {"none": 0.0, "full": block, "selective": selective}  # per block and token
     blocks = model.layers if blocks is None else blocks

@@ -119,7 +119,7 @@ class ModelShape:
     )
     rotary_blocks: str = option(
         "all",
-        "blocks with rotary positions: all, none, N:M (N with, then M without), or a list 1,1,0,...",
+        "blocks with rotary positions: all, N:M (N with, then M without), or a list 1,1,0,...",
         needs=("--positions rotary",),
     )
     window: int = option(
@@ -162,8 +162,8 @@ class ModelShape:
     )
     block: str = option(
         "pre-norm",
-        "norms before attention and MLP, after, or both (sandwich); parallel: before, both read the "
-        "block's input",
+        "norms before attention and MLP, after, or both (sandwich); parallel: before, both read "
+        "the block's input",
         choices=("pre-norm", "post-norm", "sandwich", "parallel"),
     )
     experts: int = option(

@@ -31,8 +31,10 @@ def model(question: Question) -> Answer:
         lines.append(f"  {name:11} {count:3} x {part:15,}")
     experts, active = shape.mlps
     if experts > 1:
-        blocks, sparse = kinds[0]  # the number of blocks with experts, and a model of them alone
-        unused = blocks * (experts - active) * model_stats.mlp_parameters(sparse)
+        # The kinds of blocks with experts: their numbers of blocks, and models of them alone.
+        sparse = [(blocks, kind) for blocks, kind in kinds if kind.experts > 1]
+        unused = sum(blocks * model_stats.mlp_parameters(kind) for blocks, kind in sparse)
+        unused *= experts - active
         parts["active"] = total - unused
         of_them = f"of them active: {active} of {experts} experts for each token"
         lines.append(f"{parts['active']:,} {of_them}")

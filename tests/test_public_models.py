@@ -110,7 +110,7 @@ def changes_of(value) -> list:
 
 
 def logits_of(config: dict, tokens) -> torch.Tensor | None:
-    """transformers' logits with weights that depend on their shapes alone; None: it has no model."""
+    """transformers' logits with weights that depend on their shapes; None: it has no model."""
     model_type = config["model_type"]
     try:
         config = json.loads(json.dumps({k: v for k, v in config.items() if k != "model_type"}))
