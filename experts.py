@@ -249,7 +249,9 @@ class HeldExperts(nn.Module):
         if bias is None:
             return rows
         repeats = torch.tensor(counts).to(rows.device, non_blocking=True)
-        of_rows = bias.flatten(1).repeat_interleave(repeats, 0, output_size=len(rows))
+        of_rows = bias.view(self.experts_here, -1).repeat_interleave(
+            repeats, 0, output_size=len(rows)
+        )
         return rows + of_rows
 
 

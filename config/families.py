@@ -451,8 +451,8 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
     """Return the options of ModelShape in a config.json, and sentences on what cannot be trained.
 
     config: the contents of the file. where: the file's name in messages. A field that is missing
-    has the value that transformers gives it. Raise UserError if the family is unknown, if a field that the family needs is missing,
-    or if two names of one field have different values.
+    has the value that transformers gives it. Raise UserError if the family is unknown, if a field
+    that the family needs is missing, or if two names of one field have different values.
     """
     family = _family_in(config, where)
     # An option that config.json does not give has the first value that the family allows.

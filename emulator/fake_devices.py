@@ -25,7 +25,9 @@ from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import _disable_current_modes
 
 import attention_masks
+import local_attention
 import parallel
+from attention_masks import visible_blocks
 from distributed import token_exchange
 from distributed.collectives import Group
 from emulator.meter import Meter
@@ -131,6 +133,8 @@ def _replacements(
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield attention_masks, "flex", flex
+    yield local_attention, "seen_by", seen_by
+    yield local_attention, "attend_by_flex", local_flex
     # This mask, a subclass of Tensor, cannot be made in a dispatch mode: a mark stands in for it.
     yield attention_bias, "causal_lower_right", lambda *sizes: LOWER_RIGHT
     draw = parallel.draw_normal
@@ -267,6 +271,23 @@ def flex(q, k, v, mask):
         # kv heads are repeated.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return attention(q, k, v, is_causal=True)
+
+
+def seen_by(starts, stops, places, keys, slopes, _):
+    """Replace local_attention.seen_by, which may read the bounds of spans: fake tensors have none.
+
+    So blocks with windows, softcaps or sinks run as by flex_attention on every fake GPU.
+    """
+    return local_attention.Seen(places, slopes, visible_blocks(starts, stops, keys), [])
+
+
+def local_flex(q, k, v, sinks, softcap, seen, _):
+    """Replace local_attention.attend_by_flex by a kernel that allocates the same tensors."""
+    mixed = flex(q, k, v, seen.blocks)
+    if sinks is None:
+        return mixed
+    share = (mixed.new_zeros(q.shape[:3], dtype=torch.float32) - sinks[None, :, None]).sigmoid()
+    return mixed * share.to(mixed.dtype)[..., None]
 
 
 class _RMSNorm(torch.autograd.Function):

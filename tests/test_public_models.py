@@ -20,6 +20,15 @@ REWRITTEN |= {"rotary_emb_base", "rotary_pct"}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
+DERIVED = {"attention_factor", "truncate"}
+
+
+def ropes_of(config: dict) -> list[dict]:
+    """The objects with the numbers of rotary positions, of each kind of blocks."""
+    rope = config.get("rope_parameters") or {}
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+
+
 def generated(model) -> list[int]:
     """The greedy continuation of PROMPT by transformers, with its end if it comes to one."""
     asked = {"max_new_tokens": 20, "do_sample": False, "temperature": None, "top_p": None}
@@ -44,6 +53,10 @@ def test_in_and_out_again_nothing_is_lost(name, tmp_path, capsys):
     read, again = theirs.config.to_dict(), back.config.to_dict()
     for values in (read, again):
         values.get("rope_parameters", {}).pop("type", None)  # of old files, beside rope_type
+    # Values that transformers would derive are written: the logits below are the same to the bit.
+    for written, given in zip(ropes_of(again), ropes_of(read), strict=True):
+        for derived in DERIVED - given.keys():
+            written.pop(derived, None)
     # A null stands for a value that transformers derives, and that is written.
     different = {k for k in read if read[k] is not None and read[k] != again.get(k)}
     assert different <= {"dtype", "transformers_version", "_name_or_path"}
@@ -91,6 +104,11 @@ def test_fields_that_nothing_reads_are_named(tmp_path):
 SKIPPED = {"architectures", "model_type", "torch_dtype", "transformers_version", *TOKENS}
 
 
+def is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits differ by rounding alone."""
+    return bool((found - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
 def changes_of(value) -> list:
     """Other values for a field of config.json."""
     if isinstance(value, bool):
@@ -102,7 +120,7 @@ def changes_of(value) -> list:
     if isinstance(value, str):
         return ["gelu", "relu", "gelu_new"]
     if isinstance(value, list):
-        return [value[::-1], [value[0]] * len(value)]
+        return [value[::-1], value[:1] * len(value)] if value else [[0], [1]]
     if isinstance(value, dict):
         further = [{**value, k: v} for k in value for v in changes_of(value[k])]
         return further + [{k: v for k, v in value.items() if k != gone} for gone in value]
@@ -141,7 +159,7 @@ def test_every_field_that_changes_numbers_is_honoured_or_refused_by_name(name):
         for value in changes_of(config[field]):
             changed = config | {field: value}
             theirs = logits_of(changed, tokens)
-            if theirs is None or (theirs.shape == expected.shape and torch.equal(theirs, expected)):
+            if theirs is None or (theirs.shape == expected.shape and is_near(theirs, expected)):
                 continue
             moved += 1
             try:
