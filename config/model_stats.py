@@ -96,12 +96,17 @@ def mlp_parameters(model: ModelShape) -> int:
 
 def shared_parameters(model: ModelShape) -> int:
     """Parameters of the MLP that every token takes beside its experts, and of its gate."""
-    matrices = model.up_matrices + 1  # up (and SwiGLU's gate), and down
-    gate = model.hidden if model.shared_gate else 0
     biases = 0
     if model.bias and model.shared_ffn_hidden:
         biases = model.up_matrices * model.shared_ffn_hidden + model.hidden
-    return matrices * model.hidden * model.shared_ffn_hidden + biases + gate
+    return _shared_weights(model) + biases
+
+
+def _shared_weights(model: ModelShape) -> int:
+    """Weights of the MLP that every token takes beside its experts, and of its gate: no biases."""
+    matrices = model.up_matrices + 1  # up (and SwiGLU's gate), and down
+    gate = model.hidden if model.shared_gate else 0
+    return matrices * model.hidden * model.shared_ffn_hidden + gate
 
 
 def embedding_parameters(model: ModelShape) -> int:
@@ -137,7 +142,7 @@ def _block_flops(model: ModelShape) -> float:
     """Forward FLOPs of one block for one token, of a model whose blocks are alike.
 
     A multiplication and an addition are 2 FLOPs. A token uses each weight of a GEMM once, so the
-    number of multiplications is the number of weights. `shared_parameters` are the weights of the
+    number of multiplications is the number of weights. `_shared_weights` are the weights of the
     MLP that every token of a model with experts takes.
     """
     # Weights of attention's GEMMs, and of an MLP's GEMMs, divided by the hidden size.
@@ -147,7 +152,7 @@ def _block_flops(model: ModelShape) -> float:
     # q k^T and p v have (a d) multiplications each for each token that a token sees.
     scores = 2 * seen_tokens(model) * model.attention_width
     router = mlps if mlps > 1 else 0
-    products = model.hidden * (attention + active * mlp + router) + shared_parameters(model)
+    products = model.hidden * (attention + active * mlp + router) + _shared_weights(model)
     return 2.0 * (products + scores)
 
 

@@ -117,12 +117,12 @@ def _check_attention(model: ModelShape) -> None:
         raise UserError(f"window({model.window}) is of no block: window-blocks is none")
     if model.norm_plus_one and model.norm != "rmsnorm":
         raise UserError(f"--norm-plus-one needs --norm rmsnorm, not {model.norm}")
+    scalings = [rotary_scaling(model.rotary_scaling), rotary_scaling(model.window_rotary_scaling)]
     if model.positions != "rotary":
         return
     if not any(rotary_blocks):
         raise UserError("--positions rotary has no block with them: rotary-blocks is none")
-    for text in (model.rotary_scaling, model.window_rotary_scaling):
-        kind, numbers = rotary_scaling(text)
+    for kind, numbers in scalings:
         factors = (len(numbers) - 2) // 2
         if kind == "longrope" and 2 * factors != model.rotary_width:
             raise UserError(

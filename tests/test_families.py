@@ -251,7 +251,7 @@ def written(folder, **changes) -> str:
             r"mlp_only_layers is \[1\]; here it is the first blocks",
         ),
         (
-            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0, "head_dim": 8},
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0, "rope_parameters": None},
             "attn_logit_softcapping is 5.0; here there is none",
         ),
     ],
@@ -348,7 +348,7 @@ def test_a_shape_that_no_family_has_is_one_sentence_with_the_nearest():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rotary_scaling": "linear"}, "--rotary-scaling is none, linear:FACTOR or llama3:"),
+        ({"rotary_scaling": "linear"}, "--rotary-scaling is none, linear:FACTOR, llama3:"),
         ({"rotary_scaling": "llama3:8:4:1:512"}, "LOW must be below HIGH"),
         ({"rotary_scaling": "linear:nan"}, "with numbers above 0"),
         ({"positions": "rotary", "rotary_fraction": 0.4}, "is 3$"),

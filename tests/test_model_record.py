@@ -82,6 +82,7 @@ def test_the_window_is_that_of_transformers(name):
     """And the blocks that have it, by any of the fields that say so."""
     config_class = transformers.AutoConfig.for_model(name).__class__
     small = {"vocab_size": 131, "intermediate_size": 40, **NEW, "num_attention_heads": 6}
+    small |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     for window in (16, None, "gone"):
         for used in (True, False, "gone"):
             for layers in (0, 1, 2, 28, "gone"):
@@ -101,9 +102,9 @@ def test_the_window_is_that_of_transformers(name):
                 saved = families.window(theirs.to_dict(), "config.json")
                 assert saved == expected, given
                 if expected and kinds is not None:
-                    shape, _ = shape_in(given | {"model_type": name})
+                    ours, _ = families.from_config(given | {"model_type": name}, "config.json")
                     flags = [kind == "sliding_attention" for kind in kinds]
-                    assert list(flags_of(shape["window_blocks"], len(flags))) == flags, given
+                    assert list(flags_of(ours["window_blocks"], len(flags))) == flags, given
 
 
 @pytest.mark.parametrize(
