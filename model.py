@@ -141,7 +141,7 @@ def _clamped_swiglu(alpha: float, limit: float) -> Callable[[Tensor], Tensor]:
     return activation
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
@@ -154,7 +154,7 @@ def activation_of(model: ModelShape) -> Callable[[Tensor], Tensor]:
     """Return the function between the two matrices of the model's MLPs."""
     if model.activation == "clamped_swiglu":
         return _clamped_swiglu(model.swiglu_alpha, model.swiglu_limit)
-    return _ACTIVATIONS[model.activation]
+    return ACTIVATIONS[model.activation]
 
 
 def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:

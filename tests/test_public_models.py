@@ -26,7 +26,7 @@ DERIVED = {"attention_factor", "truncate"}
 def ropes_of(config: dict) -> list[dict]:
     """The objects with the numbers of rotary positions, of each kind of blocks."""
     rope = config.get("rope_parameters") or {}
-    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [rope[key] for key in sorted(rope) if isinstance(rope[key], dict)] or [rope]
 
 
 def generated(model) -> list[int]:
