@@ -351,10 +351,11 @@ def _scaling_fields(text: str) -> dict[str, Any]:
     """Return the fields of an object rope_scaling for a value of --rotary-scaling."""
     kind, numbers = rotary_scaling(text)  # such as "linear", [4.0]; "none", []
     scaling: dict[str, Any] = {"rope_type": kind if numbers else "default"}
+    values: list[Any] = [*numbers]
     if kind == "longrope":
         half = len(numbers) // 2 + 1
-        numbers = [*numbers[:2], numbers[2:half], numbers[half:]]
-    scaling |= dict(zip(ROTARY_SCALING[kind], numbers))
+        values = [*numbers[:2], numbers[2:half], numbers[half:]]
+    scaling |= dict(zip(ROTARY_SCALING[kind], values))
     if ORIGINAL in scaling:
         scaling[ORIGINAL] = int(scaling[ORIGINAL])
     if "truncate" in scaling:

@@ -252,7 +252,7 @@ def written(folder, **changes) -> str:
         ),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0, "rope_parameters": None},
-            "attn_logit_softcapping is 5.0; here there is none",
+            "attn_logit_softcapping is 5.0; here it is 0.0",
         ),
     ],
 )
