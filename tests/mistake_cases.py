@@ -110,10 +110,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "text": {"rms_norm_eps": "inf"},
     "negative": {"num_hidden_layers": -2},
     "kv": {"num_key_value_heads": 3},
-    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     "bias": {"mlp_bias": True},
     "relu6": {"hidden_act": "relu6"},
-    "window": {"model_type": "mistral", "sliding_window": 8},
+    "window": {"model_type": "mistral", "sliding_window": "long"},
+    "chunks": {"model_type": "olmo3", "layer_types": ["chunked_attention", "full_attention"]},
 }
 
 

@@ -75,10 +75,11 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --model shapes/text/config.json | shapes/text/config.json: --norm-eps takes a number, not 'inf'
 --model shapes/negative/config.json | shapes/negative/config.json: --layers must be at least 1, not
 --model shapes/kv/config.json | shapes/kv/config.json: kv-heads(3) does not divide heads(4)
---model shapes/yarn/config.json | rotary positions are scaled by 'yarn'; here: none, linear, llama3
+--model shapes/dynamic/config.json | rotary positions are scaled by 'dynamic'; here: none, linear
 --model shapes/bias/config.json | shapes/bias/config.json: mlp_bias is True; here it is False
 --model shapes/relu6/config.json | hidden_act is 'relu6'; here it is silu or swish
---model shapes/window/config.json | sliding_window(8) is shorter than seq-length(16)
+--model shapes/window/config.json | sliding_window is 'long', not a number of tokens
+--model shapes/chunks/config.json | layer_types has 'chunked_attention'; here: full_attention
 --wandb '' | no value, after '--wandb': is a variable not set?
 --load nowhere | --resume nowhere: there is no such folder
 --tp | --tp: expected one argument
