@@ -46,7 +46,7 @@ from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import replica_check, run_time, step_stats
 from telemetry.log import Log
-from telemetry.loss_monitor import LossMonitor, give_up
+from telemetry.loss_monitor import LossMonitor, SpikeMonitor, give_up, skip_earlier_spikes
 from telemetry.start_of_run import find_past
 from telemetry.step_stats import StatsExchange
 from telemetry.step_times import StepTimes
@@ -241,9 +241,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         config, chosen, lines = find_past(config, context)
         notes += lines
         if config.run.on_spike and config.run.resume:
-            from telemetry.spikes import passing_over
-
-            config = passing_over(config)  # with the samples of earlier spikes, which are left out
+            config = skip_earlier_spikes(config)
         splits = data.build(config)
         precision.check(config, context)
         stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
@@ -347,8 +345,6 @@ class Trainer:
             audit = Audit(state, self.checkpoints, log, self.done, self.last_step)
             self.after_step.append(audit.after)
         if self.config.run.on_spike:  # this monitor judges a step before its update, too
-            from telemetry.spikes import SpikeMonitor
-
             self.losses = SpikeMonitor(state, self.splits.train, self.checkpoints, log, self.done)
         self.after_step.append(StepTimes(exchange, log).after)  # writes times.jsonl
         if self.config.run.sample_every:

@@ -7,7 +7,7 @@ rank 0 writes. The files of a run, in the folder --out:
     log.txt         all that this class prints
     metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
-    spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py, spikes.py)
+    spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py)
     audits.jsonl    the audits of --audit-every (audit.py)
     trackers.json   identifier of the run in W&B, which a resumed run continues
 """

@@ -24,7 +24,7 @@ from numerics import spikes, traces
 from numerics.record import read
 from planner.run_files import rows_of
 from supervisor.decisions import read_entries
-from telemetry.spikes import earlier_steps
+from telemetry.loss_monitor import earlier_steps
 from tuner.trials import TrialStore
 
 DEMO = ROOT / "tests/data"

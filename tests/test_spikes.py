@@ -20,8 +20,7 @@ from config.messages import number_ranges
 from config.validation import check
 from corpora.token_files import IndexedDatasetWriter
 from numerics import spikes
-from telemetry.loss_monitor import WINDOW
-from telemetry.spikes import earlier_steps, layer_of, sketch
+from telemetry.loss_monitor import WINDOW, earlier_steps, layer_of, sketch
 
 # The samples 180 to 183, step 46, hold random tokens.
 PLANTED = "180:184"
