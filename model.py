@@ -12,7 +12,7 @@ Read parallel.py first; attention is in attention.py and the loss in loss.py.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from attention_masks import Mask
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
-from distributed.start_checks import check_parameter_count
 from loss import cross_entropy
 from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
@@ -393,3 +392,25 @@ class Stage(nn.Module):
                 x, y = block(x, y, mask, rotary, cache)
             x = x if y is None else x + y
         return x
+
+
+def check_parameter_count(
+    spec: StageSpec,
+    parameters: Iterable[Any],
+    counted_elsewhere: Iterable[Any],
+) -> None:
+    """Raise ValueError unless a stage has the number of parameters that was planned for it.
+
+    Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
+    spec: the stage as it was planned. parameters: the parameters of the stage as it was built.
+    counted_elsewhere: the parameters that were planned for another stage.
+    """
+    skipped = {id(p) for p in counted_elsewhere}
+    built = 0
+    for p in parameters:
+        if p.requires_grad and id(p) not in skipped:
+            # The plan counts whole parameters; this tensor rank may hold only a shard of `p`.
+            built += math.prod(p.spec.shape)
+    if built != spec.parameters:
+        planned = f"{spec.parameters} were planned"
+        raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")

@@ -25,7 +25,7 @@ from checkpointing.state import check_begin, fingerprints, room_for_saves
 from config.messages import UserError
 from config.past import Past
 from config.schema import Config
-from distributed import garbage, start_checks
+from distributed import garbage, preflight
 from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import mesh_of_run
@@ -143,7 +143,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     """Run the passes of the next step's first micro-batch, and discard the gradients.
 
-    Called before the first step if start_checks.warms_up: --compile compiles here, and a GPU loads
+    Called before the first step if preflight.warms_up: --compile compiles here, and a GPU loads
     its kernels. The step, which starts at sample `consumed`, takes the same micro-batch again.
     """
     state.factory.mesh.recorder.enter("warm up")
@@ -237,7 +237,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
             from telemetry.pass_times import decide_schedule  # only --schedule auto needs it
 
             config, notes = decide_schedule(config, context)
-        start_checks.introduce(config, context, precision_line)  # prints it, and checks the nodes
+        preflight.introduce(config, context, precision_line)  # prints it, and checks the nodes
         config, chosen, lines = find_past(config, context)
         notes += lines
         if config.run.on_spike and config.run.resume:
@@ -253,8 +253,8 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         micro_batch = config.layout.micro_batch_size
         attention = attention_kernel(config.model, state.factory, micro_batch, masked)
         optimizer = state.optimizer
-        kernels = start_checks.kernel_names(config, optimizer.kernel, attention, splits.source)
-        start_checks.check_compiler(kernels, context.device.type, context.nodes[context.rank])
+        kernels = preflight.kernel_names(config, optimizer.kernel, attention, splits.source)
+        preflight.check_compiler(kernels, context.device.type, context.nodes[context.rank])
         bytes_per_save = room_for_saves(config, optimizer)
         log = Log(config, context, state.stage_specs, kernels, memory_before, bytes_per_save)
         cleanup.callback(log.close)  # after an error too: close() prints the unwritten rows' number
@@ -267,7 +267,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         checkpoints = Checkpoints(
             config, mesh, optimizer, context, samples, log.note, replica_checker, chosen
         )
-        start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
+        preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         signals.explain(partial(outlook, context.recorder), trainer.describe_saved)
@@ -322,7 +322,7 @@ class Trainer:
         self.write_samples: Callable[[int, bool], None] = lambda iteration, is_last: None
         self.step: Callable[..., StepResult] = partial(step, state)
         self._add_observers()
-        self.needs_warm_up = start_checks.warms_up(config, self.device.type)
+        self.needs_warm_up = preflight.warms_up(config, self.device.type)
 
     def _add_observers(self) -> None:
         """Add the observers that the options ask for: a profile, step times, samples of text."""

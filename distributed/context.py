@@ -35,11 +35,10 @@ import psutil
 from config.messages import NodeError, UserError, leave_end
 from config.run_options import Run
 from distributed.early_end import SECONDS_TO_FLUSH, ending_all_ranks
-from distributed.job_store import host_address
 from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
-from distributed.store import StoreExchange
+from distributed.store import StoreExchange, host_address
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
 

@@ -3,7 +3,7 @@
     meeting = meet(launch, config.run)        # collective over all ranks
 
 Process groups are started after this, in context.py. Read launch.py before, which finds this rank's
-number; job_store.py has the key-value store over which ranks meet. A Place says where a rank runs:
+number; store.py has the key-value store over which ranks meet. A Place says where a rank runs:
 its node, cores and GPU (placement.py).
 """
 
@@ -19,10 +19,9 @@ from config.messages import UserError, exit_with
 from config.run_options import Run
 from distributed import placement
 from distributed.early_end import SECONDS_TO_MEET, node_name
-from distributed.job_store import open_store
 from distributed.launch import Launch, Local, cores_asked_for, find_local
 from distributed.placement import Place
-from distributed.store import StoreExchange
+from distributed.store import StoreExchange, open_store
 from watchdog.heartbeat import start_time
 
 MEETING_TIMEOUT = timedelta(seconds=SECONDS_TO_MEET)
