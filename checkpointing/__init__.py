@@ -12,8 +12,7 @@ checkpoints   `Checkpoints`: what the training loop uses, which loads the others
 model_record  what a model is beyond its shape: special tokens, context, window, tokenizer
 weights_only  checkpoints without optimizer state
 merge         the weighted mean of checkpoints
-hf_export     Hugging Face weights, out and in
-hf_rules      converts tensors of transformers to ours, and back
+hf_export     Hugging Face weights, out and in; rules that convert their tensors and ours
 
 A run uses `Checkpoints` and `Progress`; checkpoint.py all but writer, save and load.
 """
