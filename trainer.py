@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import data
 from attention import attention_kernel
-from checkpointing.checkpoints import Checkpoints
+from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints, room_for_saves
 from config.messages import UserError
 from config.past import Past
@@ -36,7 +36,7 @@ from distributed.stop_conditions import (
     StopConditions,
     outlook,
 )
-from distributed.store import first_given
+from distributed.store import StoreExchange, first_given
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
@@ -264,7 +264,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         if config.run.check_replicas_every:
             replica_checker = partial(replica_check.check, state.stages, optimizer, mesh)
         samples = splits.train
-        checkpoints = Checkpoints(
+        checkpoints = Checkpointer(
             config, mesh, optimizer, context, samples, log.note, replica_checker, chosen
         )
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
@@ -288,7 +288,7 @@ class Trainer:
         state: TrainState,
         splits: data.Splits,
         log: Log,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpointer,
         conditions: StopConditions,
     ):
         """Make the loop's observers, and load the checkpoint of --resume, if any; collective."""
@@ -299,6 +299,11 @@ class Trainer:
         self.splits = splits
         self.log = log
         self.checkpoints = checkpoints
+        # Values of all ranks, through the store; a save in the background has its own exchange.
+        context = log.context
+        self.exchange = StoreExchange(
+            context.store, context.rank, context.size, "run", mesh.recorder
+        )
         self.conditions = conditions
         self.recorder = mesh.recorder
         self.device = state.factory.device
@@ -328,7 +333,7 @@ class Trainer:
         """Add the observers that the options ask for: a profile, step times, samples of text."""
         state = self.state
         log = self.log
-        exchange = self.checkpoints.exchange  # passes values between all ranks, in torch's store
+        exchange = self.exchange
         if self.config.run.torch_profile:
             from telemetry.torch_profile import TorchProfile
 
@@ -342,10 +347,12 @@ class Trainer:
         if self.config.run.audit_every:  # it repeats passes and compares the results
             from telemetry.audit import Audit
 
-            audit = Audit(state, self.checkpoints, log, self.done, self.last_step)
+            audit = Audit(state, self.checkpoints, exchange, log, self.done, self.last_step)
             self.after_step.append(audit.after)
         if self.config.run.on_spike:  # this monitor judges a step before its update, too
-            self.losses = SpikeMonitor(state, self.splits.train, self.checkpoints, log, self.done)
+            self.losses = SpikeMonitor(
+                state, self.splits.train, self.checkpoints, exchange, log, self.done
+            )
         self.after_step.append(StepTimes(exchange, log).after)  # writes times.jsonl
         if self.config.run.sample_every:
             from decoding import Decoder, RunSamples
@@ -515,8 +522,7 @@ class Trainer:
 
         Raise UserError if the state could not be saved.
         """
-        exchange = self.checkpoints.exchange
-        rank, reason = exchange.agree(self.conditions.reason, first_given, "stop")
+        rank, reason = self.exchange.agree(self.conditions.reason, first_given, "stop")
         where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
         where += f", after iteration {self.done.iteration} of {self.last_step}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):

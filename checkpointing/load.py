@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing import model_record
+from checkpointing.folders import Chosen
 from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
-from checkpointing.resumed import Chosen, choose, configuration
+from checkpointing.resumed import choose, configuration
 from checkpointing.state import Progress, checkpoints_folder, fingerprint, unpadded_shards
 from checkpointing.writer import global_boxes
 from config.command_line import make_model

@@ -13,11 +13,11 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from checkpointing import folders
 from checkpointing.file_format import INDEX
+from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
 from config.command_line import build, check_option, make_model
 from config.inherited import Inherited, inherited
@@ -29,18 +29,6 @@ from distributed.store import StoreExchange
 
 # Options on which the order of samples depends, beside their number: by group.
 OF_THE_ORDER = {"data": ("data", "split", "order"), "training": ("seed",), "model": ("seq_length",)}
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The checkpoint that a run resumes.
-
-    folder: its path; None if --resume auto finds no checkpoint. damaged: the names of newer
-    checkpoints that cannot be loaded.
-    """
-
-    folder: str | None
-    damaged: tuple[str, ...] = ()
 
 
 def candidates(resume: str, out: str) -> list[str]:

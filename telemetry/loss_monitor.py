@@ -45,13 +45,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from checkpointing.checkpoints import Checkpoints
+from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config.messages import NodeError, UserError
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.run_options import Run
 from config.schema import Config
 from data import Samples
+from distributed.store import StoreExchange
 from telemetry.log import Log
 from telemetry.parts import parts_of
 from telemetry.row_file import RowFile, read_rows
@@ -177,7 +178,7 @@ def _usual(
     return mean, sigma, mean + sigmas * sigma
 
 
-def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpoints) -> None:
+def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
     """End a run that has diverged: save the last good state, and raise UserError.
 
     Called by the trainer when `losses.diverged`; collective over all ranks. The state is saved only
@@ -233,16 +234,23 @@ class SpikeMonitor(LossMonitor):
     """Judges each step before its update; every rank has a monitor, and all ranks decide alike."""
 
     def __init__(
-        self, state: Any, samples: Samples, checkpoints: Checkpoints, log: Log, done: Progress
+        self,
+        state: Any,
+        samples: Samples,
+        checkpoints: Checkpointer,
+        exchange: StoreExchange,
+        log: Log,
+        done: Progress,
     ):
         """Judge all further steps of the optimizer; collective over all ranks.
 
-        state: the trainer's TrainState. samples: the run's data set. done: the progress so far.
+        state: the trainer's TrainState. samples: the run's data set. exchange: passes values
+        between all ranks. done: the progress so far.
         """
         super().__init__(state.config, samples, done, log)
         self.begin = done  # the progress with which this start of the run begins
         self.checkpoints = checkpoints
-        self.exchange = checkpoints.exchange
+        self.exchange = exchange
         optimizer: Optimizer = state.optimizer
         optimizer.accepts = self._accepts  # the optimizer calls it before each update
         # The optimizer gives the sums of squares of the gradient in the order of these shards.
