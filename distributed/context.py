@@ -152,7 +152,7 @@ class Context(Meeting):
     out: str = ""  # the folder of the run, set by `take`
     _groups: dict = field(default_factory=dict)  # torch's process groups, by (ranks, role)
 
-    def take(self, out: str) -> None:
+    def lock_folder(self, out: str) -> None:
         """Lock the run's folder `out` until the end, on rank 0; the trainer calls this once.
 
         Rank 0 raises UserError if another run has locked the folder.

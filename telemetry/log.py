@@ -231,7 +231,7 @@ class Log:
         self.note(line)
         self.printed = Printed(self.printed.lines + 1, 0, time.monotonic())
 
-    def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
+    def skip(self, iteration: int, consumed: int, batch: int) -> None:
         """Write the row and the log line of a step that --skip-samples leaves out.
 
         consumed: the run's samples after the step. batch: the number of samples left out.

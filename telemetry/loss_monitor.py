@@ -162,6 +162,24 @@ class LossMonitor:
         self.log.note(f" {spike_line(row, loss)} are in {self.spikes.path}")
 
 
+def make_monitor(
+    state: Any,
+    samples: Samples,
+    checkpoints: Checkpointer,
+    exchange: StoreExchange,
+    log: Log,
+    done: Progress,
+) -> LossMonitor:
+    """Return the run's monitor: with --on-spike one that judges a step before its update, too.
+
+    Collective over all ranks. state: the trainer's TrainState. samples: the run's data set.
+    exchange: passes values between all ranks. done: the progress so far.
+    """
+    if state.config.run.on_spike:
+        return SpikeMonitor(state, samples, checkpoints, exchange, log, done)
+    return LossMonitor(state.config, samples, done, log)
+
+
 def _usual(
     recent: Sequence[float], sigmas: float, share: float = 0.0, least: float = 0.0
 ) -> tuple[float | None, float | None, float]:
@@ -204,8 +222,11 @@ def skip_earlier_spikes(config: Config) -> Config:
     """Return a resumed run's configuration with the samples of earlier spikes, which it skips.
 
     Earlier starts of the run have written them to spikes.jsonl, with the action skip or rollback.
-    Called on every rank before the data set is built.
+    Called on every rank before the data set is built. A run without --on-spike or --resume skips
+    none.
     """
+    if not (config.run.on_spike and config.run.resume):
+        return config
     path = Path(config.run.out, "spikes.jsonl")
     rows: list[dict[str, Any]] = []
     try:
@@ -301,7 +322,7 @@ class SpikeMonitor(LossMonitor):
         self.squares = []
 
     def _decision(self, samples: range) -> dict[str, Any]:
-        """Return the fields of a spike's row: the action, and the samples [A, B) to pass over.
+        """Return the fields of a spike's row: the action, and the samples [A, B) to skip.
 
         samples: the step's samples. With rollback, A is the first sample after the newest
         checkpoint, which only rank 0 knows; its result is the one that is written.

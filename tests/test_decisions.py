@@ -337,7 +337,7 @@ from distributed.context import start
 from distributed.launch import Launch
 context = start(Launch("python"), Run(watchdog=False))
 with context.failing_loudly():
-    context.take(sys.argv[1])
+    context.lock_folder(sys.argv[1])
     raise NodeError("preflight: the device of rank 3 (n2) failed: ECC", {"n2"})
 """
 

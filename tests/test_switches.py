@@ -409,6 +409,6 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
 
     run._train_or_skip = advance
     run.checkpoints = SimpleNamespace(after_step=after_step, saving=False, close=lambda: None)
-    run.write_samples = lambda iteration, last: None
+    run.samples_of_text = None
     assert run.run()
     assert requests == [(2, True, True), (3, False, False)]
