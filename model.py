@@ -24,6 +24,7 @@ from attention_masks import Mask
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
+from experts import ExpertMLP
 from loss import cross_entropy
 from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
@@ -106,8 +107,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:
     """Return a block's experts with their router, which are in the place of an MLP."""
-    from experts import ExpertMLP  # imported here: only models with experts need this module
-
     shared_mlp = None
     if model.shared_ffn_hidden:
         shared_mlp = MLP(factory, f"{name}.shared", model, std, width=model.shared_ffn_hidden)

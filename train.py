@@ -47,8 +47,10 @@ with ending_all_ranks(watch), messages.installed():
     from config.messages import UserError, check_paths, exit_with
     from config.schema import Config
     from config.validation import check
+    from corpora import blends, sample_order, text, token_files
     from distributed.context import prepare
     from distributed.launch import Launch, check_launch, discover
+    from telemetry import trackers
 
 # The largest number of tensor elements, optimizer state and copies included, of a run that fits on
 # every node: for a smaller run `check_memory` loads no planner.
@@ -106,8 +108,6 @@ def check_machine(config: Config) -> None:
             check_memory(config)
             check_data(config)
             if config.run.tensorboard or config.run.wandb:
-                from telemetry import trackers  # imported here, because few runs need this module
-
                 trackers.check(config)
     except UserError as mistake:
         exit_with(mistake)
@@ -136,9 +136,6 @@ def check_data(config: Config) -> None:
     synthetic = options.data == ("synthetic",)
     if synthetic and not options.eval_data and not config.run.sample_prompt:
         return
-    # Imported here, because random tokens need none of these modules.
-    from corpora import blends, sample_order, text, token_files
-
     # Functions that return something are called here for the errors that they raise.
     sample_order.split_ranges(options.split, 0)
     eval_sets = options.eval_data or ()

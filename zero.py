@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +33,11 @@ from torch import Tensor, nn
 from config.schema import BUCKET_ELEMENTS, EMA, Layout, ModelShape, Training
 from distributed.collectives import Handle
 from optim import update_rules
+from optim.balance import ConstantGroup, RouterBalance
 from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
 from optim.weight_average import AveragedRule, Rule
 from parallel import ParamFactory
-
-if TYPE_CHECKING:
-    from optim.balance import RouterBalance
 
 SETS_OF_KEY = 4  # most update sets of a key; with more sets, the first weights are gathered sooner
 
@@ -131,10 +128,8 @@ class Optimizer:
         self.update_sets = make_update_sets(self.groups, training)
         self.balance: RouterBalance | None = None
         if model is not None and model.experts > 1:
-            from optim import balance  # imported here: only models with experts need this module
-
-            self.balance = balance.RouterBalance(stages, factory, training, model)
-            self.groups = [*self.groups, balance.ConstantGroup(stages, self.mesh)]
+            self.balance = RouterBalance(stages, factory, training, model)
+            self.groups = [*self.groups, ConstantGroup(stages, self.mesh)]
         kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"  # the optimizers' names, for the log
         self.state_kinds = update_rules.state_kinds(training.optimizer)

@@ -39,6 +39,7 @@ from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
 from distributed.store import StoreExchange, host_address
+from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
 
@@ -316,8 +317,6 @@ class Context(Meeting):
                 leave_end(status, str(error))
             print(text, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
-                from watchdog import hang_report  # imported here: only this error needs it
-
                 with contextlib.suppress(OSError):  # the error has been printed already
                     hang_report.write_refusal(f"{self.out}/hang", error)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)

@@ -17,7 +17,7 @@ from typing import Any
 
 from config.messages import UserError, exit_with
 from config.run_options import Run
-from distributed import placement
+from distributed import gpus, placement
 from distributed.early_end import SECONDS_TO_MEET, node_name
 from distributed.launch import Launch, Local, cores_asked_for, find_local
 from distributed.placement import Place
@@ -75,8 +75,6 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         index = launch.rank
         this_place = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
         if gpu is not None:
-            from distributed import gpus
-
             near, visible = gpus.near_cores(device), gpus.visible()
             this_place = dataclasses.replace(this_place, near_gpu=near, visible_gpus=visible)
         seconds = MEETING_TIMEOUT.total_seconds()
@@ -92,8 +90,6 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         try:
             placement.check_devices(places)
             if backend == "nccl":
-                from distributed import gpus
-
                 if not gpus.share_gpu_for_tests(places, launch.rank):
                     gpus.check_gpus(places)
         except UserError:  # all ranks have this error: rank 0, where the store is, exits last
@@ -136,8 +132,6 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
 
     on_gpu = False
     if run.device != "cpu":
-        from distributed import gpus
-
         on_gpu = gpus.are_usable(required=run.device == "cuda")
     backend = run.backend
     if backend == "auto":

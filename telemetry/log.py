@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -39,10 +39,8 @@ from telemetry import log_lines, parts, step_stats
 from telemetry.log_lines import FORMULA, Steps
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
+from telemetry.trackers import Tracker, open_trackers
 from zero import StepResult
-
-if TYPE_CHECKING:
-    from telemetry.trackers import Tracker
 
 # Without --log-every, log lines are at least so many seconds apart: a line for each step would fill
 # disks.
@@ -410,8 +408,6 @@ class Log:
             self.text.writelines(line + "\n" for line in early)
             self.text.flush()
             if self.config.run.tensorboard or self.config.run.wandb:
-                from telemetry.trackers import open_trackers
-
                 self.trackers = open_trackers(self.config)
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
