@@ -88,7 +88,7 @@ class Positions:
             return self._causal_alibi
         places = self._query_places(batch.starts.shape[1])  # the queries (rows) that this rank has
         dtype = self.factory.dtype
-        return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
+        return attention_masks.range_mask(batch.starts, batch.stops, self.slopes, dtype, places)
 
     def rotary(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines for `rotate`, or None if the model has no rotary positions.

@@ -4,7 +4,7 @@
 
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism they are (s/tp, b,
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
-gradients over tp (`_Linear`), g sums outputs over tp (`reduce_from_tp`). For sequence
+gradients over tp (`ColumnLinearFn`), g sums outputs over tp (`reduce_from_tp`). For sequence
 parallelism see arXiv 2205.05198. A parameter may have a `main_grad`: the buffer of optim/buckets.py
 in which gradients are summed. Layers add to it themselves and then call `gradient_added`. If the
 schedule has passes W, layers put the weight gradients off, from pass B to W: `DeferredGradients`.
@@ -254,7 +254,25 @@ class DeferredGradients:
         return compute_weight_gradients
 
 
-class _Linear(torch.autograd.Function):
+@dataclass(slots=True)
+class GradSink:
+    """Takes the gradients of a linear layer's weight and bias to the parameters, past autograd.
+
+    weight, bias: the parameters. compile: a compiled kernel sums a large gradient of the bias.
+    deferred: the list that puts the gradients off until pass W; None: they are added in pass B.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    compile: bool
+    deferred: DeferredGradients | None
+
+    def add(self, x: Tensor, grad: Tensor) -> None:
+        """Add the gradients for the product's input x and gradient `grad`, and call the hooks."""
+        _add_gradients(self.weight, self.bias, self.compile, x, grad)
+
+
+class ColumnLinearFn(torch.autograd.Function):
     """f and the product with a local weight; f's backward collective overlaps the weight gradient.
 
     With sequence parallelism only the local part of the input is kept for the backward pass, which
@@ -262,18 +280,17 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, gather, add, deferred):
-        """Return x W^T + b, (s, b, out). tp: the group that sums the input's gradient, or None.
-        gather: whether x is (s/tp, b, in) and must be gathered. add: a function of x and the
-        product's gradient that adds the weights' gradients; None: autograd adds those that
-        `backward` returns. deferred: the list that puts `add` off, or None.
+    def forward(ctx, x, weight, bias, tp, gather, sink):
+        """Return x W^T + b, (s, b, out).
+
+        tp: the group that sums the input's gradient, or None. gather: whether x is (s/tp, b, in)
+        and must be gathered. sink: takes the gradients of weight and bias; None: autograd does.
         """
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
         ctx.gather_from = tp if gather else None
         ctx.has_bias = bias is not None
-        ctx.add = add
-        ctx.deferred = deferred
+        ctx.sink = sink
         return F.linear(gather_sequence(x, ctx.gather_from), weight, bias)
 
     @staticmethod
@@ -281,10 +298,12 @@ class _Linear(torch.autograd.Function):
         """Return the gradients of x, weight and bias; grad: that of the product, (s, b, out)."""
         x, weight = ctx.saved_tensors
         tp = ctx.tp
+        sink = ctx.sink
+        deferred = None if sink is None else sink.deferred
         gather_from = ctx.gather_from  # tp if x is this rank's part of the sequence, else None
         whole_x = x
         gather_handle = sum_handle = None
-        if gather_from is not None and ctx.deferred is None:  # x is split; else pass W gathers it
+        if gather_from is not None and deferred is None:  # x is split; else pass W gathers it
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
         dx = grad @ weight
@@ -297,16 +316,15 @@ class _Linear(torch.autograd.Function):
         elif tp is not None:  # x was whole on every rank: f's backward pass
             sum_handle = tp.all_reduce(dx)
         dw = db = None
-        if ctx.deferred is not None:  # pass W computes the weight gradients
-            add = ctx.add
-            ctx.deferred.add(lambda: add(gather_sequence(x, gather_from), grad))
-        elif ctx.add is not None:  # add them to the parameters' buffers now
-            ctx.add(whole_x, grad)
-        else:
+        if sink is None:
             dw, db = _weight_gradients(whole_x, grad, ctx.has_bias)
+        elif deferred is None:
+            sink.add(whole_x, grad)
+        else:  # pass W computes the weight gradients
+            deferred.add(lambda: sink.add(gather_sequence(x, gather_from), grad))
         if sum_handle is not None:
             sum_handle.wait()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
@@ -377,12 +395,12 @@ def linear(
         bias = None if bias is None else bias.flatten()
         if tp is None:
             return F.linear(x, weight, bias)
-        return _Linear.apply(x, weight, bias, tp, gather, None, None)
-    add = functools.partial(_add_gradients, weight, bias, compile)
-    # Autograd must not see the parameters: `_add_gradients` adds their gradients instead.
+        return ColumnLinearFn.apply(x, weight, bias, tp, gather, None)
+    sink = GradSink(weight, bias, compile, deferred)
+    # Autograd must not see the parameters: the sink adds their gradients instead.
     weight = weight.detach().flatten(0, -2)
     bias = None if bias is None else bias.detach().flatten()
-    return _Linear.apply(x, weight, bias, tp, gather, add, deferred)
+    return ColumnLinearFn.apply(x, weight, bias, tp, gather, sink)
 
 
 def column_linear(

@@ -157,11 +157,11 @@ class Optimizer:
         The caller multiplies every micro-batch's sum of losses by the loss weight, so that
         gradients are those of the mean loss times the loss scale. targets: the number of tokens in
         the global batch; `step` corrects the mean if some of them do not count. micro_batches:
-        their number on each replica. A bucket counts the gradients that it still waits for: in each
-        micro-batch one for each parameter, or two for a matrix that is used twice. It is reduced
-        after the last micro-batch, at --zero 2 after each one. counted: the number of targets that
-        count; needed if loss masks leave some out and routers have auxiliary losses. These are
-        means over all tokens, so they must not change with the correction in `step`.
+        their number on each replica. Each bucket counts down the gradients it expects (two per tied
+        matrix) and is reduced at zero: after the last micro-batch, with --zero 2 after each.
+        counted: the number of targets that count; needed if loss masks leave some out and routers
+        have auxiliary losses. These are means over all tokens, so they must not change with the
+        correction in `step`.
         """
         self._targets = targets
         self._next_bucket = 0

@@ -242,7 +242,7 @@ class Group:
         return record.under_way(handle) if record else handle
 
     def values(self, tensor: Tensor) -> list:
-        """Return `tensor.tolist()`; a hang's report would show that the host waits for the GPU."""
+        """Return `tensor.tolist()`; a hang report shows this wait as one for the device."""
         if self.group_log is None or not tensor.is_cuda:
             return tensor.tolist()
         with self.group_log.recorder.waiting_for("device"):

@@ -89,9 +89,8 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         faulthandler.cancel_dump_traceback_later()  # all ranks have met
         try:
             placement.check_devices(places)
-            if backend == "nccl":
-                if not gpus.share_gpu_for_tests(places, launch.rank):
-                    gpus.check_gpus(places)
+            if backend == "nccl" and not gpus.share_gpu_for_tests(places, launch.rank):
+                gpus.check_gpus(places)
         except UserError:  # all ranks have this error: rank 0, where the store is, exits last
             exchange.leave()
             raise

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attention
 import attention_masks
 from attention import _attend, query_places, recompute
-from attention_masks import visible
+from attention_masks import range_mask
 from distributed.collectives import Group
 from distributed.context_parallel import chunk_kernel
 
@@ -104,7 +104,7 @@ def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, ma
     if masked:
         starts, stops = torch.zeros(2, length, dtype=torch.int64), torch.arange(length) + 1
         places = query_places(group, length, own[0].device)
-        bias = visible(starts, stops.repeat(2, 1), None, torch.bfloat16, places)
+        bias = range_mask(starts, stops.repeat(2, 1), None, torch.bfloat16, places)
 
     def noting(run):
         def noted(*values):

@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[dict, dict, tuple]] = {
         (1, "activation", "loss"),
     ),
     "gradient of the step before": (
-        {"site": "_Linear.backward", "change": "stale"},
+        {"site": "ColumnLinearFn.backward", "change": "stale"},
         {"tp": 2},
         (2, "activation", "gradient of head.norm"),
     ),
