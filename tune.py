@@ -67,7 +67,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="machine: a family such as a100, or one of " + ", ".join(hardware.names()),
     )
-    add("--calibration", metavar="FILE", help="measured rates, as benchmarks/allreduce.py writes")
+    add(
+        "--calibration",
+        metavar="FILE",
+        help="measured rates, as benchmarks/network/allreduce.py writes",
+    )
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
         help="values of tp, pp, or another axis of the layout")  # fmt: skip
     add("--budget", metavar="N|Nm", help="stop after N trials or N minutes (default: when decided)")

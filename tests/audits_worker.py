@@ -1,5 +1,5 @@
 """Audits with planned wrong products, many in one start of ranks, for tests/test_audit.py and
-benchmarks/audit.py.
+benchmarks/faults/audit.py.
 
     mpirun -n 4 python tests/audits_worker.py jobs.json results.json
 

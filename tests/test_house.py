@@ -84,7 +84,7 @@ def files() -> dict[str, Path]:
 
 
 def outside_files() -> list[Path]:
-    return [path for folder in OUTSIDE for path in sorted((ROOT / folder).glob("*.py"))]
+    return [path for folder in OUTSIDE for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @cache

@@ -139,14 +139,17 @@ def test_every_program_that_the_pages_name_has_a_command():
 
 
 BENCH = [
-    ("", "mpirun -n 8 python benchmarks/allreduce.py --device cpu --tp 2 .* --seconds 0.5"),
+    ("", "mpirun -n 8 python benchmarks/network/allreduce.py --device cpu --tp 2 .* --seconds 0.5"),
     (
         "--out a --tp 4",
-        "mpirun -n 8 python benchmarks/allreduce.py .* --seconds 0.5 --out a --tp 4",
+        "mpirun -n 8 python benchmarks/network/allreduce.py .* --seconds 0.5 --out a --tp 4",
     ),
-    ("srun -n 48 -- --tp 8 --out a", "srun -n 48 python benchmarks/allreduce.py --tp 8 --out a"),
-    ("srun -n 48", "srun -n 48 python benchmarks/allreduce.py"),
-    ("-- --device cpu", "python benchmarks/allreduce.py --device cpu"),
+    (
+        "srun -n 48 -- --tp 8 --out a",
+        "srun -n 48 python benchmarks/network/allreduce.py --tp 8 --out a",
+    ),
+    ("srun -n 48", "srun -n 48 python benchmarks/network/allreduce.py"),
+    ("-- --device cpu", "python benchmarks/network/allreduce.py --device cpu"),
 ]
 
 

@@ -3,12 +3,11 @@
 import dataclasses
 from dataclasses import replace
 
-import engines
 import pytest
-import row_engines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner import engines, row_engines
 from config.command_line import parse
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training

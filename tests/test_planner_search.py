@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plan
-from benchmarks.plan_cases import least_of
+from benchmarks.planner.plan_cases import least_of
 from config import command_line, validation
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
