@@ -173,13 +173,8 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     if name is None and model.experts > 1:  # a family without experts is never near
         candidates = {key: family for key, family in FAMILIES.items() if "experts" in family.fields}
     obstacles = {family.name: family.obstacles(model) for family in candidates.values()}
-
-    def distance(name: str) -> tuple[bool, int]:
-        """For a model with experts, families that have none are the farthest."""
-        has_no_experts = model.experts > 1 and "experts" not in candidates[name].fields
-        return has_no_experts, len(obstacles[name])
-
-    nearest = min(obstacles, key=distance)  # the first family without obstacles, if there is one
+    # `min` returns the first family without obstacles, if there is one.
+    nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     if obstacles[nearest]:
         needed = " and ".join(obstacles[nearest])
         raise UserError(f"transformers has no such model: {nearest} needs {needed}")

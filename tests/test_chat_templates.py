@@ -189,6 +189,10 @@ HOSTILE = {
     "endless loops": (NESTED.replace("BODY", ""), r"takes more than \d+ s"),
     "endless text": (NESTED.replace("BODY", "x" * 99), "needs too much memory|takes more than"),
     "a huge text": ("{{ 'x' * 10 ** 10 }}", "needs too much memory"),
+    "a text for which a tokenizer has no memory": (
+        "{{ 'x' * 5_000_000 }}",
+        r"writes 5,000,000 characters, more than 4,194,304",
+    ),
     "a huge text of a message": ("{{ messages[0].content * 10 ** 10 }}", "needs too much memory"),
     "a text that doubles": (
         "{% set n = namespace(x='aa') %}"

@@ -151,6 +151,14 @@ def test_the_sizes_of_several_resumes_add_up():
     assert len(resumed(again, 30, "").past.starts) == 4  # the same sizes are no further start
 
 
+@pytest.mark.parametrize("batch", [2, 32])
+def test_a_start_that_has_no_step_to_do_has_the_batch_size_of_its_options(batch):
+    """It is described and checked as any start is, and ends."""
+    run = first_start("--steps 40 --global-batch-size 8")
+    over = resumed(run, 40, f"--global-batch-size {batch} --stop-at-samples 320")
+    assert [level.batch for level in over.levels] == [batch]
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),
     st.integers(1, 99),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from ranks import ROOT
@@ -125,6 +126,23 @@ def test_a_plain_layout_is_recommended_where_the_plan_cannot_tell_it_from_the_fi
     held = ask(f"{line} --schedule 1f1b")
     assert held.data["recommended"] is None
     assert "recommended" not in held.text
+
+
+@pytest.mark.parametrize(
+    ("plain", "compared", "is_recommended"),
+    [(1.05, 1.2, True), (1.07, 1.2, False), (1.05, 1.31, False)],
+    ids=["near", "slower", "slower at the slowest network"],
+)
+def test_a_plain_layout_is_recommended_only_where_it_is_near_on_every_network(
+    plain, compared, is_recommended
+):
+    def line(seconds: float, at_slowest: float, name: str) -> SimpleNamespace:
+        told = SimpleNamespace(seconds=seconds, compared=at_slowest, interval=(0.9, 1.3))
+        return SimpleNamespace(layout=name, prediction=told)
+
+    simple = line(plain, compared, "plain")
+    found = layout_table._recommended(line(1.0, 1.1, "fast"), [simple])
+    assert (found is simple) == is_recommended
 
 
 @pytest.mark.parametrize("more", ["", " --price-per-gpu-hour 2 --rampup-batch-size 96 96 9600"])
