@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import relative_difference
-from ranks import mpirun
+from ranks import fork_ranks
 from test_golden import check_lines
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,8 +141,8 @@ def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
     before, after = str(tmp_path / "cp"), str(tmp_path / "one")
     saved = f"{before}/checkpoints/step_00000002"
     done = [
-        mpirun(2, *both, before, "--cp", "2", "--save-every", "2"),
-        mpirun(1, *both, after, "--resume", saved),
+        fork_ranks(2, *both, before, "--cp", "2", "--save-every", "2"),
+        fork_ranks(1, *both, after, "--resume", saved),
     ]
     assert [outcome.status for outcome in done] == [0, 0], done
     assert "tp 1 x pp 1 x cp 2 x dp 1" in done[0].out

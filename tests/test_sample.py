@@ -159,7 +159,7 @@ def test_control_characters_of_a_tokenizer_do_not_reach_the_terminal(runs, tmp_p
     (tmp_path / "tokenizer.json").write_text(letters(before="\x1b[2J").to_str())
     command = ["sample.py", str(runs["llama"]), "--tokenizer", str(tmp_path / "tokenizer.json")]
     command += ["--prompt", "a", "--temperature", "0", "--max-tokens", "9", "--device", "cpu"]
-    done = ranks.mpirun(1, *command)
+    done = ranks.fork_one(*command)
     assert done.status == 0, done.err
     assert "\x1b" not in done.out
     assert done.out.startswith(r"\x1b[2Ja")
