@@ -183,6 +183,19 @@ def test_a_tuned_model_keeps_all_that_came_with_it(tmp_path):
         assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
 
 
+def test_an_imported_model_without_an_end_ends_at_no_token_of_its_tokenizer(tmp_path):
+    """transformers ends a text at the ids of the configs alone."""
+    write("Mistral-7B-v0.1", tmp_path / "hf", PROMPT)
+    for file in ("config.json", "generation_config.json"):
+        if (path := tmp_path / "hf" / file).exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
+    asked = [str(tmp_path / "in"), "--prompt", "a", "--max-tokens", "2", "--device", "cpu"]
+    task = sample.prepare_task(sample.parse(asked), 1)
+    assert task.text.ends
+    assert task.ends == ()
+
+
 def test_longer_samples_lengthen_the_context(tmp_path):
     record = model_record.without_tokenizer(32)
     assert record.after_training(model_record.without_tokenizer(8)).context_length == 32
