@@ -238,6 +238,8 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
         "device": options.device,
         "zero": 0,
         "overlap_param_gather": False,
+        "sync_each_batch": True,
+        "reshard_after_forward": True,
         "watchdog": ranks > 1,
         "out": _report_folder() if ranks > 1 else ".",
     }

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
 from optim.weight_average import AveragedRule, Rule
 from parallel import ParamFactory
+
+if TYPE_CHECKING:
+    from optim.fsdp import LastBackward
 
 SETS_OF_KEY = 4  # most update sets of a key; with more sets, the first weights are gathered sooner
 
@@ -108,16 +112,16 @@ class Optimizer:
         self.accepts: Callable[..., bool] = lambda *_: True
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
+        self.last_backward: LastBackward | None = None  # of --zero 3 with --no-sync-each-batch
         self.groups: Sequence[ParamGroup]
         self._forget_gathered: Callable[[], None] = lambda: None  # at --zero 3: gathered weights
         if self.fully_sharded:
-            from optim.fsdp import (  # only --zero 3 needs the 43 MB that this loads
-                forget_gathered,
-                shard_fully,
-            )
+            from optim import fsdp  # only --zero 3 needs the 43 MB that this loads
 
-            sharded_groups = shard_fully(stages[0], factory, training)
-            self._forget_gathered = partial(forget_gathered, stages[0])
+            sharded_groups = fsdp.shard_fully(stages[0], factory, training)
+            self._forget_gathered = partial(fsdp.forget_gathered, stages[0])
+            if not layout.sync_each_batch:
+                self.last_backward = fsdp.LastBackward(stages[0])
             # Experts that no other rank holds are not sharded.
             unsharded = [p for p in trained_parameters(stages) if not hasattr(p, "drawn_shape")]
             self.groups = [*sharded_groups, *self._make_buckets(unsharded, factory, zero=0)]
@@ -168,6 +172,8 @@ class Optimizer:
         for bucket in self.buckets:
             passes_before_reduction = 1 if bucket.each_micro_batch else micro_batches
             bucket.missing = passes_before_reduction * bucket.passes
+        if self.last_backward is not None:
+            self.last_backward.begin_step(micro_batches)
         loss_weight = self.scale.value / targets
         if self.balance is not None:
             # `step` multiplies all gradients by targets / counted.

@@ -42,7 +42,8 @@ def option(
 
 # Values of the argument `needs` of `option` that several options have: what must be given for the
 # option to have an effect. After a colon stands the reason that the error message gives.
-LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
+LR_FALLS = ("--lr-schedule cosine, linear, wsd or inverse-square-root",)
+LR_ENDS = ("--lr-schedule cosine, linear or wsd",)
 HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
 FP16 = ("--precision fp16",)
 DYNAMIC_SCALE = (*FP16, "--loss-scale 0: a dynamic scale")
@@ -89,18 +90,28 @@ class Training:
         "adamw", "update rule; apex: AdamW by NVIDIA's FusedAdam", choices=OPTIMIZERS
     )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
-    min_lr: float = option(3e-5, "final learning rate", minimum=0.0, needs=LR_FALLS)
+    min_lr: float = option(
+        None, "final learning rate, default: a tenth of --lr", minimum=0.0, needs=LR_FALLS
+    )
     lr_schedule: str = option(
-        "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
+        "cosine",
+        "decay after the warm-up; inverse-square-root: lr * sqrt(warm-up / samples)",
+        choices=("cosine", "linear", "constant", "wsd", "inverse-square-root"),
     )
     lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
     lr_decay_samples: int = option(
-        None, "samples to reach --min-lr, default: all", minimum=1, needs=LR_FALLS
+        None, "samples to reach --min-lr, default: all", minimum=1, needs=LR_ENDS
     )
     lr_wsd_decay_samples: int = option(
         None,
         "samples of the decay at the end of wsd, default: a tenth",
         minimum=1,
+        needs=("--lr-schedule wsd",),
+    )
+    lr_wsd_decay_style: str = option(
+        "linear",
+        "curve of the decay at the end of wsd; 1-sqrt: 1 - sqrt(share of the decay done)",
+        choices=("linear", "1-sqrt"),
         needs=("--lr-schedule wsd",),
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
@@ -155,6 +166,11 @@ class Training:
     )
     router_z_loss: float = option(0.0, "factor of the router's z-loss", minimum=0.0)
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
+
+    @property
+    def final_lr(self) -> float:
+        """The learning rate at the end of the decay: --min-lr, or a tenth of --lr."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
     @property
     def has_router_losses(self) -> bool:

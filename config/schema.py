@@ -296,6 +296,13 @@ class Layout:
     overlap_param_gather: bool = option(
         None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
     )
+    sync_each_batch: bool = option(
+        True,
+        "--zero 3: reduce gradients in every micro-batch; no: sum them whole, reduce them once",
+    )
+    reshard_after_forward: bool = option(
+        True, "--zero 3: free gathered weights after a forward pass; no: keep them for its backward"
+    )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 
     @property

@@ -333,6 +333,12 @@ def check_sharding(layout: Layout, training: Training) -> None:
         raise UserError(f"{whole}: use --zero 0 or 1, not 2")
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
+    for name, is_default in (
+        ("sync-each-batch", layout.sync_each_batch),
+        ("reshard-after-forward", layout.reshard_after_forward),
+    ):
+        if not is_default and zero != 3:
+            raise UserError(f"--no-{name} needs --zero 3, not {zero}")
     _check_recomputed(layout)
 
 
@@ -383,8 +389,13 @@ def _check_length(config: Config) -> None:
         first = config.batches.batch(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
-    if training.lr_schedule != "constant" and training.min_lr > training.lr:
+    if training.lr_schedule != "constant" and training.final_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")
+    if training.lr_schedule == "inverse-square-root" and not training.lr_warmup_samples:
+        raise UserError(
+            "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "
+            "lr * sqrt(lr-warmup-samples / samples)"
+        )
 
 
 def _check_run(run: Run, steps: int) -> None:

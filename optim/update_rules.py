@@ -42,18 +42,22 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
 
     samples: the number of samples trained on before the step. total: the number in the whole run.
     The rate rises linearly for lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine
-    or linear fall to min_lr at lr_decay_samples (default: total), or wsd (arXiv 2404.06395):
-    constant, and then a linear fall to min_lr over the last lr_wsd_decay_samples before
-    lr_decay_samples (default: a tenth of these).
+    or linear fall to the final rate at lr_decay_samples (default: total), or wsd (arXiv
+    2404.06395): constant, and then a fall to the final rate over the last lr_wsd_decay_samples
+    before lr_decay_samples (default: a tenth of these), which is linear or as 1 - sqrt(share done)
+    (arXiv 2405.18392), or inverse-square-root: lr * sqrt(lr_warmup_samples / samples), never below
+    the final rate.
     """
     peak = training.lr
-    low = training.min_lr
+    low = training.final_lr
     end = training.lr_decay_samples or total
     # In the warmup the rate is that of the step's last sample, so that no step has the rate 0.
     if samples < training.lr_warmup_samples:
         return peak * (samples + batch) / (training.lr_warmup_samples + batch)
     if training.lr_schedule == "constant":
         return peak
+    if training.lr_schedule == "inverse-square-root":
+        return max(low, peak * math.sqrt(training.lr_warmup_samples / max(1, samples)))
     if samples >= end:
         return low
     begin = training.lr_warmup_samples  # the number of samples at which the rate begins to fall
@@ -63,6 +67,8 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     share = max(0.0, (samples - begin) / max(1, end - begin))
     if training.lr_schedule == "cosine":
         return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
+    if training.lr_schedule == "wsd" and training.lr_wsd_decay_style == "1-sqrt":
+        share = math.sqrt(share)
     return low + (peak - low) * (1 - share)
 
 

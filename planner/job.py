@@ -80,6 +80,12 @@ class Job(NamedTuple):
         return self.layout.zero * (self.shards > 1)
 
     @property
+    def reduces_once(self) -> Column:
+        """Whether gradients are summed whole over a step's micro-batches, and then reduced once."""
+        sums_whole = np.equal(self.layout.sync_each_batch, False) & (self.micro_batches > 1)
+        return (self.zero < 2) | ((self.zero == 3) & sums_whole)
+
+    @property
     def ep(self) -> Column:
         """The number of ranks over which a block's experts are divided; 1 without experts.
 

@@ -132,11 +132,13 @@ def largest_stack(job: Job) -> Column:
 def weights_of(job: Job, parts: Parts, held: Column) -> Column:
     """Return the bytes of a stage's weights in computing precision. held: its parameters.
 
-    At --zero 3 only two blocks are gathered at once: the block that runs, and the next one.
+    At --zero 3 only two blocks are gathered at once, the block that runs and the next one, or with
+    --no-reshard-after-forward all blocks.
     """
     size = job.number_bytes
     block = job.block_parameters / job.layout.tp
-    gathered = size * (held - parts.blocks * block + 2 * block)
+    freed = np.where(job.layout.reshard_after_forward, (parts.blocks - 2) * block, 0.0)
+    gathered = size * (held - freed)
     masters = 0.0
     # In fp32 the weights are their own masters, so `state_bytes` counts no masters. At --zero 3 the
     # weights counted here are gathered copies, and the shard of masters has to be added.
@@ -149,10 +151,11 @@ def weights_of(job: Job, parts: Parts, held: Column) -> Column:
 def gradients_of(job: Job, held: Column, shard: Column) -> Column:
     """Return the bytes of a GPU's gradients.
 
-    From --zero 2 on, a GPU keeps only the gradients of the parameters that it updates, in FP32.
+    From --zero 2 on, a GPU keeps only the gradients of the parameters that it updates, in FP32; at
+    --zero 3 with --no-sync-each-batch it first sums all of its gradients over the micro-batches.
     held, shard: the numbers of parameters on the GPU, and of those that it updates.
     """
-    return np.where(job.zero < 2, held * gradient_bytes(job), shard * 4.0)
+    return np.where(job.reduces_once, held * gradient_bytes(job), shard * 4.0)
 
 
 def gradient_bytes(job: Job) -> float:
