@@ -4,8 +4,9 @@ In the forward and in the backward pass, torch all-gathers a block's weights bef
 and frees them afterwards (--no-reshard-after-forward: after the backward pass only). It
 reduce-scatters the block's gradients in every micro-batch or, with --no-sync-each-batch, in the
 last one of a step: until then each rank holds sums of all its gradients. Each tensor rank's part of
-a weight is sharded over the replicas. torch decides when to communicate, but calls the `Group` of the replicas for it, so that the flight recorder records every all-gather and
-reduce-scatter. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
+a weight is sharded over the replicas. torch decides when to communicate, but calls the `Group` of
+the replicas for it, so that the flight recorder records every all-gather and reduce-scatter.
+Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 
 A part below is a module that is sharded by itself: a block, the experts of a block, or a stage.
 Read zero.py and optim/buckets.py first: Optimizer has a FullyShardedGroup in place of a Bucket.

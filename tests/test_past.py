@@ -118,7 +118,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_resumed_run_has_the_rates_and_samples_of_the_formula(change, source, schedule, corpora):
     before, after, steps, size = CHANGES[change]
-    words = f"--steps 40 --global-batch-size 8 --lr 1e-3 --min-lr 1e-5 "
+    words = "--steps 40 --global-batch-size 8 --lr 1e-3 --min-lr 1e-5 "
     words += f"--lr-schedule {SCHEDULES[schedule]} "
     if change == "data options" and source == "random":
         pytest.skip("random tokens have no split")

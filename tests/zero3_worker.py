@@ -21,7 +21,7 @@ def counting(name: str):
     plain = getattr(Group, name)
 
     def call(self, *arguments, **options):
-        CALLS[name] += 1
+        CALLS[name] += self.size > 1
         return plain(self, *arguments, **options)
 
     return call
@@ -43,7 +43,7 @@ def counts(context: Context, **options) -> dict[str, int]:
 
 
 def gathered_by_an_evaluation_is_not_kept(state: trainer.TrainState, samples: data.Samples) -> None:
-    """Masters that change after an evaluation, as a checkpoint changes them, change the next one."""
+    """Masters that a checkpoint changes after an evaluation change the next evaluation."""
     before = trainer.evaluate(state, samples, 4)
     saved = [master.clone() for group in state.optimizer.groups for master in group.masters]
     for scale in (0.5, None):
