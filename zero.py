@@ -425,6 +425,7 @@ class Optimizer:
             self.scale.load(scalars)
             for update_set in self.update_sets:
                 update_set.rule.set_steps(self.updates)
+        self._forget_gathered()  # those of an evaluation before the load
         gather_weights(self.groups)
         self.finish_gathering()
 
