@@ -33,7 +33,7 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from parallel import ColumnLinear, ParamFactory, RowLinear, compile_if_large
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, compile_if_large
 
 # recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
 # to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
@@ -232,7 +232,12 @@ class Attention(nn.Module):
         self.mesh = factory.mesh
         shape = (model.kv_heads, self.queries + 2, self.d)
         bias = model.qkv_bias
-        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias)
+        # A key/value head is a row of dimension 0, and its members are its queries, its k and its v.
+        members = (("q", self.queries), ("k", 1), ("v", 1))
+        matrices = Matrices(parts=members, dim=1, heads=(0, 1))
+        self.qkv = ColumnLinear(
+            factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias, matrices=matrices
+        )
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
         # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
         rotates = model.positions == "rotary" and self.norms is None

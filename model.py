@@ -26,7 +26,7 @@ from data import Batch
 from distributed.collectives import reduce_from_tp
 from experts import ExpertMLP
 from loss import cross_entropy
-from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
 
 
@@ -77,13 +77,17 @@ class MLP(nn.Module):
         super().__init__()
         f = width or model.ffn_hidden
         shape: tuple[int, ...] = (f,)
+        matrices = Matrices()
         self.activation = ACTIVATIONS[model.activation]
         if model.activation == "swiglu":
             shape = (2, f)
+            matrices = Matrices(each=(0,))  # gate and up
             # The other activations are not compiled, because each is a single kernel of torch.
             self.activation = factory.compile_for_training(_swiglu)
         split_dim = len(shape) - 1  # the dimension f, which is split over tp
-        self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, split_dim, model.bias)
+        self.up = ColumnLinear(
+            factory, f"{name}.up", model.hidden, shape, split_dim, model.bias, matrices
+        )
         self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor) -> Tensor:

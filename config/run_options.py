@@ -44,6 +44,7 @@ def option(
 # option to have an effect. After a colon stands the reason that the error message gives.
 LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
 HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
+IS_MUON = ("--optimizer muon",)
 FP16 = ("--precision fp16",)
 DYNAMIC_SCALE = (*FP16, "--loss-scale 0: a dynamic scale")
 SAVES = ("--save-every or --save-every-minutes: nothing is saved",)
@@ -119,6 +120,34 @@ class Training:
     )
     sgd_momentum: float = option(
         0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0, needs=("--optimizer sgd",)
+    )
+    muon_momentum: float = option(
+        0.95, "Muon's momentum", minimum=0.0, below=1.0, needs=IS_MUON
+    )
+    muon_qkv: str = option(
+        "split",
+        "Muon updates q, k and v apart, as one matrix, or each head of them apart",
+        choices=("split", "joint", "head"),
+        needs=IS_MUON,
+    )
+    muon_scale: str = option(
+        "match_rms_adamw",
+        "Muon's factor: 0.2 sqrt(max(rows, columns)), or the original sqrt(max(1, rows / columns))",
+        choices=("match_rms_adamw", "original"),
+        needs=IS_MUON,
+    )
+    muon_dtype: str = option(
+        "master",
+        "type of Muon's Newton-Schulz iteration: that of the master weights, or bf16",
+        choices=("master", "bf16"),
+        needs=IS_MUON,
+    )
+    muon_adamw_lr: float = option(
+        None,
+        "peak learning rate of what Muon leaves to AdamW (embedding, head, norms, biases, routers), "
+        "default: --lr",
+        minimum=0.0,
+        needs=IS_MUON,
     )
     initial_loss_scale_power: int = option(
         16,

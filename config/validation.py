@@ -324,12 +324,17 @@ def check_sharding(layout: Layout, training: Training) -> None:
             f"--zero 3 gathers the weights for every micro-batch, so it needs pp(1), not "
             f"pp({layout.pp}); use --zero 2 with a pipeline"
         )
+    if zero == 3 and name == "muon":
+        raise UserError(
+            "--zero 3 leaves the shards of weights to torch's FSDP, but --optimizer muon finds the "
+            "parts of a matrix in the buffers of --zero 0, 1 and 2: use one of these"
+        )
     if zero == 3 and name not in ELEMENTWISE:
         raise UserError(f"--zero 3 takes --optimizer {', '.join(ELEMENTWISE)}, not {name}")
     whole = f"--optimizer {name} needs whole matrices"
-    if name in ("adafactor", "muon") and layout.tp > 1:
+    if name == "adafactor" and layout.tp > 1:
         raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
-    if name in ("adafactor", "muon") and zero == 2:
+    if name == "adafactor" and zero == 2:
         raise UserError(f"{whole}: use --zero 0 or 1, not 2")
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
