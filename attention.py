@@ -232,7 +232,7 @@ class Attention(nn.Module):
         self.mesh = factory.mesh
         shape = (model.kv_heads, self.queries + 2, self.d)
         bias = model.qkv_bias
-        # A key/value head is a row of dimension 0, and its members are its queries, its k and its v.
+        # An index of dimension 0 is a key/value head: its queries, its k and its v.
         members = (("q", self.queries), ("k", 1), ("v", 1))
         matrices = Matrices(parts=members, dim=1, heads=(0, 1))
         self.qkv = ColumnLinear(

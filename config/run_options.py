@@ -121,9 +121,7 @@ class Training:
     sgd_momentum: float = option(
         0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0, needs=("--optimizer sgd",)
     )
-    muon_momentum: float = option(
-        0.95, "Muon's momentum", minimum=0.0, below=1.0, needs=IS_MUON
-    )
+    muon_momentum: float = option(0.95, "Muon's momentum", minimum=0.0, below=1.0, needs=IS_MUON)
     muon_qkv: str = option(
         "split",
         "Muon updates q, k and v apart, as one matrix, or each head of them apart",
@@ -144,7 +142,7 @@ class Training:
     )
     muon_adamw_lr: float = option(
         None,
-        "peak learning rate of what Muon leaves to AdamW (embedding, head, norms, biases, routers), "
+        "peak learning rate of what Muon leaves to AdamW: embedding, head, norms, biases, routers; "
         "default: --lr",
         minimum=0.0,
         needs=IS_MUON,

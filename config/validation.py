@@ -336,6 +336,10 @@ def check_sharding(layout: Layout, training: Training) -> None:
         raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
     if name == "adafactor" and zero == 2:
         raise UserError(f"{whole}: use --zero 0 or 1, not 2")
+    if training.muon_adamw_lr is not None and training.lr == 0:
+        raise UserError(
+            f"muon-adamw-lr({training.muon_adamw_lr:g}) follows the schedule of lr, which is 0"
+        )
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
     _check_recomputed(layout)

@@ -82,7 +82,9 @@ class Mesh:
         self._make_groups_in_stages(over_heads, ep)
         self.stage = self.replicas
         if whole_stages and self.tp.size > 1:
-            self.stage = self._along("stage", "dp", "cp", "tp")
+            self.stage = self.tp
+            if self.replicas.size > 1:
+                self.stage = self._along("stage", "dp", "cp", "tp")
         self._make_groups_of_pipelines(channels, tied)
         self.world = self._own_group(rows, "world")
 

@@ -163,7 +163,7 @@ class MatrixOwners:
         return min(max(start, 0), size), min(max(stop, 0), size)
 
     def _opened(self, tensors: list[Tensor], place: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return a local parameter as (its elements in this rank's section, the whole in its shape).
+        """Return a local parameter: its elements in this rank's section, and the whole of it.
 
         The second is a view of the first if the section has all of it; else it is a copy, in which
         the elements of other sections are zero.

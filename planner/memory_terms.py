@@ -92,13 +92,14 @@ def held_parameters(job: Job, parts: Parts) -> Column:
 def laid_out(job: Job, parts: Parts) -> Column:
     """Return the number of elements of the buffers that hold a stage's parameters, with padding.
 
-    With ZeRO a buffer has an equally long section for each rank. Adafactor and Muon update whole
-    matrices, so a section holds whole matrices, and is at least as long as the largest matrix.
+    With ZeRO a buffer has an equally long section for each rank. Adafactor updates whole matrices,
+    those of embedding and head too, so a section holds whole matrices, and is at least as long as
+    the largest matrix.
     """
     model = job.model
     optimizer = job.training.optimizer
     held = held_parameters(job, parts)
-    if optimizer not in ("adafactor", "muon"):
+    if optimizer != "adafactor":
         return held
     widest = max(model.qkv_width, model.up_width)  # columns of the widest matrix of a block
     # Blocks with experts have outside of them only matrices of attention and of the shared MLP.
@@ -106,11 +107,9 @@ def laid_out(job: Job, parts: Parts) -> Column:
         widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
     has_blocks = parts.blocks > 0
     largest = model.hidden * widest * has_blocks  # the numbers of the largest matrix
-    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)  # numbers in matrices
-    if optimizer == "adafactor":  # here the matrices of embedding and head are updated whole too
-        has_vocabulary = parts.embedding | parts.head
-        largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
-        matrices = held - parts.blocks * job.expert_parameters
+    has_vocabulary = parts.embedding | parts.head
+    largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
+    matrices = held - parts.blocks * job.expert_parameters
     sections = held - matrices + np.maximum(matrices, job.shards * largest)
     # The experts have sections of their own, for the fewer ranks that hold the same experts.
     if model.experts > 1:
@@ -232,6 +231,9 @@ def communicators(job: Job) -> tuple[Column, Column]:
     in_a_v = np.equal(layout.schedule, "zb-v")
     pipeline = pipeline + (pp & ~in_a_v & bool(job.model.tied))
     all_ranks = np.greater(job.gpus, 1)
+    # Muon's exchange of matrices needs all ranks of a stage.
+    stage = tp & np.greater(job.shards, 1) & (job.training.optimizer == "muon")
+    free = free + stage
     limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks
     return free, limited
 

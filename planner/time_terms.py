@@ -17,7 +17,7 @@ Symbols: b micro-batch, s sequence, h hidden, f MLP width, V vocabulary, t = tp.
 import numpy as np
 
 from config.model_stats import normed_width
-from planner import op_costs
+from planner import muon_terms, op_costs
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
 
@@ -410,7 +410,9 @@ def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str
     return {
         "reduce": collected_seconds(job, held),
         "tied": np.where(tied, tied_seconds(job), 0.0),
-        "optimizer": optimizer_seconds(job, held, shard),
+        "optimizer": optimizer_seconds(job, held, shard)
+        + muon_terms.newton_schulz_seconds(job)
+        + muon_terms.exchange_seconds(job),
         "fixed": job.machine.software.per_step,
     }
 
