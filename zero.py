@@ -482,8 +482,8 @@ def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[U
     """Return the update sets, the first layers first: the forward pass needs their weights first.
 
     A key (optim/buckets.py) has up to SETS_OF_KEY sets, or SETS_OF_MUON, because the weights of a
-    set are gathered while the next set is updated. With --grad-dtype bf16 a set has about the size of a bucket,
-    because its gradients are copied to fp32.
+    set are gathered while the next set is updated. With --grad-dtype bf16 a set has about the size
+    of a bucket, because its gradients are copied to fp32.
     """
     # `groups` begins with the last layers, so it is reversed. The groups of one key are adjacent.
     sets: list[UpdateSet] = []

@@ -220,8 +220,8 @@ class Loader:
             )
         training = self.config.training
         self.print_line(
-            f"{folder} is of torch's Muon, in bf16, with q, k and v, and gate and up, as one matrix; "
-            f"its momentum goes on with --muon-qkv {training.muon_qkv} and --muon-dtype "
+            f"{folder} is of torch's Muon, in bf16, with q, k and v, and gate and up, as one "
+            f"matrix; its momentum goes on with --muon-qkv {training.muon_qkv} and --muon-dtype "
             f"{training.muon_dtype}, so updates are not those of before"
         )
 

@@ -217,7 +217,7 @@ class MatrixOwners:
     # ---- Parts of matrices on other ranks --------------------------------------------------------
 
     def _is_sent(self, n: int, source: int, owner: int) -> bool:
-        """Return whether rank `source` sends its part of matrix n to the owner: one copy is sent."""
+        """Return whether rank `source` sends its part of matrix n: one copy of it is sent."""
         section, placed = self._placed(n)
         same_replica = source // self.tensor_ranks == owner // self.tensor_ranks
         same_tensor_rank = source % self.tensor_ranks == owner % self.tensor_ranks
@@ -254,7 +254,7 @@ class MatrixOwners:
 
     def _join(self, n: int, received: dict[tuple[int, int], Tensor]) -> Tensor:
         """Return the whole matrix n, contiguous, of the parts that ranks have sent."""
-        section, placed = self._placed(n)
+        _, placed = self._placed(n)
         boxes = []
         for t in range(self.tensor_ranks):
             runs = [

@@ -37,7 +37,7 @@ BATCH_ELEMENTS = 2**25
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """Return nearly U V^T of each matrix U S V^T, in its type: (..., rows, columns).
+    """Return nearly U V^T of each matrix U S V^T, in its type: (matrices, rows, columns).
 
     The iteration works on the smaller side: (rows, rows) if there are fewer rows than columns.
     """
@@ -47,7 +47,8 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
     for _ in range(STEPS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 
 

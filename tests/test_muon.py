@@ -11,7 +11,7 @@ import threading
 import golden_worker
 import pytest
 import torch
-from compare import relative_difference
+from muon_layouts import MODES, ONE_STEP, drawn_jobs, largest_differences
 from ranks import results_of
 
 import trainer
@@ -50,7 +50,7 @@ def plain_iteration(matrix):
 def test_the_iteration_is_that_of_plain_torch(shape):
     matrix = drawn_matrix(*shape)
     torch.testing.assert_close(
-        muon.newton_schulz(matrix), plain_iteration(matrix), rtol=1e-12, atol=1e-12
+        muon.newton_schulz(matrix[None])[0], plain_iteration(matrix), rtol=1e-12, atol=1e-12
     )
     batch = torch.stack([matrix, drawn_matrix(*shape, seed=1)])
     torch.testing.assert_close(
@@ -60,13 +60,13 @@ def test_the_iteration_is_that_of_plain_torch(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_result_has_the_singular_vectors_of_the_matrix(shape):
-    """U p(S) V^T, where p is the polynomial applied to each singular value, near 1 by its bounds."""
+    """U p(S) V^T, where p is the polynomial on each singular value, near 1 by its bounds."""
     matrix = drawn_matrix(*shape)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     values = s / s.norm()
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    found = muon.newton_schulz(matrix)
+    found = muon.newton_schulz(matrix[None])[0]
     torch.testing.assert_close(found, u @ torch.diag(values) @ v, rtol=1e-11, atol=1e-11)
     large = s / s.norm() > 0.01
     assert ((values[large] > 0.65) & (values[large] < 1.2)).all()
@@ -159,7 +159,7 @@ def test_every_matrix_of_a_model_is_updated_by_its_rule():
         if isinstance(update_set.rule, muon.Muon)
         for shape in (matrix.shape for matrix in update_set.rule.owners.matrices)
     )
-    model = run.config.model if hasattr(run, "config") else golden_worker.options(case).model
+    model = golden_worker.options(case).model
     planned = [
         (rows, columns)
         for count, rows, columns in muon_terms.matrices_of_block(model, "split")
@@ -193,8 +193,6 @@ def run_config(case):
 
 
 # ---- The exchange, on simulated ranks ------------------------------------------------------------
-
-MODES = ("joint", "split", "head")
 
 
 def owners_of(parameters, mode="split"):
@@ -434,78 +432,22 @@ def test_decay_twice_is_found(monkeypatch):
 
 # ---- Real ranks ----------------------------------------------------------------------------------
 
-MODEL = {"optimizer": "muon", "layers": 2, "hidden": 16, "heads": 4, "seq_length": 8}
-KINDS = {
-    "grouped": {"kv_heads": 2, "activation": "swiglu", "ffn_hidden": 24, "bias": False},
-    "gelu": {"bias": True},
-    "experts": {"experts": 4, "activation": "swiglu", "shared_ffn_hidden": 16, "ffn_hidden": 24},
-}
-
-
-def drawn_layout(ranks, chance, model):
-    """A layout that `validation.check` accepts."""
-    while True:
-        axes = {axis: chance.choice([1, 2, 4]) for axis in ("tp", "pp", "cp")}
-        layout = axes | {"zero": chance.choice([0, 1, 1, 2, 2])}
-        layout["micro_batch_size"] = chance.choice([1, 2])
-        layout["sequence_parallel"] = chance.choice([False, True])
-        layout["overlap_param_gather"] = chance.choice([False, True])
-        layout["recompute"] = chance.choice(["none", "full"])
-        if axes["pp"] > 1:
-            layout["schedule"] = chance.choice(["1f1b", "gpipe", "zb-h1"])
-        if model.get("experts"):
-            layout["ep"] = chance.choice([1, 2, 4])
-        try:
-            validation.check(golden_worker.options(model | layout), ranks)
-        except UserError:
-            continue
-        return layout
-
-
-def largest_differences(jobs, folder):
-    """The largest relative difference of losses and of weights from one rank's, over the jobs.
-
-    jobs: pairs (ranks, case). Weights: sums over a tensor, relative to the largest of all sums.
-    """
-    ones, largest = {}, [0.0, 0.0]
-    layouts = {*validation.Layout.__dataclass_fields__}
-    for ranks in sorted({ranks for ranks, _ in jobs}):
-        cases = [case for count, case in jobs if count == ranks]
-        for case, found in zip(
-            cases, results_of("tests/golden_worker.py", ranks, cases, folder, 1500)
-        ):
-            plain = {name: value for name, value in case.items() if name not in layouts}
-            key = str(sorted(plain.items()))
-            if key not in ones:
-                ones[key] = golden_worker.run(validation.check(golden_worker.options(plain), 1))
-            one = ones[key]
-            for a, b in zip(found["losses"] + found["norms"], one["losses"] + one["norms"]):
-                largest[0] = max(largest[0], relative_difference(a, b))
-            scale = max(map(abs, one["weights"].values()))
-            for name, value in one["weights"].items():
-                largest[1] = max(
-                    largest[1], relative_difference(found["weights"][name], value, scale)
-                )
-            assert not found["unequal"]
-    return largest
-
-
-def drawn_jobs(count, precision, seed, ranks=(2, 4)):
-    chance = random.Random(seed)
-    jobs = []
-    for number in range(count):
-        mode, kind = MODES[number % 3], list(KINDS)[number // 3 % 3]
-        world = chance.choice(ranks)
-        model = MODEL | KINDS[kind] | {"precision": precision, "muon_qkv": mode, "steps": 10}
-        jobs.append((world, model | drawn_layout(world, chance, model)))
-    return jobs
-
 
 def test_drawn_layouts_equal_one_rank(tmp_path):
     """Nine layouts of two ranks in fp64: each kind of model with joint, split and head."""
     losses, weights = largest_differences(drawn_jobs(9, "fp64", 1, ranks=(2,)), tmp_path)
     assert losses <= 1e-12
     assert weights <= 1e-12
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
+def test_the_first_update_is_that_of_one_rank(tmp_path, precision, bound):
+    """tp 2 against tp 1, where gradients agree to rounding: the updates do too."""
+    case = ONE_STEP | {"tp": 2, "zero": 0, "precision": precision, "work": "compared"}
+    jobs = [case | {"muon_qkv": mode} for mode in MODES]
+    for found in results_of("tests/muon_worker.py", 2, jobs, tmp_path):
+        assert found["gradients"] <= bound
+        assert found["updates"] <= bound
 
 
 @pytest.mark.slow
