@@ -15,13 +15,13 @@ flat sections, as AdamW's are; optim/matrix_owners.py brings the matrices togeth
 
 import math
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from config.schema import Training
 from distributed.mesh import Mesh
-from optim.buckets import Bucket
 from optim.matrix_owners import MatrixOwners, Placed, Section
 
 # The polynomial a x + b x^3 + c x^5, applied STEPS times, takes singular values from 0.01 to 1 near
@@ -70,8 +70,20 @@ def scale(rule: str, rows: int, columns: int) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
+class FlatBucket(Protocol):
+    """What the exchange needs of a bucket (optim/buckets.py).
+
+    places: the parameters and their offsets in its buffers. section: the elements of this rank's
+    section. sharded: whether each replica has a section of its own.
+    """
+
+    places: list[tuple[Any, int]]
+    section: int
+    sharded: bool
+
+
 def make_rule(
-    training: Training, masters: list[Tensor], buckets: Sequence[Bucket], mesh: Mesh
+    training: Training, masters: list[Tensor], buckets: Sequence[FlatBucket], mesh: Mesh
 ) -> "Muon":
     """Return the rule of an update set. masters: a flat tensor for each of its buckets."""
     of_experts = buckets[0].places[0][0].spec.of_experts

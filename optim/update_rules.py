@@ -32,6 +32,7 @@ from parallel import ParamSpec
 
 if TYPE_CHECKING:
     from optim.adam8bit import Adam8bit
+    from optim.muon import Muon
 
 BLOCK = precision.BLOCK
 
@@ -361,4 +362,4 @@ def _fused_adam() -> Callable[..., Any]:
     return make
 
 
-UpdateRule: TypeAlias = "_TorchOptimizerRule | Adam8bit"
+UpdateRule: TypeAlias = "_TorchOptimizerRule | Adam8bit | Muon"
