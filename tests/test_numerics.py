@@ -109,7 +109,7 @@ ENLARGED: dict[str, tuple[dict, str]] = {
         {"cp": 2, "optimizer": "adafactor"},
         "fp64",
     ),
-    "Muon computes updates in bf16": ({"cp": 2, "optimizer": "muon", **EXPERTS}, "fp32"),
+    "Muon enlarges small singular values": ({"cp": 2, "optimizer": "muon", **EXPERTS}, "fp32"),
 }
 
 
