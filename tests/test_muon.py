@@ -459,12 +459,16 @@ def test_drawn_layouts_equal_one_rank(tmp_path):
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
 def test_the_first_update_is_that_of_one_rank(tmp_path, precision, bound):
-    """tp 2 against tp 1, where gradients agree to rounding: the updates do too."""
+    """tp 2 against tp 1, where gradients agree to rounding: the updates do too.
+
+    The iteration multiplies a small singular value by up to 3.4445^5 = 485, and so a gradient's
+    rounding there: in fp32 differences of 3e-7 in gradients become 1e-5 in updates.
+    """
     case = ONE_STEP | {"tp": 2, "zero": 0, "precision": precision, "work": "compared"}
     jobs = [case | {"muon_qkv": mode} for mode in MODES]
     for found in results_of("tests/muon_worker.py", 2, jobs, tmp_path):
         assert found["gradients"] <= bound
-        assert found["updates"] <= bound, found
+        assert found["updates"] <= (bound if precision == "fp64" else 100 * bound), found
 
 
 @pytest.mark.slow
