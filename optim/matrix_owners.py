@@ -263,7 +263,7 @@ class MatrixOwners:
                 if (k, n) in received
             ]
             lengths = [stop - start for start, stop in self._local_box(n, t)]
-            if runs and math.prod(lengths):  # the runs are in the order of the sections
+            if runs and 0 not in lengths:  # the runs are in the order of the sections
                 joined = runs[0] if len(runs) == 1 else torch.cat(runs)
                 boxes.append(joined.view(lengths))
         whole = boxes[0] if len(boxes) == 1 else torch.cat(boxes, placed.spec.dim or 0)
