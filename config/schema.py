@@ -138,6 +138,20 @@ class ModelShape:
         0, "width of an MLP beside the experts that every token takes; 0: none", minimum=0
     )
     shared_gate: bool = option(False, "a gate that each token opens for the shared MLP")
+    kv_lora_rank: int = option(
+        0, "width of the latent of keys and values (multi-head latent attention); 0: none", minimum=0
+    )
+    q_lora_rank: int = option(
+        0, "width of the latent of queries; 0: none, queries come from the hidden state", minimum=0
+    )
+    qk_nope_head_dim: int = option(
+        0, "columns of a head's query and key that no position turns, with kv-lora-rank", minimum=0
+    )
+    qk_rope_head_dim: int = option(
+        0, "columns of a head's query, and of the key that all heads share, that positions turn",
+        minimum=0,
+    )
+    v_head_dim: int = option(0, "width of a head's value, with kv-lora-rank", minimum=0)
 
     def __post_init__(self) -> None:
         """Derive the fields that are None; UserError if layers, hidden or heads is not given."""
@@ -153,10 +167,18 @@ class ModelShape:
         """Return the default values of the fields whose defaults depend on other fields."""
         head = {"head_size": self.hidden // self.heads, "kv_heads": self.heads}
         bias = self.experts == 1 if self.bias is None else self.bias
+        if self.is_latent:
+            head["head_size"] = self.qk_nope_head_dim + self.qk_rope_head_dim
+            bias = False  # of the projections of queries, keys and values
         experts = {"bias": self.experts == 1, "experts_per_token": min(2, self.experts)}
         default = self.default_ffn()
         widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
         return head | widths | experts | {"qkv_bias": bias}
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+        return self.kv_lora_rank > 0
 
     def default_ffn(self) -> int:
         """Return the default width of an MLP: 4 h; with SwiGLU 8/3 h, up to a multiple of 64."""
@@ -167,17 +189,37 @@ class ModelShape:
     @property
     def rotary_width(self) -> int:
         """The number of columns of a head that rotary positions turn."""
+        if self.is_latent:
+            return self.qk_rope_head_dim
         return int(self.head_size * self.rotary_fraction)
 
     @property
-    def attention_width(self) -> int:
-        """The columns of the queries of all heads, and of the attention's output."""
+    def value_size(self) -> int:
+        """The columns of a head's value; with latent attention they may be fewer than the key's."""
+        return self.v_head_dim if self.is_latent else self.head_size
+
+    @property
+    def kernel_head_size(self) -> int:
+        """The columns of a head that attention's kernels compute with.
+
+        Queries and keys, or values, are padded with zeros to the wider of the two.
+        """
+        return max(self.head_size, self.value_size)
+
+    @property
+    def query_width(self) -> int:
+        """The columns of the queries of all heads."""
         return self.heads * self.head_size
 
     @property
+    def attention_width(self) -> int:
+        """The columns of the attention's output: the values of all heads."""
+        return self.heads * self.value_size
+
+    @property
     def qkv_width(self) -> int:
-        """The columns of queries, keys and values together."""
-        return (self.heads + 2 * self.kv_heads) * self.head_size
+        """The columns of queries, keys and values together, as attention's kernels take them."""
+        return (self.heads + 2 * self.kv_heads) * self.kernel_head_size
 
     @property
     def up_matrices(self) -> int:

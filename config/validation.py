@@ -81,8 +81,10 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
 
 def check_shape(model: ModelShape) -> None:
     """Raise UserError if the model cannot be built under any layout."""
+    _check_latent(model)
     # Only the default head size, hidden / heads, needs a number of heads that divides hidden.
-    if model.hidden % model.heads and model.head_size == model.hidden // model.heads:
+    default_size = not model.is_latent and model.head_size == model.hidden // model.heads
+    if model.hidden % model.heads and default_size:
         both = f"heads({model.heads}) does not divide hidden({model.hidden})"
         numbers = range(max(1, model.heads - 1000), min(model.heads + 1000, model.hidden) + 1)
         divisors = [n for n in numbers if model.hidden % n == 0]
@@ -96,6 +98,7 @@ def check_shape(model: ModelShape) -> None:
     rotary_scaling(model.rotary_scaling)
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
         part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
+        part = "qk-rope-head-dim" if model.is_latent else part
         raise UserError(
             f"rotary positions turn an even number of columns of a head, 2 or more: {part} is "
             f"{model.rotary_width}"
@@ -106,6 +109,36 @@ def check_shape(model: ModelShape) -> None:
             f"max-positions({model.max_positions}); for a new model give --max-positions "
             f"{model.seq_length}"
         )
+
+
+def _check_latent(model: ModelShape) -> None:
+    """Raise UserError if the options of latent attention do not go together, or with others."""
+    widths = {
+        "qk-nope-head-dim": model.qk_nope_head_dim,
+        "qk-rope-head-dim": model.qk_rope_head_dim,
+        "v-head-dim": model.v_head_dim,
+    }
+    if not model.is_latent:
+        for name, width in {"q-lora-rank": model.q_lora_rank, **widths}.items():
+            if width:
+                raise UserError(f"{name}({width}) is of latent attention: give kv-lora-rank too")
+        return
+    latent = f"kv-lora-rank({model.kv_lora_rank})"
+    for name, width in widths.items():
+        if not width:
+            raise UserError(f"{latent} needs a {name} above 0")
+    head_size = model.qk_nope_head_dim + model.qk_rope_head_dim
+    needed = {
+        "positions": (model.positions, "rotary"),
+        "kv-heads": (model.kv_heads, model.heads),
+        "head-size": (model.head_size, head_size),
+        "rotary-fraction": (model.rotary_fraction, 1.0),
+        "qk-norm": (model.qk_norm, "none"),
+        "qkv-bias": (model.qkv_bias, False),
+    }
+    for name, (value, only) in needed.items():
+        if value != only:
+            raise UserError(f"{latent} needs {name} {only}, not {value}")
 
 
 # For each kind of --rotary-scaling, the names that its numbers have in config.json, in order.

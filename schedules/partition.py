@@ -97,10 +97,10 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
 def attention_scores(model: ModelShape) -> float:
     """Return the FLOPs of one token's attention scores in one block, in the forward pass.
 
-    A token sees half of the s tokens on average. For each it takes 2 FLOPs per column for its
-    score, and 2 to add the value. So the FLOPs are s/2 * 4 * columns.
+    A token sees half of the s tokens on average. For each it takes 2 FLOPs per column of the query
+    for its score, and 2 per column of the value to add the value.
     """
-    return 2.0 * model.seq_length * model.attention_width
+    return model_stats.score_flops(model)
 
 
 def sent_bytes(model: ModelShape) -> float:
