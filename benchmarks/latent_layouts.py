@@ -141,13 +141,15 @@ def names() -> list[str]:
 def report(rows: list[dict]) -> str:
     """The text of the results file."""
     right = [row for row in rows if row["name"].count("/") == 1]
-    facts = f"{len(right)} of {sum(LAYOUTS.values())} layouts were run, {STEPS} steps each, in fp64."
+    facts = (
+        f"{len(right)} of {sum(LAYOUTS.values())} layouts were run, {STEPS} steps each, in fp64."
+    )
     command = "python benchmarks/latent_layouts.py --keep RESULTS.jsonl"
     lines = head("Latent attention in random layouts, against one rank", command, facts)
     lines += [
-        "All: the largest relative difference of a loss, gradient norm or sum of weights. kv_a: of the",
-        "weights that make the latent and the rotary key that all heads share, alone. Replicas are",
-        f"equal to the bit in all layouts. Limit: {LIMIT:g}.",
+        "All: the largest relative difference of a loss, gradient norm or sum of weights. kv_a: of",
+        "the weights that make the latent and the rotary key that all heads share, alone. A layout",
+        f"with unequal replicas counts as above the limit, {LIMIT:g}.",
         "",
         "| ranks | layouts | all | kv_a | above the limit | farthest |",
         "| --: | --: | --: | --: | --: | --- |",
@@ -170,10 +172,10 @@ def report(rows: list[dict]) -> str:
         "",
         "## Mistakes planted in layouts of 4 ranks with tp",
         "",
-        "Found: another number than that of one rank, or unequal replicas. With sequence parallelism",
-        "replicas stay equal, so that only the comparison finds the mistake.",
+        "Found: another number than that of one rank, or unequal replicas. With sequence",
+        "parallelism replicas stay equal, so that only the comparison finds the mistake.",
         "",
-        "| mistake | layouts | found | of these by unequal replicas | least difference of the others |",
+        "| gradient | layouts | found | by unequal replicas | least difference of the others |",
         "| --- | --: | --: | --: | --: |",
     ]
     for fault in FAULTS:
@@ -182,8 +184,7 @@ def report(rows: list[dict]) -> str:
         other = [row["all"] for row in own if not row["unequal"]]
         found = len(unequal) + sum(off > LIMIT for off in other)
         least = f"{min(other):.1e}" if other else ""
-        sums = f"the gradient of the {fault}"
-        lines.append(f"| {sums} | {len(own)} | {found} | {len(unequal)} | {least} |")
+        lines.append(f"| {fault} | {len(own)} | {found} | {len(unequal)} | {least} |")
     return "\n".join(lines) + "\n"
 
 

@@ -420,9 +420,9 @@ def from_config(
             options[ours] = family.defaults[ours]
         elif ours not in family.derived:
             raise UserError(f"{where} has no {names[0]!r}")
-    width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
-    if SHARED in family.fields.get("shared_ffn_hidden", ()) and isinstance(width, int):
-        if isinstance(count, int):  # another type is refused later
+    if SHARED in family.fields.get("shared_ffn_hidden", ()):
+        width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
+        if isinstance(width, int) and isinstance(count, int):  # other types are refused later
             options["shared_ffn_hidden"] = count * width
     _limit_length(config, options, lacks, where, seq_length)
     return options, lacks

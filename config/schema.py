@@ -139,7 +139,9 @@ class ModelShape:
     )
     shared_gate: bool = option(False, "a gate that each token opens for the shared MLP")
     kv_lora_rank: int = option(
-        0, "width of the latent of keys and values (multi-head latent attention); 0: none", minimum=0
+        0,
+        "width of the latent of keys and values (multi-head latent attention); 0: none",
+        minimum=0,
     )
     q_lora_rank: int = option(
         0, "width of the latent of queries; 0: none, queries come from the hidden state", minimum=0
@@ -148,7 +150,8 @@ class ModelShape:
         0, "columns of a head's query and key that no position turns, with kv-lora-rank", minimum=0
     )
     qk_rope_head_dim: int = option(
-        0, "columns of a head's query, and of the key that all heads share, that positions turn",
+        0,
+        "columns of a head's query, and of the key that all heads share, that positions turn",
         minimum=0,
     )
     v_head_dim: int = option(0, "width of a head's value, with kv-lora-rank", minimum=0)

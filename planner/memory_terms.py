@@ -486,7 +486,6 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     the two blocks that `weights_of` counts are subtracted.
     """
     size = job.number_bytes
-    layout = job.layout
     matrix = 1.0 * size * job.vocab_columns * job.model.hidden  # bytes of the matrix's gradient
     shares_matrix = parts.embedding & np.bool_(job.model.tied)
     has_gradient = (job.zero >= 2) | shares_matrix

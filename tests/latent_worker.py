@@ -1,7 +1,7 @@
 """golden_worker.py with mistakes of latent attention planted, to show that a comparison finds them.
 
-A job is a case of golden_worker.py and perhaps a "fault", a key of FAULTS. The result has unequal
-replicas too, which golden_worker.py does not return.
+A job is a case of golden_worker.py and perhaps a "fault", a key of FAULTS. The result says whether
+replicas are unequal, for which golden_worker.py fails.
 """
 
 import contextlib
@@ -81,7 +81,8 @@ def run_case(job: dict, context: Context) -> dict:
     case = {name: value for name, value in job.items() if name != "fault"}
     with planted(job.get("fault", "")):
         config = validation.check(golden_worker.options(case), context.size)
-        return golden_worker.run(config, context)
+        result = golden_worker.run(config, context)
+    return result | {"unequal": bool(result["unequal"])}
 
 
 if __name__ == "__main__":
