@@ -357,7 +357,7 @@ def _write_safetensors(
     tensors = {}
     for rule in group:
         ours = torch.from_numpy(index.read_whole(kind, rule.name))
-        ours = ours.to(torch.float32 if rule.exact else dtype)
+        ours = ours.to(torch.promote_types(dtype, torch.float32) if rule.exact else dtype)
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
