@@ -357,13 +357,13 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     # Linear layers: (shape of the outputs, number of inputs, whether there is a bias).
     linear = {f"attention.{name}": sizes for name, sizes in _attention_shapes(model).items()}
     dense_mlp = {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
-    qk_norms = {
+    qk_norms: dict[str, dict[str, Shape]] = {
         "none": {},
         "head": {"q": (d,), "k": (d,)},
         "full": {"q": (model.heads, d), "k": (g, d)},
     }
-    latents = {"q_a": (model.q_lora_rank,), "kv_a": (model.kv_lora_rank,)}
-    latents = {name: shape for name, shape in latents.items() if shape != (0,)}
+    widths = {"q_a": model.q_lora_rank, "kv_a": model.kv_lora_rank}
+    latents: dict[str, Shape] = {name: (width,) for name, width in widths.items() if width}
     norms = ["head.norm"]
     shapes: dict[str, Shape] = {"embedding.tokens.weight": (model.vocab_size, h)}
     if model.positions == "learned":
@@ -399,7 +399,7 @@ def _attention_shapes(model: ModelShape) -> dict[str, tuple[Shape, int, bool]]:
     """
     h = model.hidden
     heads = model.heads
-    out = {"out": ((h,), model.attention_width, model.bias)}
+    out: dict[str, tuple[Shape, int, bool]] = {"out": ((h,), model.attention_width, model.bias)}
     if not model.is_latent:
         g = model.kv_heads
         qkv = (g, heads // g + 2, model.head_size)

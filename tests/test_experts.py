@@ -76,7 +76,7 @@ def test_every_option_with_experts_equals_the_single_rank_run(tmp_path):
 def test_every_option_has_a_line_with_experts():
     """Each option that changes what is computed, and each of its choices, occurs under a layout."""
     values: dict[str, set] = {}
-    for feature in ("experts", "experts_drawn", "experts_options"):
+    for feature in ("experts", "experts_drawn", "experts_options", "latent"):
         for case in itertools.chain.from_iterable(lines_of(feature).values()):
             for name, value in case.items():
                 values.setdefault(name, set()).add(str(value))
