@@ -401,6 +401,10 @@ def from_config(
     fraction = named.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
     if "rotary_fraction" not in family.fields and fraction not in (None, 1.0):
         lacks.append(f"partial_rotary_factor is {fraction!a:.80}; here it is 1.0")
+    # DeepSeek multiplies the scores of its latent attention by a factor that grows with the length.
+    if "kv_lora_rank" in family.fields and rope.get("mscale_all_dim"):
+        factor = f"mscale_all_dim is {rope['mscale_all_dim']!a:.80}"
+        lacks.append(f"{factor}: scores of latent attention have no such factor here")
     # An option has the value in the file, or the family's default, or is derived from others later.
     for ours, names in family.fields.items():
         given = [name for name in names if named.get(name) is not None]  # the names in this file

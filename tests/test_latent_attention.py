@@ -6,6 +6,7 @@ test_families.py compares with transformers' DeepSeek models, test_sample.py the
 import math
 
 import golden_worker
+import numpy as np
 import pytest
 import torch
 from compare import assert_close
@@ -15,10 +16,14 @@ from test_golden import check_lines, distance, lines_of, reference
 
 import trainer
 from attention import KeyValueCache
-from config import model_stats, validation
+from config import families, model_stats, validation
+from config.command_line import make_model
 from config.messages import UserError
+from config.schema import Layout, Training
 from config.spelling import preset
 from model import Stage
+from planner import hardware, memory_terms, time_terms
+from planner.job import Job
 
 SHAPE = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
 SHAPE |= {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -95,6 +100,99 @@ def test_the_cache_has_one_latent_and_one_rotary_key_for_all_heads():
     assert kept == [7 * (12 + 4)] * 2
 
 
+# ---- Files of transformers -----------------------------------------------------------------------
+
+
+# The fields of DeepSeek-V2-Lite's config.json that change numbers, and Moonlight's.
+LITE = {
+    "model_type": "deepseek_v2",
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+MOONLIGHT = LITE | {
+    "model_type": "deepseek_v3",
+    "intermediate_size": 11264,
+    "max_position_embeddings": 8192,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "vocab_size": 163840,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(LITE, "deepseek-v2-lite"), (MOONLIGHT, "moonlight-16b-a3b")],
+    ids=["lite", "moonlight"],
+)
+def test_a_public_config_is_the_preset(config, name):
+    options, lacks = families.from_config(config, "config.json")
+    assert not lacks
+    assert make_model(options, "config.json") == preset(name)
+    assert families.unread(config, "config.json") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; here it is sigmoid"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'; here it is noaux_tc"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2; here it is 1"),
+        ({"attention_bias": True}, "attention_bias is True; here it is False"),
+        ({"rope_interleave": False}, "rope_interleave is False; here it is True"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8; here it is num_attention_heads"),
+        ({"quantization_config": {"fmt": "e4m3"}}, "quantization_config is"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 0.707}},
+            "mscale_all_dim is 0.707: scores of latent attention have no such factor here",
+        ),
+    ],
+)
+def test_a_field_that_changes_numbers_is_refused_by_name(changes, sentence):
+    _, lacks = families.from_config(MOONLIGHT | changes, "config.json")
+    assert sentence in "; ".join(lacks)
+
+
+def test_v2_refuses_groups_and_normalised_weights_by_name():
+    changes = {"topk_method": "group_limited_greedy", "norm_topk_prob": True}
+    _, lacks = families.from_config(LITE | changes, "config.json")
+    assert "topk_method is 'group_limited_greedy'; here it is greedy" in lacks
+    assert "norm_topk_prob is True; here it is False" in lacks
+
+
 # ---- Counts and checks ---------------------------------------------------------------------------
 
 
@@ -141,6 +239,74 @@ def test_published_sizes(name, count):
 def test_options_that_do_not_go_together_are_one_sentence(changes, sentence):
     with pytest.raises(UserError, match=sentence):
         validation.check(golden_worker.options(SHAPE | changes), changes.get("tp", 1))
+
+
+WIDE = {"hidden": 128, "heads": 4, "seq_length": 128, "kv_lora_rank": 48, "layers": 1}
+WIDE |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"v_head_dim": 32},  # padded to the key's 48 columns
+        {"v_head_dim": 48, "q_lora_rank": 40},
+        {"v_head_dim": 64},  # queries and keys are padded
+        {"v_head_dim": 32, "micro_batch_size": 2},
+        {"v_head_dim": 32, "recompute": "selective"},
+        {"v_head_dim": 48, "recompute": "selective"},
+    ],
+)
+def test_a_block_keeps_what_the_plan_counts(changes):
+    """Beside what a CPU's kernels keep and a GPU's do not: norms of several kernels, their root
+    mean squares, and the kernel's sums of the softmax.
+    """
+    config = validation.check(golden_worker.options(SHAPE | WIDE | changes), 1)
+    model = config.model
+    [stage] = trainer.build(config).stages
+    own = [*stage.parameters(), *stage.positions.tables]
+    kept = {t.untyped_storage().data_ptr(): 0 for t in own}
+    tensors = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        tensors.append(t)  # so that no other tensor gets its place
+        kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        return t
+
+    samples = config.layout.micro_batch_size
+    x = torch.randn(128, samples, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        stage.blocks[0](x, None, None, stage.positions.rotary(None))
+    normed = 2 * model.hidden + model.q_lora_rank + model.kv_lora_rank
+    norms = 3 + bool(model.q_lora_rank)
+    sums = 0 if config.layout.recompute == "selective" else model.heads
+    beside = 4 * 128 * samples * (normed + norms + sums)
+    job = Job(model, config.layout, config.training, hardware.load("a100-80"))
+    assert sum(kept.values()) == memory_terms.kept_bytes(job) + beside
+
+
+def test_what_tp_does_not_divide_is_whole_on_every_rank_of_the_plan():
+    """The parameters of a tensor rank, from the shapes of a real stage."""
+    case = SHAPE | {"q_lora_rank": 10, "tp": 4, "layers": 2, "pad_vocab_multiple": 1}
+    model = golden_worker.options(case).model
+    [stage] = trainer.build(validation.check(golden_worker.options(case | {"tp": 1}), 1)).stages
+    blocks = [p for block in stage.blocks for p in block.parameters()]
+    here = sum(p.numel() / (4 if p.spec.dim is not None else 1) for p in blocks)
+    parts = memory_terms.Parts(*(np.array([n]) for n in (2, False, False, False)))
+    job = Job(model, Layout(tp=4, dp=1), Training(), hardware.load("a100-80"))
+    assert memory_terms.held_parameters(job, parts) == here
+
+
+def test_the_products_that_are_priced_are_those_of_the_block():
+    """Weights of a tensor rank with sequence parallelism, by the tokens that it multiplies."""
+    model = golden_worker.options(SHAPE | {"q_lora_rank": 10, "ffn_hidden": 64}).model
+    for split in (False, True):
+        layout = Layout(tp=2, dp=1, sequence_parallel=split)
+        job = Job(model, layout, Training(), hardware.load("a100-80"))
+        flops = sum(2 * int(n) * outs * ins for n, outs, ins, _ in time_terms.matrices(job))
+        whole = 2 * model.seq_length * model_stats.whole_weights(model)
+        products = model_stats.block_flops(model) - model_stats.score_flops(model)
+        expected = (model.seq_length * products - whole) / 2 + whole / (2 if split else 1)
+        assert flops == expected
 
 
 def test_flops_are_those_of_the_matrices_that_were_built():
