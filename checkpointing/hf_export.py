@@ -184,9 +184,7 @@ def _latent(part: str, model: ModelShape) -> tuple[Callable, Callable]:
     )
 
 
-def _rule_of_router(
-    name: str, theirs: tuple[str, ...], model: ModelShape, initial: float
-) -> Rule:
+def _rule_of_router(name: str, theirs: tuple[str, ...], model: ModelShape, initial: float) -> Rule:
     """Return the rule of a router's bias or load, (experts,).
 
     name: the tensor's name, ending in .bias (the biases that --balance bias adds to the scores) or

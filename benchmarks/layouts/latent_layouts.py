@@ -1,6 +1,6 @@
 """Random layouts with latent attention, each compared with one rank; writes results/mla.md.
 
-    python benchmarks/latent_layouts.py --keep RESULTS.jsonl
+    python benchmarks/layouts/latent_layouts.py --keep RESULTS.jsonl
 
 The model has multi-head latent attention, shared experts and a dense first block, as DeepSeek-V2
 and Moonlight. A layout has tp, pp, cp, dp, ep, ZeRO, sequence parallelism, recomputation and a
@@ -18,9 +18,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from kept import add_options, from_options, head
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import golden_worker
@@ -29,6 +27,7 @@ from latent_worker import FAULTS
 from ranks import results_of
 from test_golden import distance, reference
 
+from benchmarks.results_file import add_options, from_options, head
 from config import validation
 from config.messages import UserError
 
@@ -144,7 +143,7 @@ def report(rows: list[dict]) -> str:
     facts = (
         f"{len(right)} of {sum(LAYOUTS.values())} layouts were run, {STEPS} steps each, in fp64."
     )
-    command = "python benchmarks/latent_layouts.py --keep RESULTS.jsonl"
+    command = "python benchmarks/layouts/latent_layouts.py --keep RESULTS.jsonl"
     lines = head("Latent attention in random layouts, against one rank", command, facts)
     lines += [
         "All: the largest relative difference of a loss, gradient norm or sum of weights. kv_a: of",
