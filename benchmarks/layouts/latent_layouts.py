@@ -167,7 +167,14 @@ def report(rows: list[dict]) -> str:
         counts.update(f"{name} {row[name]}" for row in right)
     counted = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
     lines += ["", f"How many layouts have what: {counted}."]
-    lines += [
+    return "\n".join(lines + planted_lines(rows)) + "\n"
+
+
+def planted_lines(rows: list[dict]) -> list[str]:
+    """The lines on planted mistakes; none if no such layout was run."""
+    if all(row["name"].count("/") == 1 for row in rows):
+        return []
+    lines = [
         "",
         "## Mistakes planted in layouts of 4 ranks with tp",
         "",
@@ -184,7 +191,7 @@ def report(rows: list[dict]) -> str:
         found = len(unequal) + sum(off > LIMIT for off in other)
         least = f"{min(other):.1e}" if other else ""
         lines.append(f"| {fault} | {len(own)} | {found} | {len(unequal)} | {least} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
