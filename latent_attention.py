@@ -153,7 +153,8 @@ class LatentAttention(nn.Module):
         """
         if rotary is None:
             raise ValueError("latent attention needs rotary positions")
-        weight = self.kv_b.weight  # (a, n + v, kv_lora_rank)
+        # (a, n + v, kv_lora_rank); --zero 3 gathers the matrix with its first dimensions joined.
+        weight = self.kv_b.weight.view(-1, self.nope + self.value, self.latent)
         of_key, of_value = weight.split((self.nope, self.value), 1)
         q_nope, q_rope = q.unflatten(-1, (len(weight), -1)).split((self.nope, self.rope), -1)
         q_latent = torch.einsum("sban,anc->sbac", q_nope, of_key)

@@ -44,7 +44,7 @@ LATENT |= {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_
 LATENT |= {"v_head_dim": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LATENT |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3}
 MOONLIGHT = LATENT | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}
-MOONLIGHT |= {"rms_norm_eps": 1e-5, "rope_theta": 5e4}
+MOONLIGHT |= {"rms_norm_eps": 1e-5, "rope_theta": 5e4, "eos_token_id": None}
 CASES = {
     "gpt2": {"n_positions": S} | OLD_NAMES,
     "gpt2 relu": {"n_positions": S, "activation_function": "relu", "n_inner": 80} | OLD_NAMES,
