@@ -31,7 +31,7 @@ def check_router(model: ModelShape) -> None:
         dense = model.first_dense_layers
         interval = model.expert_interval
         raise UserError(
-            f"first-dense-layers({dense}) and expert-interval({interval}) leave no block of "
+            f"first_dense_layers({dense}) and expert_interval({interval}) leave no block of "
             f"layers({model.layers}) with experts"
         )
     experts = model.experts
@@ -40,15 +40,15 @@ def check_router(model: ModelShape) -> None:
     if chosen > experts:
         raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")
     if experts % groups:
-        raise UserError(f"router-groups({groups}) does not divide experts({experts})")
+        raise UserError(f"router_groups({groups}) does not divide experts({experts})")
     best = model.router_groups_per_token
     if best > groups:
-        raise UserError(f"router-groups-per-token({best}) is more than router-groups({groups})")
+        raise UserError(f"router_groups_per_token({best}) is more than router_groups({groups})")
     if chosen > best * (experts // groups):
         within = f"{best} groups of {experts // groups} experts"
         raise UserError(f"experts-per-token({chosen}) is more than there are in {within}")
     if model.shared_gate and not model.shared_ffn_hidden:
-        raise UserError("--shared-gate is of the shared MLP: give --shared-ffn-hidden N too")
+        raise UserError("shared_gate is of the shared MLP: give shared_ffn_hidden too")
 
 
 def check_ranks(model: ModelShape, layout: Layout) -> None:
@@ -61,7 +61,7 @@ def check_ranks(model: ModelShape, layout: Layout) -> None:
         axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
         raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
     # tp does not cut experts. It cuts the MLP that all tokens share and MLPs in place of experts.
-    widths = {"shared-ffn-hidden": model.shared_ffn_hidden}
+    widths = {"shared_ffn_hidden": model.shared_ffn_hidden}
     if not all(map(model.has_experts, range(model.layers))):
         widths["ffn-hidden"] = model.ffn_hidden
     for name, width in widths.items():
@@ -80,7 +80,7 @@ def check_run(model: ModelShape) -> None:
         )
     if model.router_normalised and model.experts_per_token == 1:
         raise UserError(
-            "experts-per-token(1) with --router-normalised: the weight of a token's only expert is "
+            "experts-per-token(1) with router_normalised: the weight of a token's only expert is "
             "always 1, so that the router learns nothing; give --experts-per-token 2, or "
-            "--no-router-normalised for top-1 routing"
+            "router_normalised = false for top-1 routing"
         )

@@ -27,15 +27,15 @@ def norm_parameters(model: ModelShape) -> int:
 
 
 def head_norm_parameters(model: ModelShape) -> int:
-    """Parameters of --qk-norm head in a block: scales of shape (d,) for queries and for keys.
+    """Parameters of qk_norm head in a block: scales of shape (d,) for queries and for keys.
 
-    All heads share them. With another --qk-norm the result is 0.
+    All heads share them. With another qk_norm the result is 0.
     """
     return 2 * model.head_size if model.qk_norm == "head" else 0
 
 
 def normed_width(model: ModelShape) -> int:
-    """Columns of queries and keys together, (a + g) d, if --qk-norm normalises them; else 0."""
+    """Columns of queries and keys together, (a + g) d, if qk_norm normalises them; else 0."""
     return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
 
 
@@ -73,7 +73,7 @@ def _block_parameters(model: ModelShape) -> int:
     # The matrices of queries, keys and values and of the attention's output, and their biases.
     attention = h * (qkv + model.attention_width) + (qkv if model.qkv_bias else 0)
     attention += h if model.bias else 0
-    # With --qk-norm full each column of queries and keys has a scale.
+    # With qk_norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
     router = h * mlps if mlps > 1 else 0
     norms = scales + 2 * norm_parameters(model)

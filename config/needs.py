@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from config.messages import UserError
+from config.run_options import as_typed
 from config.schema import Config
 
 # The options of the model that change nothing unless --positions is rotary.
@@ -32,7 +33,7 @@ def check_used(config: Config, given: Collection[str]) -> None:
     for field, value in _changed(config):
         for need in field.metadata["needs"]:
             if field.name in given and not is_met(config, need):
-                raise UserError(f"{_as_typed(field.name, value)} needs {need}")
+                raise UserError(f"{_with_value(field, value)} needs {need}")
 
 
 def is_met(config: Config, need: str) -> bool:
@@ -63,14 +64,14 @@ def _holds(config: Config, condition: str) -> bool:
 
 
 def unused_rotary(config: Config) -> list[str]:
-    """Return the rotary options, as flags, that a model sets though its positions are not rotary.
+    """Return the rotary options that a model without rotary positions sets, with their values.
 
     Such options of a preset are no error: the user gets a note that they change nothing.
     """
     if config.model.positions == "rotary":
         return []
     changed = _changed(config)
-    return [_as_typed(field.name, value) for field, value in changed if field.name in ROTARY]
+    return [_with_value(field, value) for field, value in changed if field.name in ROTARY]
 
 
 def _groups(config: Config) -> tuple[Any, ...]:
@@ -89,13 +90,13 @@ def _changed(config: Config) -> Iterator[tuple[dataclasses.Field, Any]]:
                 yield field, value
 
 
-def _as_typed(name: str, value: Any) -> str:
-    """Return an option as a flag with its value."""
-    flag = name.replace("_", "-")
+def _with_value(field: dataclasses.Field, value: Any) -> str:
+    """Return an option with its value, as messages have it."""
+    flag = as_typed(field)
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
+        return flag if value else flag.replace("--", "--no-")
     values = value if isinstance(value, tuple) else (value,)
-    return f"--{flag} {' '.join(map(_as_text, values))}"
+    return f"{flag} {' '.join(map(_as_text, values))}"
 
 
 def _as_text(value: Any) -> str:

@@ -8,7 +8,7 @@ fields here and in schema.py, which has the options of model and layout.
 import os
 import re
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any, NamedTuple
 
 from config import batch_schedule as batches
@@ -27,17 +27,25 @@ def option(
     nargs: int | str | None = None,
     item: type = str,
     needs: tuple[str, ...] = (),
+    file_only: bool = False,
 ) -> Any:
     """Return a dataclass field that is also a command-line flag and a TOML key of the same name.
 
     The field's annotation is the type of the option. Numbers must be finite, whole numbers below
     2^63. minimum, maximum: limits that are allowed themselves; above, below: limits that are not.
     nargs: number of values of an option that is a tuple, as in argparse; item: their type. needs:
-    other options without which this one has no effect, as needs.py describes them.
+    other options without which this one has no effect, as needs.py describes them. file_only: a key
+    of run files, presets and run.json that has no flag; --set KEY=VALUE gives it too.
     """
     facts = {"help": help, "choices": choices, "nargs": nargs, "item": item, "needs": needs}
+    facts["file_only"] = file_only
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return field(default=default, metadata=facts | limits)
+
+
+def as_typed(field: Field[Any]) -> str:
+    """Return an option's name as messages have it: --micro-batch-size, or the key norm_eps."""
+    return field.name if field.metadata["file_only"] else "--" + field.name.replace("_", "-")
 
 
 # Values of the argument `needs` of `option` that several options have: what must be given for the

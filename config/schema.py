@@ -65,7 +65,11 @@ class ModelShape:
     ffn_hidden: int = option(None, "MLP width, default: 4 x hidden, SwiGLU 8/3 x hidden", minimum=1)
     seq_length: int = option(1024, "tokens in a sample", minimum=1)
     max_positions: int = option(
-        None, "learned positions, default: seq-length", minimum=1, needs=("--positions learned",)
+        None,
+        "learned positions, default: seq-length",
+        minimum=1,
+        needs=("--positions learned",),
+        file_only=True,
     )
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
@@ -74,11 +78,17 @@ class ModelShape:
         "gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "relu", "swiglu")
     )
     bias: bool = option(None, "biases in the linear layers; default: yes, with experts no")
-    embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
+    embedding_norm: bool = option(
+        False, "normalise the embedding's output, as BLOOM does", file_only=True
+    )
     tied: bool = option(True, "the output head shares the embedding's weights")
-    norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0)
+    norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0, file_only=True)
     rotary_base: float = option(
-        10000.0, "base of the rotary frequencies", above=0.0, needs=("--positions rotary",)
+        10000.0,
+        "base of the rotary frequencies",
+        above=0.0,
+        needs=("--positions rotary",),
+        file_only=True,
     )
     rotary_fraction: float = option(
         1.0,
@@ -86,18 +96,25 @@ class ModelShape:
         above=0.0,
         maximum=1.0,
         needs=("--positions rotary",),
+        file_only=True,
     )
     rotary_scaling: str = option(
         "none",
         "of rotary frequencies: none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS",
         needs=("--positions rotary",),
+        file_only=True,
     )
-    head_size: int = option(None, "width of a head, default: hidden / heads", minimum=1)
-    qkv_bias: bool = option(None, "biases of queries, keys and values, default: as --bias")
+    head_size: int = option(
+        None, "width of a head, default: hidden / heads", minimum=1, file_only=True
+    )
+    qkv_bias: bool = option(
+        None, "biases of queries, keys and values, default: as --bias", file_only=True
+    )
     qk_norm: str = option(
         "none",
         "RMSNorm of queries and keys: of each head, or all",
         choices=("none", "head", "full"),
+        file_only=True,
     )
     block: str = option(
         "pre-norm",
@@ -118,26 +135,39 @@ class ModelShape:
         "first blocks that have one MLP, as wide as ffn-hidden, and no experts",
         minimum=0,
         needs=EXPERTS,
+        file_only=True,
     )
     expert_interval: int = option(
         1,
         "every Nth block has experts, after the first dense ones; others have one MLP",
         minimum=1,
         needs=EXPERTS,
+        file_only=True,
     )
     router: str = option(
         "softmax", "scores of the experts for a token", choices=("softmax", "sigmoid")
     )
-    router_normalised: bool = option(True, "the weights of a token's experts sum to 1")
-    router_scale: float = option(1.0, "factor of the weights of a token's experts", above=0.0)
-    router_groups: int = option(1, "groups of experts among which the router chooses", minimum=1)
+    router_normalised: bool = option(
+        True, "the weights of a token's experts sum to 1", file_only=True
+    )
+    router_scale: float = option(
+        1.0, "factor of the weights of a token's experts", above=0.0, file_only=True
+    )
+    router_groups: int = option(
+        1, "groups of experts among which the router chooses", minimum=1, file_only=True
+    )
     router_groups_per_token: int = option(
-        1, "groups with the best scores, in which a token's experts are", minimum=1
+        1, "groups with the best scores, in which a token's experts are", minimum=1, file_only=True
     )
     shared_ffn_hidden: int = option(
-        0, "width of an MLP beside the experts that every token takes; 0: none", minimum=0
+        0,
+        "width of an MLP beside the experts that every token takes; 0: none",
+        minimum=0,
+        file_only=True,
     )
-    shared_gate: bool = option(False, "a gate that each token opens for the shared MLP")
+    shared_gate: bool = option(
+        False, "a gate that each token opens for the shared MLP", file_only=True
+    )
 
     def __post_init__(self) -> None:
         """Derive the fields that are None; UserError if layers, hidden or heads is not given."""

@@ -89,13 +89,13 @@ def check_shape(model: ModelShape) -> None:
         below = [n for n in divisors if n < model.heads][-1:]
         above = [n for n in divisors if n > model.heads][:1]
         near = " or ".join(map(str, below + above))
-        raise UserError(f"{both}: give --heads {near or model.hidden}, or a --head-size")
+        raise UserError(f"{both}: give --heads {near or model.hidden}, or a head_size")
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
     _check_experts(model)
     rotary_scaling(model.rotary_scaling)
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
-        part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
+        part = f"head_size({model.head_size}) * rotary_fraction({model.rotary_fraction:g})"
         raise UserError(
             f"rotary positions turn an even number of columns of a head, 2 or more: {part} is "
             f"{model.rotary_width}"
@@ -103,28 +103,28 @@ def check_shape(model: ModelShape) -> None:
     if model.positions == "learned" and model.seq_length > model.max_positions:
         raise UserError(
             f"seq-length({model.seq_length}) is longer than the learned positions: "
-            f"max-positions({model.max_positions}); for a new model give --max-positions "
+            f"max_positions({model.max_positions}); for a new model give --set max_positions="
             f"{model.seq_length}"
         )
 
 
-# For each kind of --rotary-scaling, the names that its numbers have in config.json, in order.
+# For each kind of rotary_scaling, the names that its numbers have in config.json, in order.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROTARY_SCALING = {"none": (), "linear": ("factor",), "llama3": _LLAMA3}
 
 
 def rotary_scaling(text: str) -> tuple[str, list[float]]:
-    """Return the kind and the numbers of --rotary-scaling; UserError if the text is malformed."""
+    """Return the kind and the numbers of rotary_scaling; UserError if the text is malformed."""
     kind, *parts = text.split(":")
     with contextlib.suppress(ValueError):
         numbers = [float(part) for part in parts]
         is_known = kind in ROTARY_SCALING and len(numbers) == len(ROTARY_SCALING[kind])
         if is_known and all(0 < number < math.inf for number in numbers):
             if kind == "llama3" and numbers[1] >= numbers[2]:
-                raise UserError(f"--rotary-scaling {text}: LOW must be below HIGH")
+                raise UserError(f"rotary_scaling {text}: LOW must be below HIGH")
             return kind, numbers
     raise UserError(
-        "--rotary-scaling is none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS with numbers "
+        "rotary_scaling is none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS with numbers "
         f"above 0 like llama3:8:1:4:8192, not {text!r}"
     )
 
@@ -161,9 +161,9 @@ def _check_experts(
         return
     is_given = {
         "--experts-per-token": model.experts_per_token > 1,
-        "--router-groups": model.router_groups > 1,
-        "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
-        "--shared-gate": model.shared_gate,
+        "router_groups": model.router_groups > 1,
+        "shared_ffn_hidden": model.shared_ffn_hidden > 0,
+        "shared_gate": model.shared_gate,
         "--ep": layout is not None and (layout.ep or 1) > 1,
         "--balance": training is not None and training.balance != "none",
         "--router-z-loss": training is not None and training.router_z_loss > 0,
