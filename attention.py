@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attention_masks
 from attention_masks import Mask
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from config.validation import rotary_scaling
 from data import Batch

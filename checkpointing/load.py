@@ -28,8 +28,8 @@ from checkpointing.resumed import choose, configuration
 from checkpointing.state import Progress, checkpoints_folder, fingerprint, unpadded_shards
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
+from config.errors import UserError
 from config.inherited import of_the_run
-from config.messages import UserError
 from config.needs import ROTARY
 from config.schema import EMA, Config
 from corpora.usage import Usage

@@ -20,8 +20,8 @@ from checkpointing.file_format import INDEX
 from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
 from config.command_line import build, check_option, make_model
+from config.errors import UserError
 from config.inherited import Inherited, inherited
-from config.messages import UserError
 from config.past import Past, from_text, new_run, to_text
 from config.run_options import Run
 from config.schema import GROUPS, Config

@@ -14,6 +14,8 @@ needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
 block_kinds     these numbers for models with blocks of two kinds, with experts and without
-launcher        the commands of an installed Trine
-messages        `UserError`, the parser and the version of every program
+console         the commands of an installed Trine
+errors          `UserError`, and how a program ends with one
+cli             the parser and the version of every program, numbers with units
+paths           files and folders that a program writes, checked before its work
 """

@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from config.cli import Parser, check_decoded, number, whole_number
+from config.errors import UserError, nearest
 from config.inherited import Inherited
-from config.messages import Parser, UserError, check_decoded, nearest, number, whole_number
 from config.needs import check_used, unused_rotary
 from config.regular_files import open_regular
 from config.run_options import Run, as_typed
@@ -311,8 +312,9 @@ def _without_flag(word: str) -> str:
         return ""
     if field.type is bool:
         value = "false" if is_off else "true"
-    value = value or field.type.__name__.upper()
-    in_toml = f'"{value}"' if field.type is str else value
+    kind: Any = field.type
+    value = value or kind.__name__.upper()
+    in_toml = f'"{value}"' if kind is str else value
     return (
         f"{flag} is a key of [model] in a run file: write {field.name} = {in_toml} into the file "
         f"of --config, or give --set {field.name}={value}"

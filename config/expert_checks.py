@@ -4,7 +4,7 @@ Each check raises UserError with a sentence that shows the values that do not go
 schema.py, which has the options, before this file.
 """
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 
 

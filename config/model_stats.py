@@ -15,7 +15,7 @@ whose blocks are alike; `block_flops` takes any model.
 from collections.abc import Callable
 from typing import Any
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config, ModelShape
 
 # ---- Parameters ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import as_typed
 from config.schema import Config
 

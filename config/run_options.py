@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field
 from typing import Any, NamedTuple
 
 from config import batch_schedule as batches
-from config.messages import UserError
+from config.errors import UserError
 
 
 def option(

@@ -17,7 +17,7 @@ from typing import Any
 
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
-from config.messages import UserError
+from config.errors import UserError
 from config.past import Past
 from config.run_options import EXPERTS, Data, Run, Training, option
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from config import batch_schedule, families
-from config.messages import Parser, UserError, nearest
+from config.cli import Parser
+from config.errors import UserError, nearest
 from config.past import Past
 from config.schema import ModelShape
 

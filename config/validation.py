@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import Run, parse_eval_sets
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training
 

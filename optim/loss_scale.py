@@ -6,7 +6,7 @@ it is infinite or NaN. An overflow on any rank skips the update on all ranks: ze
 the gradient norm, which is not finite then, and which every rank computes in any case.
 """
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Training
 
 

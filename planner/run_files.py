@@ -16,7 +16,7 @@ from typing import Any
 
 from config import families
 from config.command_line import build, check_option
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import GROUPS, SCHEDULES, Config, ModelShape
 from planner.hardware import Machine

@@ -24,7 +24,7 @@ from checkpointing.index import Index
 from checkpointing.load import repeatability
 from checkpointing.state import Progress
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 
 GPT = {"positions": "learned"}
 LLAMA = {

@@ -10,9 +10,10 @@ from dataclasses import asdict, fields, replace
 import pytest
 from ranks import ROOT
 
-from config import messages
+from config import errors
+from config.cli import VERSION, whole_number
 from config.command_line import parse, parse_request, to_words
-from config.messages import VERSION, UserError, whole_number
+from config.errors import UserError
 from config.needs import is_met
 from config.schema import GROUPS, Config, ModelShape
 from config.spelling import preset
@@ -307,16 +308,16 @@ def test_what_is_left_to_the_machine_is_on_where_it_is_right(words, ranks, on_gp
 
 
 def test_control_characters_are_shown_as_escapes():
-    assert messages.printable("Grüße, \U0001f468\u200d\U0001f469!\n\tmore") == (
+    assert errors.printable("Grüße, \U0001f468\u200d\U0001f469!\n\tmore") == (
         "Grüße, \U0001f468\u200d\U0001f469!\n\tmore"
     )
-    assert messages.printable("\x1b]0;a\x07\r\x9b\u202e\ud800") == r"\x1b]0;a\x07\r\x9b\u202e\ud800"
-    assert messages.printable("a\nb", keep="") == r"a\nb"
+    assert errors.printable("\x1b]0;a\x07\r\x9b\u202e\ud800") == r"\x1b]0;a\x07\r\x9b\u202e\ud800"
+    assert errors.printable("a\nb", keep="") == r"a\nb"
 
 
 def test_an_error_shows_control_characters_of_files_as_escapes(capsys):
     with pytest.raises(SystemExit):
-        messages.exit_with(UserError("the file says \x1b[2J"))
+        errors.exit_with(UserError("the file says \x1b[2J"))
     assert capsys.readouterr().err == "error: the file says \\x1b[2J\n"
 
 

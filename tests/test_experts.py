@@ -26,7 +26,7 @@ import data
 import parallel
 import trainer
 from config import schema, validation
-from config.messages import UserError
+from config.errors import UserError
 from corpora.token_files import IndexedDatasetWriter
 from distributed.mesh import Mesh
 from distributed.token_exchange import order_by_expert

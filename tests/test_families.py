@@ -13,7 +13,7 @@ from test_golden import check_lines
 from checkpointing import hf_export
 from config import families, model_stats, schema, validation
 from config.command_line import parse, parse_request
-from config.messages import UserError
+from config.errors import UserError
 from config.spelling import LACKS, PRESETS, preset
 from data import Batch
 from distributed.mesh import Mesh

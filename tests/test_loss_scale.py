@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Training
 from optim.loss_scale import LossScale
 

@@ -12,7 +12,7 @@ from ranks import ROOT
 
 import plan
 from config.command_line import parse_request, to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from config.spelling import preset
 from config.validation import check_any_length

@@ -7,7 +7,7 @@ import pytest
 
 import plan
 from config import block_kinds, model_stats
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from planner import hardware, layouts, memory, op_costs, questions, step_time
