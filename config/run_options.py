@@ -53,11 +53,29 @@ def as_typed(field: Field[Any]) -> str:
 LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
 HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
 FP16 = ("--precision fp16",)
-DYNAMIC_SCALE = (*FP16, "--loss-scale 0: a dynamic scale")
 SAVES = ("--save-every or --save-every-minutes: nothing is saved",)
 EXPERTS = ("--experts above 1",)
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
+
+
+class DynamicScale(NamedTuple):
+    """The constants of fp16's dynamic loss scale, which were options before.
+
+    It begins at 2 to the power of initial_loss_scale_power, as torch.amp.GradScaler does, and
+    doubles after loss_scale_window steps without an overflow. It is halved, down to min_loss_scale,
+    once loss_scale_hysteresis overflows have come since it last doubled: Megatron-LM's defaults
+    (core 0.16). A run ends after max_overflows overflows in a row at the smallest or a fixed scale.
+    """
+
+    initial_loss_scale_power: int = 16
+    loss_scale_window: int = 1000
+    loss_scale_hysteresis: int = 2
+    min_loss_scale: float = 1.0
+    max_overflows: int = 5
+
+
+LOSS_SCALE = DynamicScale()
 
 
 @dataclass(frozen=True)
@@ -128,29 +146,7 @@ class Training:
     sgd_momentum: float = option(
         0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0, needs=("--optimizer sgd",)
     )
-    initial_loss_scale_power: int = option(
-        16,
-        "fp16: the dynamic loss scale begins at 2 to this power",
-        minimum=0,
-        maximum=127,
-        needs=DYNAMIC_SCALE,
-    )
     loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0, needs=FP16)
-    loss_scale_window: int = option(
-        1000,
-        "fp16: steps without overflow after which the scale doubles",
-        minimum=1,
-        needs=DYNAMIC_SCALE,
-    )
-    loss_scale_hysteresis: int = option(
-        2, "fp16: overflows until the scale is halved", minimum=1, needs=DYNAMIC_SCALE
-    )
-    min_loss_scale: float = option(
-        1.0, "fp16: smallest dynamic loss scale", above=0.0, needs=DYNAMIC_SCALE
-    )
-    max_overflows: int = option(
-        5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1, needs=FP16
-    )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     balance: str = option(

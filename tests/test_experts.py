@@ -43,7 +43,7 @@ from parallel import ParamFactory
 WITHOUT_A_LINE = {
     *("hidden", "heads", "seq_length", "lr", "adam_eps", "pad_vocab_multiple", "dp"),
     *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
-    *("skip_samples", "max_overflows"),
+    "skip_samples",
 }
 SHAPE = {
     "precision": "fp64",
