@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from config.cli import Parser, check_decoded, number, whole_number
 from config.errors import UserError, nearest
 from config.inherited import Inherited
-from config.needs import check_used, unused_rotary
 from config.regular_files import open_regular
 from config.run_options import Run, as_typed
 from config.schema import GROUPS, Config, ModelShape
-from config.validation import check_shape
+from config.validation import check_shape, check_used, unused_rotary
 
 if TYPE_CHECKING:
     from config.spelling import Translation

@@ -15,6 +15,7 @@ whose blocks are alike; `block_flops` takes any model.
 from collections.abc import Callable
 from typing import Any
 
+from config import block_kinds
 from config.errors import UserError
 from config.schema import Config, ModelShape
 
@@ -46,8 +47,6 @@ def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any
     """
     if model.experts == 1:
         return value(model)
-    from config import block_kinds  # imported here: only models with experts need this module
-
     return block_kinds.mean(model, value)
 
 
@@ -60,8 +59,6 @@ def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
     """Parameters of the blocks [first, last) of a model, for example of a pipeline stage."""
     if model.experts == 1:  # all blocks are alike
         return (last - first) * _block_parameters(model)
-    from config import block_kinds  # imported here: only models with experts need this module
-
     return block_kinds.total(model, _block_parameters, first, last)
 
 

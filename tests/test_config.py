@@ -14,10 +14,9 @@ from config import errors
 from config.cli import VERSION, whole_number
 from config.command_line import parse, parse_request, to_words
 from config.errors import UserError
-from config.needs import is_met
 from config.schema import GROUPS, Config, ModelShape
 from config.spelling import preset
-from config.validation import check
+from config.validation import check, is_met
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
 
@@ -69,8 +68,8 @@ def test_every_option_that_needs_another_is_tried_and_says_nothing_at_its_defaul
     options = [field for group in GROUPS.values() for field in fields(group)]
     named = [field.name for field in options if field.metadata["needs"]]
     for field in options:
-        for need in field.metadata["needs"]:
-            is_met(configure(BASE), need)  # an error if it names no option
+        if needs := field.metadata["needs"]:
+            is_met(configure(BASE), needs)  # an error if it names no option
     firsts = {words.removeprefix("--set ").partition("=")[0].split()[0] for words in USELESS}
     tried = {word.removeprefix("--no-").lstrip("-").replace("-", "_") for word in firsts}
     assert set(named) == tried
