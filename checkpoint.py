@@ -55,7 +55,6 @@ if __name__ == "__main__":
 with errors.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
-    from checkpointing.merge import merge, shares_of
     from config.cli import Parser
     from config.errors import UserError
     from config.families import FAMILIES
@@ -145,6 +144,8 @@ def run_command(arguments: list[str]) -> None:
 
 def _merge(sources: list[str], target: str, weights: str, averaged: bool) -> None:
     """Merge checkpoints, the oldest first, and print what was done; UserError for wrong options."""
+    from checkpointing.merge import merge, shares_of  # they import torch
+
     found = [folders.find_checkpoints(source)[0] for source in sources]
     if len(found) < 2:
         raise UserError(f"a merge needs two checkpoints or more, not {len(found)}")

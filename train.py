@@ -48,7 +48,6 @@ with ending_all_ranks(watch), errors.installed():
     from config.paths import check_paths
     from config.schema import Config
     from config.validation import check
-    from corpora import blends, sample_order, text, token_files
     from distributed.context import prepare
     from distributed.launch import Launch, check_launch, discover
     from telemetry import trackers
@@ -133,6 +132,8 @@ def check_data(config: Config) -> None:
 
     Print a note if the vocabulary is larger than the corpora's tokenizer needs.
     """
+    from corpora import blends, sample_order, text, token_files  # they import numpy
+
     options = config.data
     synthetic = options.data == ("synthetic",)
     if synthetic and not options.eval_data and not config.run.sample_prompt:
