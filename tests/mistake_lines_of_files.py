@@ -116,8 +116,8 @@ dir dir | unrecognized arguments: dir
     "benchmarks": """
 @/benchmarks/
 network/allreduce.py | one rank has nothing to exchange: start this with mpirun or srun
-network/allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter, all-gather
-network/allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1: --max-bytes is at
+network/allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter
+network/allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1
 network/allreduce.py --seconds nan | --seconds must be a number above 0, not nan
 network/allreduce.py --min-bytes 1Q | --min-bytes takes a whole number, not '1Q'
 network/allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
