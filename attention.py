@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attention_masks
 from attention_masks import Mask
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from config.validation import rotary_scaling
 from data import Batch
@@ -123,7 +123,7 @@ def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
 def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of rotary positions (arXiv 2104.09864): float64, (s, 1, 1, r) each.
 
-    Only the first r columns of a head are turned (--rotary-fraction). As in Llama, column i forms a
+    Only the first r columns of a head are turned (rotary_fraction). As in Llama, column i forms a
     pair with column i + r/2, so both halves of a table are equal.
     """
     r = model.rotary_width
@@ -136,7 +136,7 @@ def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
 
 
 def _scale_frequencies(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
-    """Return the frequencies after --rotary-scaling, which models trained on fewer tokens need.
+    """Return the frequencies after rotary_scaling, which models trained on fewer tokens need.
 
     kind, numbers: the parts of the option. linear: all frequencies are divided by the factor.
     llama3 (Llama 3.1): a frequency is divided by the factor if it turns less than `low` times in
@@ -338,9 +338,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> 
 
 
 class QueryKeyNorm(nn.Module):
-    """RMSNorm of q and k: over each head, or with --qk-norm full over all heads of all tp ranks.
+    """RMSNorm of q and k: over each head, or with qk_norm full over all heads of all tp ranks.
 
-    The attributes q and k are the weights: (d,), or with --qk-norm full (a, d) and (g, d).
+    The attributes q and k are the weights: (d,), or with qk_norm full (a, d) and (g, d).
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):

@@ -5,8 +5,8 @@
                          the latent --norm, kv_b--> k_nope | v of each head
 
 A head's query and key are a part that positions do not turn (n columns) and a part that they turn
-(r columns, --qk-rope-head-dim); the turned part of the key is shared by all heads. Without
---q-lora-rank the queries come from x by one matrix, `q`. Attention is then that of attention.py.
+(r columns, qk_rope_head_dim); the turned part of the key is shared by all heads. Without
+q_lora_rank the queries come from x by one matrix, `q`. Attention is then that of attention.py.
 
 Tensor parallelism divides q, q_b, kv_b and the output's matrix by heads, like ordinary attention.
 The matrices to the latents, q_a and kv_a, are whole on every tensor rank. What a rank's heads

@@ -33,8 +33,8 @@ from checkpointing.model_record import ModelRecord
 from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
 from config import families
 from config.command_line import make_model
+from config.errors import UserError
 from config.families import Family
-from config.messages import UserError
 from config.schema import ModelShape
 
 # ---- Rules ---------------------------------------------------------------------------------------

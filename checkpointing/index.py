@@ -30,7 +30,7 @@ import numpy as np
 from checkpointing import folders
 from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
 from config.command_line import make_model
-from config.messages import UserError
+from config.errors import UserError
 from config.past import from_text, to_text
 from config.schema import EMA, ModelShape
 from corpora.hdf5_files import member

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import MOST_OF_OBJECT, open_regular
 from config.schema import ModelShape
 from config.validation import ROTARY_SCALING, rotary_scaling

@@ -15,7 +15,8 @@ whose blocks are alike; `block_flops` takes any model.
 from collections.abc import Callable
 from typing import Any
 
-from config.messages import UserError
+from config import block_kinds
+from config.errors import UserError
 from config.schema import Config, ModelShape
 
 # ---- Parameters ----------------------------------------------------------------------------------
@@ -27,15 +28,15 @@ def norm_parameters(model: ModelShape) -> int:
 
 
 def head_norm_parameters(model: ModelShape) -> int:
-    """Parameters of --qk-norm head in a block: scales of shape (d,) for queries and for keys.
+    """Parameters of qk_norm head in a block: scales of shape (d,) for queries and for keys.
 
-    All heads share them. With another --qk-norm the result is 0.
+    All heads share them. With another qk_norm the result is 0.
     """
     return 2 * model.head_size if model.qk_norm == "head" else 0
 
 
 def normed_width(model: ModelShape) -> int:
-    """Columns of queries and keys together, (a + g) d, if --qk-norm normalises them; else 0."""
+    """Columns of queries and keys together, (a + g) d, if qk_norm normalises them; else 0."""
     return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
 
 
@@ -46,8 +47,6 @@ def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any
     """
     if model.experts == 1:
         return value(model)
-    from config import block_kinds  # imported here: only models with experts need this module
-
     return block_kinds.mean(model, value)
 
 
@@ -60,8 +59,6 @@ def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
     """Parameters of the blocks [first, last) of a model, for example of a pipeline stage."""
     if model.experts == 1:  # all blocks are alike
         return (last - first) * _block_parameters(model)
-    from config import block_kinds  # imported here: only models with experts need this module
-
     return block_kinds.total(model, _block_parameters, first, last)
 
 
@@ -72,7 +69,7 @@ def _block_parameters(model: ModelShape) -> int:
     # The matrices of queries, keys and values and of the attention's output, and their biases.
     attention = attention_weights(model) + (model.qkv_width if model.qkv_bias else 0)
     attention += h if model.bias else 0
-    # With --qk-norm full each column of queries and keys has a scale.
+    # With qk_norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
     scales += model.q_lora_rank + model.kv_lora_rank  # of the latents' norms
     router = h * mlps if mlps > 1 else 0

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import numpy as np
 
 from config import block_kinds
-from config.messages import UserError
+from config.errors import UserError
 from config.model_stats import block_parameters, mlp_parameters, whole_weights
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine

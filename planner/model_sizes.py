@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from config.command_line import reshape
-from config.messages import UserError
+from config.errors import UserError
 from config.model_stats import parameters
 from config.schema import ModelShape
 from config.validation import check_shape

@@ -13,7 +13,7 @@ from test_golden import check_lines
 from checkpointing import hf_export
 from config import families, model_stats, schema, validation
 from config.command_line import parse, parse_request
-from config.messages import UserError
+from config.errors import UserError
 from config.spelling import LACKS, PRESETS, preset
 from data import Batch
 from distributed.mesh import Mesh
@@ -334,14 +334,14 @@ def test_a_shape_that_no_family_has_is_one_sentence_with_the_nearest():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rotary_scaling": "linear"}, "--rotary-scaling is none, linear:FACTOR or llama3:"),
+        ({"rotary_scaling": "linear"}, "rotary_scaling is none, linear:FACTOR or llama3:"),
         ({"rotary_scaling": "llama3:8:4:1:512"}, "LOW must be below HIGH"),
         ({"rotary_scaling": "linear:nan"}, "with numbers above 0"),
         ({"positions": "rotary", "rotary_fraction": 0.4}, "is 3$"),
         ({"positions": "rotary", "rotary_fraction": 0.1}, "2 or more: .* is 0"),
         (
             {"heads": 5},
-            r"heads\(5\) does not divide hidden\(48\): give --heads 4 or 6, or a --head-size",
+            r"heads\(5\) does not divide hidden\(48\): give --heads 4 or 6, or a head_size",
         ),
     ],
 )

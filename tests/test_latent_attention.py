@@ -18,7 +18,7 @@ import trainer
 from attention import KeyValueCache
 from config import families, model_stats, validation
 from config.command_line import make_model
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, Training
 from config.spelling import preset
 from model import Stage
@@ -225,13 +225,13 @@ def test_published_sizes(name, count):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"kv_lora_rank": 0}, r"qk-nope-head-dim\(6\) is of latent attention: give kv-lora-rank"),
-        ({"v_head_dim": 0}, r"kv-lora-rank\(12\) needs a v-head-dim above 0"),
-        ({"positions": "alibi"}, r"kv-lora-rank\(12\) needs positions rotary, not alibi"),
-        ({"kv_heads": 4}, r"kv-lora-rank\(12\) needs kv-heads 8, not 4"),
-        ({"head_size": 12}, r"kv-lora-rank\(12\) needs head-size 10, not 12"),
-        ({"qk_norm": "head"}, r"kv-lora-rank\(12\) needs qk-norm none, not head"),
-        ({"qkv_bias": True}, r"kv-lora-rank\(12\) needs qkv-bias False, not True"),
+        ({"kv_lora_rank": 0}, r"qk_nope_head_dim\(6\) is of latent attention: give kv_lora_rank"),
+        ({"v_head_dim": 0}, r"kv_lora_rank\(12\) needs a v_head_dim above 0"),
+        ({"positions": "alibi"}, r"kv_lora_rank\(12\) needs positions rotary, not alibi"),
+        ({"kv_heads": 4}, r"kv_lora_rank\(12\) needs kv_heads 8, not 4"),
+        ({"head_size": 12}, r"kv_lora_rank\(12\) needs head_size 10, not 12"),
+        ({"qk_norm": "head"}, r"kv_lora_rank\(12\) needs qk_norm none, not head"),
+        ({"qkv_bias": True}, r"kv_lora_rank\(12\) needs qkv_bias False, not True"),
         ({"qk_rope_head_dim": 3}, "turn an even number of columns of a head, 2 or more"),
         ({"tp": 8, "heads": 4}, r"tp\(8\) does not divide heads\(4\)"),
     ],

@@ -20,7 +20,7 @@ import sample
 from checkpointing import hf_export, model_record
 from config import families
 from config.command_line import make_model, parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from corpora.encoder import Encoder
 from corpora.tokenizer_files import load_tokenizer, read_settings

@@ -7,7 +7,7 @@ import rehearse
 import tune
 from config import validation
 from config.command_line import parse_request
-from config.messages import UserError
+from config.errors import UserError
 from config.spelling import PRESETS, means_preset, preset
 from planner import hardware
 from tuner.session import Session

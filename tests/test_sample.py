@@ -18,7 +18,7 @@ import checkpoint
 import decoding
 import sample
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 from corpora import text
 from corpora.encoder import END
 from decoding import Choice, choose

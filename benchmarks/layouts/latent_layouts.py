@@ -29,7 +29,7 @@ from test_golden import distance, reference
 
 from benchmarks.results_file import add_options, from_options, head
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "mla.md"
 LAYOUTS = {2: 50, 4: 80, 8: 20}  # by the number of ranks
