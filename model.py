@@ -7,7 +7,7 @@ f MLP width, V vocabulary; with tensor parallelism a, g and f are the local a/tp
 Weights are drawn as in GPT-2: from a normal distribution, whose standard deviation is smaller by
 sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream.
 A ParamFactory makes the parameters, which are split over tp, and has the settings of all layers.
-Read parallel.py first; attention is in attention.py and the loss in loss.py.
+Read parallel.py first; attention is in attention.py and latent_attention.py, the loss in loss.py.
 """
 
 import functools
@@ -25,6 +25,7 @@ from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
 from experts import ExpertMLP
+from latent_attention import LatentAttention
 from loss import cross_entropy
 from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
@@ -130,7 +131,8 @@ class Block(nn.Module):
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
-        self.attention = Attention(
+        make_attention = LatentAttention if model.is_latent else Attention
+        self.attention = make_attention(
             factory, f"{name}.attention", model, std, recompute == "selective"
         )
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)

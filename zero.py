@@ -276,7 +276,7 @@ class Optimizer:
         number given to `begin_step`.
         If the gradient norm is not finite, if the batch has no target, or if `accepts` returns
         False, no rank updates its weights; without targets, norm and loss are 0. Raise UserError if
-        fp16 overflows in --max-overflows steps in a row at a scale that cannot fall any more.
+        fp16 overflows in 5 steps in a row at a scale that cannot fall any more.
         """
         recorder = self.mesh.recorder
         recorder.at("reduce")

@@ -28,10 +28,9 @@ from checkpointing.resumed import choose, configuration
 from checkpointing.state import Progress, checkpoints_folder, fingerprint, unpadded_shards
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
+from config.errors import UserError
 from config.inherited import of_the_run
-from config.messages import UserError
-from config.needs import ROTARY
-from config.schema import EMA, Config
+from config.schema import EMA, ROTARY_OPTIONS, Config
 from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
@@ -122,7 +121,9 @@ class Loader:
         positions = self.config.model.positions
         # Fields of the shape without effect, which may differ: the options of rotary positions if
         # positions are learned, the lengths if they are rotary, both with alibi.
-        unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
+        unused = {"learned": ROTARY_OPTIONS, "rotary": LENGTHS}.get(
+            positions, (*LENGTHS, *ROTARY_OPTIONS)
+        )
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
             return

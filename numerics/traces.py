@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 from config.schema import Layout
 from corpora.mapped_files import read_header

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Training
 from optim import precision
 from parallel import ParamSpec

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config
 from planner import hardware, memory_terms, muon_terms
 from planner.job import Job, term

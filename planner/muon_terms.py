@@ -26,6 +26,9 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     """
     h = model.hidden
     d = model.head_size
+    if model.is_latent:
+        found = _latent_matrices(model, mode)
+        return found + _mlp_matrices(model)
     rows = {
         "joint": [(1, (model.heads + 2 * model.kv_heads) * d)],
         "split": [(1, model.heads * d), (2, model.kv_heads * d)],
@@ -33,6 +36,30 @@ def matrices_of_block(model: ModelShape, mode: str) -> list[tuple[int, int, int]
     }[mode]
     found = [(count, size, h) for count, size in rows]
     found.append((1, h, model.heads * d))  # attention's output matrix
+    return found + _mlp_matrices(model)
+
+
+def _latent_matrices(model: ModelShape, mode: str) -> list[tuple[int, int, int]]:
+    """Return the matrices of multi-head latent attention (latent_attention.py) as above."""
+    h, heads, latent = model.hidden, model.heads, model.kv_lora_rank
+    q_in = model.q_lora_rank or h
+    nope, rope, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+    found = [(1, h, heads * value)]  # attention's output matrix
+    if model.q_lora_rank:
+        found.append((1, model.q_lora_rank, h))
+    found += [(heads, nope + rope, q_in)] if mode == "head" else [(1, heads * (nope + rope), q_in)]
+    if mode == "joint":
+        return [*found, (1, latent + rope, h), (1, heads * (nope + value), latent)]
+    found += [(1, latent, h), (1, rope, h)]
+    if mode == "head":
+        return [*found, (heads, nope, latent), (heads, value, latent)]
+    return [*found, (1, heads * nope, latent), (1, heads * value, latent)]
+
+
+def _mlp_matrices(model: ModelShape) -> list[tuple[int, int, int]]:
+    """Return the matrices of a block's MLP, or of its experts and its shared MLP, as above."""
+    h = model.hidden
+    found: list[tuple[int, int, int]] = []
     widths = [(1, model.ffn_hidden)]
     if model.experts > 1:
         widths = [(model.experts, model.expert_ffn_hidden), (1, model.shared_ffn_hidden)]

@@ -8,7 +8,7 @@ from compare import relative_difference
 from ranks import results_of
 
 from config import schema, validation
-from config.messages import UserError
+from config.errors import UserError
 
 MODES = ("joint", "split", "head")
 MODEL = {"optimizer": "muon", "layers": 2, "hidden": 16, "heads": 4, "seq_length": 8}
@@ -18,6 +18,16 @@ ONE_STEP |= {"activation": "swiglu", "ffn_hidden": 64, "seq_length": 64, "global
 KINDS = {
     "grouped": {"kv_heads": 2, "activation": "swiglu", "ffn_hidden": 24, "bias": False},
     "gelu": {"bias": True},
+    "latent": {
+        "positions": "rotary",
+        "kv_lora_rank": 12,
+        "q_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "norm": "rmsnorm",
+        "bias": False,
+    },
     "experts": {"experts": 4, "activation": "swiglu", "shared_ffn_hidden": 16, "ffn_hidden": 24},
 }
 
@@ -77,7 +87,7 @@ def drawn_jobs(
     chance = random.Random(seed)
     jobs = []
     for number in range(count):
-        mode, kind = MODES[number % 3], list(KINDS)[number // 3 % 3]
+        mode, kind = MODES[number % 3], list(KINDS)[number // 3 % len(KINDS)]
         world = chance.choice(ranks)
         model = MODEL | KINDS[kind] | {"precision": precision, "muon_qkv": mode, "steps": 10}
         jobs.append((world, model | drawn_layout(world, chance, model)))

@@ -11,12 +11,12 @@ import threading
 import golden_worker
 import pytest
 import torch
-from muon_layouts import MODES, ONE_STEP, drawn_jobs, largest_differences
+from muon_layouts import KINDS, MODEL, MODES, ONE_STEP, drawn_jobs, largest_differences
 from ranks import results_of
 
 import trainer
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Training
 from distributed.collectives import Group
 from optim import matrix_owners, muon
@@ -155,6 +155,26 @@ def size(box):
     return torch.Size([stop - start for start, stop in box]).numel()
 
 
+def check_planned(case, run):
+    """The matrices of a run are those that the planner prices, with their FLOPs."""
+    found = sorted(
+        shape
+        for update_set in run.optimizer.update_sets
+        if isinstance(update_set.rule, muon.Muon)
+        for shape in (matrix.shape for matrix in update_set.rule.owners.matrices)
+    )
+    model_mode = case.get("muon_qkv", "split")
+    model = golden_worker.options(case).model
+    planned = [
+        (rows, columns)
+        for count, rows, columns in muon_terms.matrices_of_block(model, model_mode)
+        for _ in range(count * model.layers)
+    ]
+    assert found == sorted(planned)
+    for rows, columns in found:
+        assert muon.operations(rows, columns) == muon_terms.newton_schulz_flops(rows, columns)
+
+
 def test_every_matrix_of_a_model_is_updated_by_its_rule():
     """Attention's and the MLPs' matrices by Muon; all others, routers too, by AdamW."""
     case = {"optimizer": "muon", "experts": 4, "shared_ffn_hidden": 16, "shared_gate": True}
@@ -170,21 +190,14 @@ def test_every_matrix_of_a_model_is_updated_by_its_rule():
         *("attention.qkv.weight", "attention.out.weight", "mlp.experts.up.weight"),
         *("mlp.experts.down.weight", "mlp.shared.up.weight", "mlp.shared.down.weight"),
     }
-    found = sorted(
-        shape
-        for update_set in run.optimizer.update_sets
-        if isinstance(update_set.rule, muon.Muon)
-        for shape in (matrix.shape for matrix in update_set.rule.owners.matrices)
-    )
-    model = golden_worker.options(case).model
-    planned = [
-        (rows, columns)
-        for count, rows, columns in muon_terms.matrices_of_block(model, "split")
-        for _ in range(count * model.layers)
-    ]
-    assert found == sorted(planned)
-    for rows, columns in found:
-        assert muon.operations(rows, columns) == muon_terms.newton_schulz_flops(rows, columns)
+    check_planned(case, run)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["latent", "grouped"])
+def test_the_planner_prices_the_matrices_of_a_model(kind, mode):
+    case = MODEL | KINDS[kind] | {"muon_qkv": mode}
+    check_planned(case, trainer.build(validation.check(golden_worker.options(case), 1)))
 
 
 def test_adamw_has_a_rate_of_its_own():
@@ -451,8 +464,8 @@ def test_decay_twice_is_found(monkeypatch):
 
 
 def test_drawn_layouts_equal_one_rank(tmp_path):
-    """Nine layouts of two ranks in fp64: each kind of model with joint, split and head."""
-    losses, weights = largest_differences(drawn_jobs(9, "fp64", 1, ranks=(2,)), tmp_path)
+    """Twelve layouts of two ranks in fp64: each kind of model with joint, split and head."""
+    losses, weights = largest_differences(drawn_jobs(12, "fp64", 1, ranks=(2,)), tmp_path)
     assert losses <= 1e-12
     assert weights <= 1e-12
 

@@ -11,7 +11,7 @@ from ranks import fork_one, results_of, start_ranks
 
 import runs
 from config.command_line import build
-from config.messages import UserError
+from config.errors import UserError
 from numerics import diff, layers
 from numerics.places import described
 from numerics.traces import Row

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner import engines, row_engines
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from config.validation import check
