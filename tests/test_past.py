@@ -256,6 +256,7 @@ FROM_THE_CHECKPOINT = [
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
+    "ema",
     "sgd_momentum",
     "muon_momentum",
     "muon_qkv",
@@ -280,7 +281,7 @@ FROM_THE_CHECKPOINT = [
     "mask_eod_loss",
     "answers_only",
 ]
-OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "cache"]
+OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_ema", "cache"]
 
 
 def test_every_option_of_training_and_data_is_classified():
