@@ -23,7 +23,7 @@ from attention import attention_kernel
 from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints, room_for_saves
-from config.messages import UserError
+from config.errors import UserError
 from config.past import Past
 from config.schema import Config
 from decoding import Decoder, RunSamples

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_batch, check_sharding, check_split, with_dp
 from planner.hardware import Machine

@@ -17,8 +17,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import numpy as np
 
 from config import block_kinds
-from config.messages import UserError
-from config.model_stats import block_parameters, mlp_parameters
+from config.errors import UserError
+from config.model_stats import block_parameters, mlp_parameters, whole_weights
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine
 
@@ -113,6 +113,15 @@ class Job(NamedTuple):
         These are all parameters of the block but the experts on ranks outside the group.
         """
         return block_parameters(self.model) - self.experts_elsewhere
+
+    @property
+    def parameters_here(self) -> Column:
+        """The number of parameters of a block on one tensor rank, as if tp divided the norms too.
+
+        tp divides all matrices but those that make the latents of latent attention.
+        """
+        whole = whole_weights(self.model)
+        return (self.block_parameters - whole) / self.layout.tp + whole
 
     @property
     def kinds(self) -> "list[tuple[float, Job]]":

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 import attention_masks
-from attention import _attend, query_places, recompute
+from attention import attend, query_places, recompute
 from attention_masks import range_mask
 from distributed import context_parallel
 from distributed.collectives import Group
@@ -68,7 +68,7 @@ def test_gathered_keys_make_no_matrix_of_scores():
     length, group = 4096, OneRank(4)
     own = group.share(length, 2, torch.float32)
     with Largest() as largest:
-        mixed = _attend(*own, None, group)
+        mixed = attend(*own, None, group)
         mixed.sum().backward()
     assert mixed.isfinite().all()
     assert 0 < largest.most <= 2 * 2 * 2 * 8 * length  # keys and values, repeated for each head
@@ -178,7 +178,7 @@ def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, ma
 
     for owner, name in (attention_masks, "masked_attention"), (attention, "causal_attention"):
         monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
-    run = partial(recompute, _attend) if again else _attend
+    run = partial(recompute, attend) if again else attend
     run(*own, bias, group).sum().backward()
     assert group.calls == ["all_gather"] * (1 + again) + ["reduce_scatter"]
     assert types == {torch.bfloat16}

@@ -16,7 +16,7 @@ from small_corpora import END, write_chats, write_corpora
 import data
 from checkpointing.resumed import has_order_of
 from config.command_line import parse_request
-from config.inherited import Inherited, inherited
+from config.inherited import Inherited, changed_constants, inherited
 from config.past import Past, from_text, to_text
 from config.schema import GROUPS, Config
 from config.validation import check
@@ -279,13 +279,14 @@ FROM_THE_CHECKPOINT = [
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
+    "ema",
     "sgd_momentum",
-    "initial_loss_scale_power",
+    "muon_momentum",
+    "muon_qkv",
+    "muon_scale",
+    "muon_dtype",
+    "muon_adamw_lr",
     "loss_scale",
-    "loss_scale_window",
-    "loss_scale_hysteresis",
-    "min_loss_scale",
-    "max_overflows",
     "clip_grad",
     "init_std",
     "balance",
@@ -303,7 +304,7 @@ FROM_THE_CHECKPOINT = [
     "mask_eod_loss",
     "answers_only",
 ]
-OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "cache"]
+OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_ema", "cache"]
 
 
 def test_every_option_of_training_and_data_is_classified():
@@ -347,6 +348,11 @@ def test_a_note_names_what_comes_from_the_checkpoint(corpora):
     named = f"lr 0.001, eod-token {END}, reset-attention, answers-only"
     assert note == f"taken from STEP: global-batch-size 8, {named}"
     assert Inherited().note == ""
+    saved["training"] |= {"loss_scale_window": 500, "min_loss_scale": 1.0, "max_overflows": None}
+    changed = changed_constants(saved)
+    assert changed == ("loss_scale_window 500 (now 1000)",)
+    note = Inherited(folder="STEP", changed=changed).note
+    assert note == "not taken, since they are constants now: loss_scale_window 500 (now 1000)"
     off = resumed(first, 4, "--no-answers-only --no-reset-attention")
     assert not off.data.answers_only
     assert off.data.eod_token == END

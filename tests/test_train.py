@@ -16,7 +16,7 @@ from ranks import fork_one, fork_ranks, mpi_command, start
 import trainer
 from checkpointing import folders
 from config import schema as configuration
-from config.messages import VERSION
+from config.cli import VERSION
 from corpora.token_files import IndexedDatasetWriter
 from distributed import garbage, placement
 

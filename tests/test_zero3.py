@@ -10,7 +10,7 @@ from ranks import fork_ranks
 from test_golden import check_lines
 
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.model_stats import parameters
 from config.schema import Layout, Training
 from config.spelling import preset
