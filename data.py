@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config, Layout
 from corpora.corpus_splits import Corpora, eval_sets
 from corpora.objectives import NO_TARGET, Objective, Readable

@@ -42,7 +42,7 @@ from distributed.token_exchange import (
     order_by_expert,
     share,
 )
-from parallel import DeferredGradients, ParamFactory, ParamSpec, add_product
+from parallel import DeferredGradients, Matrices, ParamFactory, ParamSpec, add_product
 
 
 class Balance(Protocol):
@@ -210,8 +210,13 @@ class HeldExperts(nn.Module):
         )
         up_shape = (model.experts, *matrices, f, h)
         down_shape = (model.experts, h, f)
-        self.up = expert_parameter(f"{name}.experts.up.weight", up_shape, std=factory.std)
-        self.down = expert_parameter(f"{name}.experts.down.weight", down_shape, std=std)
+        each = (0, 1) if matrices else (0,)  # every expert, and of it gate and up
+        self.up = expert_parameter(
+            f"{name}.experts.up.weight", up_shape, std=factory.std, matrices=Matrices(each=each)
+        )
+        self.down = expert_parameter(
+            f"{name}.experts.down.weight", down_shape, std=std, matrices=Matrices(each=(0,))
+        )
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return the MLPs' outputs, (n, h), for rows (n, h) that are sorted by expert.

@@ -7,7 +7,7 @@ f MLP width, V vocabulary; with tensor parallelism a, g and f are the local a/tp
 Weights are drawn as in GPT-2: from a normal distribution, whose standard deviation is smaller by
 sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream.
 A ParamFactory makes the parameters, which are split over tp, and has the settings of all layers.
-Read parallel.py first; attention is in attention.py and the loss in loss.py.
+Read parallel.py first; attention is in attention.py and latent_attention.py, the loss in loss.py.
 """
 
 import functools
@@ -25,8 +25,9 @@ from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
 from experts import ExpertMLP
+from latent_attention import LatentAttention
 from loss import cross_entropy
-from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
 
 
@@ -77,13 +78,17 @@ class MLP(nn.Module):
         super().__init__()
         f = width or model.ffn_hidden
         shape: tuple[int, ...] = (f,)
+        matrices = Matrices()
         self.activation = ACTIVATIONS[model.activation]
         if model.activation == "swiglu":
             shape = (2, f)
+            matrices = Matrices(each=(0,))  # gate and up
             # The other activations are not compiled, because each is a single kernel of torch.
             self.activation = factory.compile_for_training(_swiglu)
         split_dim = len(shape) - 1  # the dimension f, which is split over tp
-        self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, split_dim, model.bias)
+        self.up = ColumnLinear(
+            factory, f"{name}.up", model.hidden, shape, split_dim, model.bias, matrices
+        )
         self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,7 +131,8 @@ class Block(nn.Module):
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
-        self.attention = Attention(
+        make_attention = LatentAttention if model.is_latent else Attention
+        self.attention = make_attention(
             factory, f"{name}.attention", model, std, recompute == "selective"
         )
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)

@@ -12,9 +12,11 @@ schedule has passes W, layers put the weight gradients off, from pass B to W: `D
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,46 @@ from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
 
 # ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
+
+Box: TypeAlias = tuple[tuple[int, int], ...]  # a range [start, stop) along each dimension
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Says how a parameter divides into the matrices that have a meaning of their own.
+
+    Muon updates each of them by itself. A matrix is a box of the global tensor: its last dimension
+    has the columns, and all others together have the rows. each: the dimensions of which every
+    index is a matrix of its own: experts, gate and up. parts: names and lengths along the dimension
+    `dim`, such as those of q, k and v. heads: the dimensions of which every index is a head.
+    """
+
+    each: tuple[int, ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
+    dim: int = 0
+    heads: tuple[int, ...] = ()
+
+    def boxes(self, shape: tuple[int, ...], mode: str) -> list[tuple[str, Box]]:
+        """Return the name, "" for a single matrix, and the box of each matrix of a global tensor.
+
+        mode: the value of --muon-qkv. joint: `parts` and `heads` are not divided; split: `parts`
+        are; head: both are. Raise ValueError if the parts are not the whole dimension.
+        """
+        ranges_of_dims: list[list[tuple[str, tuple[int, int]]]] = []
+        for dim, size in enumerate(shape):
+            ranges = [("", (0, size))]
+            if dim in self.each or (mode == "head" and dim in self.heads):
+                ranges = [(str(i), (i, i + 1)) for i in range(size)]
+            elif mode != "joint" and self.parts and dim == self.dim:
+                ends = list(itertools.accumulate(length for _, length in self.parts))
+                if ends[-1] != size:
+                    raise ValueError(f"the parts {self.parts} do not add up to {size}, of {shape}")
+                ranges = [(n, (end - length, end)) for (n, length), end in zip(self.parts, ends)]
+            ranges_of_dims.append(ranges)
+        return [
+            (".".join(name for name, _ in ranges if name), tuple(box for _, box in ranges))
+            for ranges in itertools.product(*ranges_of_dims)
+        ]
 
 
 @dataclass(frozen=True)
@@ -37,7 +79,8 @@ class ParamSpec:
     tensor are padding. decay: whether weight decay applies. reduce_over: the mesh's groups over
     which the gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each
     tensor rank's gradient is one term of a sum; then `tied` if another stage holds a copy of the
-    tensor. copy: this tensor is that copy, which norms and checkpoints leave out.
+    tensor. copy: this tensor is that copy, which norms and checkpoints leave out. matrices: how the
+    tensor divides into the matrices that Muon updates; None: Muon leaves the tensor to AdamW.
     """
 
     name: str
@@ -48,6 +91,7 @@ class ParamSpec:
     decay: bool
     reduce_over: tuple[str, ...] = ("replicas",)
     copy: bool = False
+    matrices: Matrices | None = None
 
     @property
     def tied(self) -> bool:
@@ -134,14 +178,15 @@ class ParamFactory:
         over: Group | None = None,
         partial: bool = False,
         replicas: str = "replicas",
+        matrices: Matrices | None = None,
     ) -> nn.Parameter:
         """Return this rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
         dim: the dimension that is split over tp, or over the group `over`, after padding it to
         `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
-        replicas: the name of the mesh's group that holds the same part. decay, tied, copy: see
-        ParamSpec. The result has its ParamSpec as the attribute `spec`.
+        replicas: the name of the mesh's group that holds the same part. decay, tied, copy,
+        matrices: see ParamSpec. The result has its ParamSpec as the attribute `spec`.
         """
         tp = self.mesh.tp
         start = 0
@@ -165,7 +210,9 @@ class ParamFactory:
         if tied:
             reduce_over += ("tied",)
         parameter = nn.Parameter(tensor)
-        parameter.spec = ParamSpec(name, shape, dim, start, stop, decay, reduce_over, copy)
+        parameter.spec = ParamSpec(
+            name, shape, dim, start, stop, decay, reduce_over, copy, matrices
+        )
         return parameter
 
 
@@ -430,12 +477,21 @@ class ColumnLinear(nn.Module):
         shape: tuple[int, ...],
         dim: int,
         bias: bool,
+        matrices: Matrices = Matrices(),
     ):
-        """Make W, (*shape, inputs), split along `dim`, and b if `bias`; name: begins the names."""
+        """Make W, (*shape, inputs), split along `dim`, and b if `bias`; name: begins the names.
+
+        matrices: how W divides into matrices (Matrices); by default it is a single one.
+        """
         super().__init__()
         self.factory = factory
         self.weight = factory.parameter(
-            f"{name}.weight", (*shape, inputs), std=factory.std, dim=dim, decay=True
+            f"{name}.weight",
+            (*shape, inputs),
+            std=factory.std,
+            dim=dim,
+            decay=True,
+            matrices=matrices,
         )
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
@@ -455,7 +511,9 @@ class RowLinear(nn.Module):
         self.factory = factory
         input_dim = 1  # the dimension of the weight that is split over tp
         shape = (outputs, inputs)
-        self.weight = factory.parameter(f"{name}.weight", shape, std=std, dim=input_dim, decay=True)
+        self.weight = factory.parameter(
+            f"{name}.weight", shape, std=std, dim=input_dim, decay=True, matrices=Matrices()
+        )
         self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

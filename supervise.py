@@ -25,11 +25,12 @@ from argparse import Namespace
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, because it refuses a Python that is too old
+from config import errors  # imported first, because it refuses a Python that is too old
 
-with messages.installed():
+with errors.installed():
+    from config.cli import Parser
     from config.command_line import parse
-    from config.messages import Parser, UserError
+    from config.errors import UserError
     from supervisor.command import Command, read_command
     from supervisor.fewer import Fewer, Options
     from supervisor.session import Session
@@ -91,5 +92,5 @@ def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> Fewer | No
 
 
 if __name__ == "__main__":
-    with messages.sentences():
+    with errors.sentences():
         sys.exit(main(sys.argv[1:]))

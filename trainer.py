@@ -23,7 +23,7 @@ from attention import attention_kernel
 from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints, room_for_saves
-from config.messages import UserError
+from config.errors import UserError
 from config.past import Past
 from config.schema import Config
 from decoding import Decoder, RunSamples
@@ -120,7 +120,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
 
-        factory = replace(factory, shard=block_sharder(factory, training))
+        factory = replace(factory, shard=block_sharder(factory, training, layout))
     specs = stage_specs(config.model, layout, part_costs(config.model, factory.device.type))
     masked = config.data.masks_attention
     stage_of: dict[int, Stage] = {}  # this rank's stages by their number in the pipeline

@@ -18,10 +18,11 @@ import sys
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, because it refuses a Python that is too old
+from config import errors  # imported first, because it refuses a Python that is too old
 
-with messages.installed():
-    from config.messages import Parser, UserError, exit_with
+with errors.installed():
+    from config.cli import Parser
+    from config.errors import UserError, exit_with
     from planner import hardware, risk
     from tuner.session import Session, StoppedBySignal, raise_on_signals
 

@@ -22,6 +22,12 @@ Global shapes of the tensors (d: head size, f: MLP width, h: hidden size, V: voc
 
     attention.qkv.weight    (kv_heads, heads/kv_heads + 2, d, h)   per key/value head: its queries,
                                                                    then its key, then its value
+    attention.q.weight      (heads, d, h)      latent attention (latent_attention.py), or from the
+    attention.q_b.weight    (heads, d, q_lora_rank)                 latent of queries: per head
+                                                                   the columns that no position
+                                                                   turns, then those it turns
+    attention.kv_a.weight   (kv_lora_rank + r, h)                  the latent, then the shared key
+    attention.kv_b.weight   (heads, n + v, kv_lora_rank)           per head its key, then its value
     mlp.up.weight           (f, h), or with SwiGLU (2, f, h)       gate, then up
     embedding.tokens.weight, head.weight    (V, h)                 no head.weight if it is tied
     embedding.positions.weight              (max_positions, h)     if positions are learned

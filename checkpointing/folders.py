@@ -31,7 +31,7 @@ from checkpointing.file_format import (
     is_tokenizer_file,
     open_regular,
 )
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import unused_number
 
 VERSION = 1

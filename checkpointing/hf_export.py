@@ -33,8 +33,8 @@ from checkpointing.model_record import ModelRecord
 from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
 from config import families
 from config.command_line import make_model
+from config.errors import UserError
 from config.families import Family
-from config.messages import UserError
 from config.schema import ModelShape
 
 # ---- Rules ---------------------------------------------------------------------------------------
@@ -49,12 +49,14 @@ class Rule:
 
     name: the name of our tensor. theirs: the names of their tensors. to_ours: takes their tensors,
     in this order, and returns ours; to_theirs: takes our tensor and returns theirs in this order.
+    exact: their tensor is in fp32 whatever the type of the other weights is.
     """
 
     name: str
     theirs: tuple[str, ...]
     to_ours: Callable[..., Tensor]
     to_theirs: Callable[[Tensor], tuple[Tensor, ...]]
+    exact: bool = False
 
 
 def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
@@ -74,14 +76,15 @@ def _rule(name: str, model: ModelShape, family: Family) -> Rule:
     "blocks.*.mlp.up", under which families.toml has the names of their modules.
     """
     module, _, kind = name.rpartition(".")
-    # A router's bias and load have no tensor in transformers.
+    number = re.search(r"\d+", module)
+    layer = number[0] if number else "*"
+    general = re.sub(r"\d+", "*", module, count=1)
     if name.endswith((".router.bias", ".router.load")):
         initial = 1.0 if kind == "load" else 0.0
-        return _rule_of_router(name, model, initial)
-    number = re.search(r"\d+", module)
-    general = re.sub(r"\d+", "*", module, count=1)
+        their_names = family.modules.get(f"{general}.{kind}", ())  # most families have none
+        theirs = tuple(their_name.replace("*", layer) for their_name in their_names)
+        return _rule_of_router(name, theirs, model, initial)
     their_modules = family.modules[general]
-    layer = number[0] if number else "*"
     theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
     if "#" in their_modules[0]:  # in their names, "#" stands for the number of the expert
         return _rule_of_experts(name, theirs, model.experts)
@@ -110,6 +113,8 @@ def _conversions(
     """
     if part == "attention.qkv":
         return _qkv(model, family, count)
+    if part in ("attention.q", "attention.q_b", "attention.kv_b", "attention.kv_a"):
+        return _latent(part, model)
     if part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
         # The scales of the norm: ours are (heads, head size), theirs are flat.
         return lambda t: t.unflatten(0, (-1, model.head_size)), _as_tuple(torch.flatten)
@@ -156,14 +161,40 @@ def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Calla
     )
 
 
-def _rule_of_router(name: str, model: ModelShape, initial: float) -> Rule:
-    """Return the rule of a router's bias or load, (experts,), which transformers does not have.
+def _latent(part: str, model: ModelShape) -> tuple[Callable, Callable]:
+    """Return the conversions (to ours, to theirs) of a matrix of latent attention.
+
+    Theirs turn neighbouring columns (2i, 2i + 1) of a head's rope_head_dim columns, ours turn the
+    columns i and i + r/2. So of the rows that make these columns, the last r of each head (and of
+    kv_a), ours has the even ones first. A score is a sum over the columns of query and key, whose
+    order does not change it. Ours have a dimension for the heads, theirs are flat.
+    """
+    if part == "attention.kv_b":  # of whose columns no position turns one
+        rows = model.qk_nope_head_dim + model.v_head_dim
+        return lambda t: t.unflatten(0, (-1, rows)), _as_tuple(lambda t: t.flatten(0, 1))
+    turned = torch.arange(model.qk_rope_head_dim)
+    first = model.kv_lora_rank if part == "attention.kv_a" else model.qk_nope_head_dim
+    order = torch.cat([torch.arange(first), first + turned[::2], first + turned[1::2]])
+    back = order.argsort()
+    if part == "attention.kv_a":
+        return lambda t: t[order], _as_tuple(lambda t: t[back])
+    return (
+        lambda t: t.unflatten(0, (-1, len(order)))[:, order],
+        _as_tuple(lambda t: t[:, back].flatten(0, 1)),
+    )
+
+
+def _rule_of_router(name: str, theirs: tuple[str, ...], model: ModelShape, initial: float) -> Rule:
+    """Return the rule of a router's bias or load, (experts,).
 
     name: the tensor's name, ending in .bias (the biases that --balance bias adds to the scores) or
-    .load (how many tokens each expert had in the last step). An import sets every element to
-    `initial`. An export writes nothing, and raises UserError if a bias is not 0: without the bias,
-    transformers would send tokens to other experts.
+    .load (how many tokens each expert had in the last step). theirs: the name of their tensor, or
+    nothing: most families have no bias and none has a load. Then an import sets every element to
+    `initial`, and an export writes nothing, and raises UserError if a bias is not 0: without the
+    bias, transformers would send tokens to other experts.
     """
+    if theirs:
+        return Rule(name, theirs, lambda t: t, _as_tuple(lambda t: t), exact=True)
 
     def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
         if name.endswith(".bias") and ours.any():
@@ -323,7 +354,8 @@ def _write_safetensors(
     """
     tensors = {}
     for rule in group:
-        ours = torch.from_numpy(index.read_whole(kind, rule.name)).to(dtype)
+        ours = torch.from_numpy(index.read_whole(kind, rule.name))
+        ours = ours.to(torch.promote_types(dtype, torch.float32) if rule.exact else dtype)
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from checkpointing import file_format, folders
 from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
 from config import families
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 from config.schema import Config
 from corpora.encoder import END, Encoder

@@ -20,8 +20,8 @@ from checkpointing.file_format import INDEX
 from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
 from config.command_line import build, check_option, make_model
-from config.inherited import Inherited, inherited
-from config.messages import UserError
+from config.errors import UserError
+from config.inherited import Inherited, changed_constants, inherited
 from config.past import Past, from_text, new_run, to_text
 from config.run_options import Run
 from config.schema import GROUPS, Config
@@ -75,7 +75,7 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
             check_option(name, tuple(value) if isinstance(value, list) else value)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    return Inherited(options, model, past, folder)
+    return Inherited(options, model, past, folder, changed_constants(saved))
 
 
 def _read(folder: str) -> tuple[dict[str, Any], Any, Past]:

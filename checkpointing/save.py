@@ -40,7 +40,7 @@ from checkpointing.state import (
     shards_to_write,
 )
 from checkpointing.writer import HostBuffers, PendingSave, Saves, Writer, origin
-from config.messages import NO_ROOM, SaveError, UserError
+from config.errors import NO_ROOM, SaveError, UserError
 from config.past import to_text
 from config.schema import Config
 from data import Samples

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import MOST_OF_OBJECT, open_regular
 from config.schema import ModelShape
 from config.validation import ROTARY_SCALING, rotary_scaling
 
+SHARED = "n_shared_experts"  # the width of the shared MLP over that of an expert
 OF_MLP_ALONE = "mlp_only_layers"  # config.json's list of the numbers of the blocks without experts
 # Some options have other values in config.json than here. For each of these options the table has
 # our value for each of theirs. If several of theirs mean the same, the first of them is written.
@@ -112,6 +113,20 @@ class Family:
             if getattr(nearest, name) != value and not unused:
                 needed = self.options.get(name, [getattr(nearest, name)])
                 texts.append(f"{name} {' or '.join(map(str, needed))}, not {value}")
+        return texts + self._least(model)
+
+    def _least(self, model: ModelShape) -> list[str]:
+        """Return a text for each option of experts and latents that is 0 or 1 but must be more."""
+        texts = []
+        if "experts" in self.fields and model.experts == 1:
+            texts.append("experts above 1, not 1")
+        if "kv_lora_rank" in self.fields and not model.is_latent:
+            texts.append("kv_lora_rank above 0, not 0")
+        shared = model.shared_ffn_hidden
+        if SHARED in self.fields.get("shared_ffn_hidden", ()):
+            width = model.expert_ffn_hidden
+            if shared == 0 or shared % width:
+                texts.append(f"shared_ffn_hidden a multiple of {width}, not {shared}")
         return texts
 
 
@@ -119,13 +134,17 @@ def _load() -> dict[str, Family]:
     """Return the families of families.toml by name.
 
     An entry with the key `like` inherits the keys of another entry, which stands before it; a table
-    that both entries have is merged key by key.
+    that both entries have is merged key by key, and a key with the value [] is taken away.
     """
     entries: dict[str, Any] = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
     for name, entry in entries.items():
         base = entries[entry.pop("like")] if "like" in entry else {}
         tables = {key: table for key, table in entry.items() if isinstance(table, dict)}
-        merged = {key: base[key] | table for key, table in tables.items() if key in base}
+        merged = {
+            key: {k: v for k, v in (base[key] | table).items() if v != []}
+            for key, table in tables.items()
+            if key in base
+        }
         entries[name] = base | entry | merged
     return {name: _family(name, **entry) for name, entry in entries.items()}
 
@@ -221,6 +240,10 @@ def to_config(
         translations = _VALUES.get(ours, {}).items()
         theirs = [their_value for their_value, value in translations if value == values[ours]]
         config[names[0]] = theirs[0] if theirs else values[ours]
+    if SHARED in config:
+        config[SHARED] = model.shared_ffn_hidden // model.expert_ffn_hidden
+    if config.get("q_lora_rank") == 0:
+        config["q_lora_rank"] = None  # queries without a latent
     if OF_MLP_ALONE in config:
         config[OF_MLP_ALONE] = list(range(model.first_dense_layers))
     if model.positions == "rotary":
@@ -373,6 +396,10 @@ def from_config(
     fraction = named.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
     if "rotary_fraction" not in family.fields and fraction not in (None, 1.0):
         lacks.append(f"partial_rotary_factor is {fraction!a:.80}; here it is 1.0")
+    # DeepSeek multiplies the scores of its latent attention by a factor that grows with the length.
+    if "kv_lora_rank" in family.fields and rope.get("mscale_all_dim"):
+        factor = f"mscale_all_dim is {rope['mscale_all_dim']!a:.80}"
+        lacks.append(f"{factor}: scores of latent attention have no such factor here")
     # An option has the value in the file, or the family's default, or is derived from others later.
     for ours, names in family.fields.items():
         given = [name for name in names if named.get(name) is not None]  # the names in this file
@@ -392,6 +419,10 @@ def from_config(
             options[ours] = family.defaults[ours]
         elif ours not in family.derived:
             raise UserError(f"{where} has no {names[0]!r}")
+    if SHARED in family.fields.get("shared_ffn_hidden", ()):
+        width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
+        if isinstance(width, int) and isinstance(count, int):  # other types are refused later
+            options["shared_ffn_hidden"] = count * width
     _limit_length(config, options, lacks, where, seq_length)
     return options, lacks
 

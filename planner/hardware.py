@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config.command_line import read_toml
-from config.messages import UserError, nearest
+from config.errors import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
 FITTED, FAMILIES = "fitted", "families"  # the two files in FOLDER that describe no machine

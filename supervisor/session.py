@@ -24,7 +24,7 @@ from types import FrameType
 
 import psutil
 
-from config.messages import UserError, environment_with_end
+from config.errors import UserError, environment_with_end
 from distributed.parent_death import signal_at_parents_death
 from distributed.run_lock import in_use
 from supervisor import evidence

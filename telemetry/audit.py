@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpointing import folders
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress, checkpoints_folder
-from config.messages import NodeError
+from config.errors import NodeError
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import Config, coordinates
 from data import Batch

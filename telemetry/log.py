@@ -30,7 +30,8 @@ import torch
 
 from checkpointing.state import Progress
 from config import model_stats
-from config.messages import NOT_WRITTEN, VERSION, UserError
+from config.cli import VERSION
+from config.errors import NOT_WRITTEN, UserError
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config
 from distributed.context import Context

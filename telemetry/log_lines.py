@@ -194,6 +194,11 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
         options += ", sequence parallel"
     if layout.overlap_param_gather:
         options += ", weights gathered in the forward pass"
+    if layout.zero == 3:
+        often = "in every micro-batch" if layout.sync_each_batch else "once a step"
+        options += f", gradients reduced {often}"
+        if not layout.reshard_after_forward:
+            options += ", weights kept from forward to backward pass"
     return (
         f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
         f"{axes} x dp {layout.dp}, zero {layout.zero}, "

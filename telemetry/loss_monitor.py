@@ -47,7 +47,7 @@ from torch import Tensor
 
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
-from config.messages import NodeError, UserError
+from config.errors import NodeError, UserError
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.run_options import Run
 from config.schema import Config

@@ -25,7 +25,7 @@ import trainer
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import validation
-from config.messages import NodeError
+from config.errors import NodeError
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry.audit import Audit

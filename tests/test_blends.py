@@ -8,7 +8,7 @@ from test_data import VOCAB, config_of, three, write_corpus
 
 import data
 from benchmarks.peers.megatron_data import Megatron
-from config.messages import UserError
+from config.errors import UserError
 from corpora import blends
 from corpora.blends import blend_order
 

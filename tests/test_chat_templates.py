@@ -11,7 +11,7 @@ from ranks import ROOT
 from test_chats import END, folder, prepare  # noqa: F401 (a fixture)
 from tokenizers import Tokenizer
 
-from config.messages import UserError
+from config.errors import UserError
 from corpora import chat_environment, chat_templates
 from corpora.chat_templates import ChatTemplate
 from corpora.token_files import IndexedDataset
@@ -235,7 +235,7 @@ MEASURED = """
 import re, resource, sys
 from pathlib import Path
 from corpora.chat_templates import ChatTemplate
-from config.messages import UserError
+from config.errors import UserError
 try:
     with ChatTemplate(sys.argv[1]) as template:
         template.render([{"role": "user", "content": "ab"}])

@@ -8,7 +8,7 @@ import pytest
 from ranks import ROOT
 
 from benchmarks.planner import check_rows, published_rows
-from config.messages import UserError
+from config.errors import UserError
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 ANOMALIES = [

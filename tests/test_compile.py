@@ -24,7 +24,7 @@ import trainer
 from attention import Attention, attention_kernel
 from config import validation
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from distributed import preflight
 from distributed.launch import Launch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import start
 
 from checkpointing.state import room_for_saves
-from config.messages import UserError
+from config.errors import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence
 from supervisor.command import run_options
@@ -331,7 +331,7 @@ def test_decisions_of_the_future_do_not_count_for_ever(tmp_path, monkeypatch):
 
 REFUSED = """
 import sys
-from config.messages import NodeError
+from config.errors import NodeError
 from config.run_options import Run
 from distributed.context import start
 from distributed.launch import Launch

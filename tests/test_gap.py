@@ -15,7 +15,7 @@ from ranks import fork_one, fork_ranks
 
 import plan
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from distributed.store import StoreExchange
 from planner import gap, run_files
 from schedules import orders, partition, simulation

@@ -36,6 +36,7 @@ ROWS = (
     ("zero",),
     ("optim",),
     ("model",),
+    ("latent_attention",),
     ("attention",),
     ("attention_masks",),
     ("experts",),

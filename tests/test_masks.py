@@ -21,7 +21,7 @@ import trainer
 from attention import attention_kernel
 from attention_masks import alibi_score, alibi_slopes, range_mask, visible_blocks
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import Data
 from config.schema import ModelShape
 from corpora.objectives import Objective

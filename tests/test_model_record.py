@@ -20,7 +20,7 @@ import sample
 from checkpointing import hf_export, model_record
 from config import families
 from config.command_line import make_model, parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from corpora.encoder import Encoder
 from corpora.tokenizer_files import load_tokenizer, read_settings
@@ -37,6 +37,9 @@ SIZES = dict.fromkeys(families.FAMILIES, NEW) | {
     "gpt2": OLD,
     "gpt_neox": NEW | {"num_attention_heads": 6},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 6},
+    # As many heads as there are key/value heads by default, and a block with experts.
+    "deepseek_v3": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 128},
+    "deepseek_v2": NEW | {"num_experts_per_tok": 3},
 }
 
 

@@ -11,7 +11,7 @@ from ranks import fork_one, results_of
 
 import runs
 from config.command_line import build
-from config.messages import UserError
+from config.errors import UserError
 from numerics import diff, layers
 from numerics.places import described
 from numerics.traces import Row
@@ -109,7 +109,7 @@ ENLARGED: dict[str, tuple[dict, str]] = {
         {"cp": 2, "optimizer": "adafactor"},
         "fp64",
     ),
-    "Muon computes updates in bf16": ({"cp": 2, "optimizer": "muon", **EXPERTS}, "fp32"),
+    "Muon enlarges small singular values": ({"cp": 2, "optimizer": "muon", **EXPERTS}, "fp32"),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import start_ranks
 
-from config.messages import UserError, number_ranges
+from config.errors import UserError, number_ranges
 from config.run_options import Run
 from config.schema import Layout
 from distributed import gpus, placement, rendezvous

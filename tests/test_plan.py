@@ -13,7 +13,7 @@ from ranks import ROOT
 
 import plan
 from config.command_line import parse_request, to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from config.spelling import preset
 from config.validation import check_any_length
@@ -146,7 +146,7 @@ def test_a_plain_layout_is_recommended_only_where_it_is_near_on_every_network(
 
 
 @pytest.mark.parametrize("more", ["", " --price-per-gpu-hour 2 --rampup-batch-size 96 96 9600"])
-@pytest.mark.parametrize("cp", ["", " --seq-length 65536 --max-positions 65536 --cp 4"])
+@pytest.mark.parametrize("cp", ["", " --seq-length 65536 --set max_positions=65536 --cp 4"])
 def test_the_table_fits_a_terminal(cp, more):
     """A terminal has 120 columns. The data has the layout's flags and each stage's memory."""
     line = "layouts --model 1b3 --gpu a100-80 --gpus 16 --global-batch-size 192"

@@ -10,7 +10,7 @@ from benchmarks.planner import engines, published_cases, published_rows
 from benchmarks.planner import plan_accuracy as accuracy
 from benchmarks.planner.source_accuracy import off_by
 from benchmarks.planner.stated_rows import StatedRow
-from config.messages import UserError
+from config.errors import UserError
 
 VALUES = {c.name: c.value for c in engines.constants()}
 FIGURES = ("in-sample", "held out")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import plan
 from benchmarks.planner.plan_cases import least_of
 from config import command_line, validation
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
 from planner import hardware, layouts, memory, memory_terms, risk

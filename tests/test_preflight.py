@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import mpirun
 
 from config.command_line import parse
-from config.messages import NodeError
+from config.errors import NodeError
 from distributed import preflight
 from distributed.placement import Place
 from distributed.preflight import Peers, checks_nodes

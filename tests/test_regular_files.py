@@ -15,8 +15,8 @@ from ranks import ROOT
 
 import runs
 from config.command_line import read_toml
+from config.errors import UserError
 from config.families import read_object
-from config.messages import UserError
 from config.regular_files import open_regular, read_regular
 from corpora.mapped_files import MappedFile
 from corpora.tokenizer_files import load_tokenizer

@@ -15,7 +15,7 @@ from ranks import ROOT
 
 from benchmarks.planner import published_rows, row_table, stated_rows
 from benchmarks.planner.row_table import Cells, Row
-from config.messages import UserError
+from config.errors import UserError
 
 PUBLIC = ROOT / "benchmarks" / "data" / "public"
 PLAIN = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?|\.[0-9]+")

@@ -11,7 +11,7 @@ from test_data import VOCAB, write_corpus
 
 from benchmarks.peers.data_cases import REASONS, compare_all
 from benchmarks.peers.megatron_data import Megatron
-from config.messages import UserError
+from config.errors import UserError
 from corpora import sample_order
 from corpora.sample_order import GPTSamples, split_ranges
 

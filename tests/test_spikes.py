@@ -16,7 +16,7 @@ import data
 import trainer
 from checkpointing.index import Index
 from config.command_line import parse
-from config.messages import number_ranges
+from config.errors import number_ranges
 from config.validation import check
 from corpora.token_files import IndexedDatasetWriter
 from numerics import spikes

@@ -13,7 +13,7 @@ from ranks import ROOT
 from benchmarks.planner import check_rows, source_accuracy, stated_rows
 from benchmarks.planner import plan_accuracy as accuracy
 from benchmarks.planner.source_accuracy import Guess
-from config.messages import UserError
+from config.errors import UserError
 from planner import hardware
 from schedules.partition import stage_specs
 

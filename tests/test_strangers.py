@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ranks import Job, fork_ranks, mpi_command
 from strangers import HOST, Strangers
 
-from config.messages import UserError
+from config.errors import UserError
 from distributed import store as job_store
 from watchdog import handshake, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder

@@ -25,8 +25,9 @@ import data
 import trainer
 from benchmarks.results_file import machine
 from config import validation
+from config.cli import Parser
 from config.command_line import build
-from config.messages import Parser, UserError, exit_with
+from config.errors import UserError, exit_with
 from telemetry.numerics_trace import NumericsTrace
 
 RESULTS = ROOT / "benchmarks" / "results" / "trace_cost.md"

@@ -33,7 +33,8 @@ sys.path.insert(0, str(ROOT))  # also as a plugin of pytest
 import psutil
 
 from benchmarks.results_file import commit
-from config.messages import Parser, UserError, exit_with
+from config.cli import Parser
+from config.errors import UserError, exit_with
 
 REHEARSAL_LIMITS = 4.0  # a CPU takes several times as long
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.peer_worker import GPT, Loop, Shape, mean_loss
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 
 WHAT = (

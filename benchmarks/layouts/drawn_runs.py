@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from config import command_line, validation
-from config.messages import UserError
+from config.errors import UserError
 from corpora.token_files import IndexedDatasetWriter
 
 # The options of a command line by name: a text, or True or False for a switch.

@@ -31,7 +31,7 @@ from test_golden import effect_of_rounding
 
 from benchmarks.results_file import add_options, from_options, machine
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "experts.md"
 LAYOUTS = {2: 120, 4: 140, 8: 100, 16: 40}  # by the number of ranks

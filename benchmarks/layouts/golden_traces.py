@@ -27,7 +27,8 @@ from ranks import results_of
 
 from benchmarks.results_file import add_options, from_options, machine
 from config import validation
-from config.messages import Parser, UserError, exit_with
+from config.cli import Parser
+from config.errors import UserError, exit_with
 from numerics import diff
 from numerics.traces import Pair, read
 

@@ -35,7 +35,9 @@ from benchmarks.network.bandwidth import (
     slow_links,
     write_csv,
 )
-from config.messages import Parser, UserError, check_folder, exit_with
+from config.cli import Parser
+from config.errors import UserError, exit_with
+from config.paths import check_folder
 from config.run_options import Run
 from config.schema import Layout
 from distributed.launch import Launch, discover

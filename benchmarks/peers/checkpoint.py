@@ -32,8 +32,9 @@ from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import model_stats, validation
 from config import schema as configuration
+from config.cli import Parser
 from config.command_line import build
-from config.messages import Parser, UserError, exit_with
+from config.errors import UserError, exit_with
 from distributed.context import start
 from distributed.launch import discover
 

@@ -21,8 +21,9 @@ import numpy as np
 
 import data
 from benchmarks.peers.megatron_data import Megatron
+from config.cli import Parser
 from config.command_line import parse
-from config.messages import Parser, UserError
+from config.errors import UserError
 from corpora.sample_order import split_ranges
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 

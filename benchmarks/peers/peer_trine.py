@@ -21,7 +21,7 @@ import trainer
 from benchmarks.peers.peer_worker import LR, SEED, Answers, serve
 from config import validation
 from config.command_line import parse
-from config.messages import UserError, exit_with
+from config.errors import UserError, exit_with
 from config.schema import Config
 from distributed.context import Context, start
 from distributed.launch import discover

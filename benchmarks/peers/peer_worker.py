@@ -59,7 +59,7 @@ class Shape:
             words += (
                 f" --experts {self.experts} --experts-per-token {self.chosen} --ffn-hidden "
                 f"{self.ffn} --activation swiglu --norm rmsnorm --positions rotary --no-bias "
-                "--qk-norm head"
+                "--set qk_norm=head"
             )
         return words.split()
 

@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.planner import published_rows, stated_rows
 from benchmarks.planner.row_table import Table
-from config.messages import Parser, sentences
+from config.cli import Parser
+from config.errors import sentences
 
 
 def main(arguments: list[str]) -> None:

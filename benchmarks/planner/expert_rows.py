@@ -25,8 +25,9 @@ from benchmarks.planner.expert_engines import ExpertEngine
 from benchmarks.planner.robust_fit import refit_without_each
 from benchmarks.planner.source_accuracy import errors
 from benchmarks.planner.stated_rows import StatedRow
+from config.cli import Parser
 from config.command_line import read_toml
-from config.messages import Parser, sentences
+from config.errors import sentences
 from config.schema import Layout, ModelShape, Training
 from planner import hardware
 

@@ -18,7 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.planner import engines, plan_accuracy, published_cases, published_rows
-from config.messages import Parser, UserError, sentences
+from config.cli import Parser
+from config.errors import UserError, sentences
 from planner.picture import LIGHT, SETTINGS, themed
 from schedules import orders
 from schedules.simulation import bubble, simulate, unit_seconds

@@ -32,7 +32,8 @@ from benchmarks.planner import (
 from benchmarks.planner.robust_fit import moved, refit, slopes, solve
 from benchmarks.planner.source_accuracy import errors, predictions
 from benchmarks.ratios import kendall_tau
-from config.messages import Parser, UserError, sentences
+from config.cli import Parser
+from config.errors import UserError, sentences
 from planner import hardware, memory
 from planner.job import Job
 

@@ -36,7 +36,7 @@ import numpy as np
 import plan
 from benchmarks.results_file import ResultsFile, machine
 from config import command_line
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config, Layout
 from config.validation import check_any_length
 from planner import layouts, memory

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.planner import row_table
 from benchmarks.planner.row_table import Cells, Row, Table
-from config.messages import UserError
+from config.errors import UserError
 from config.model_stats import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
 from config.run_options import OPTIMIZERS
 from config.schema import SCHEDULES, ModelShape

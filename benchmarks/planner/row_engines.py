@@ -11,7 +11,7 @@ from benchmarks.planner.engines import Engine
 from benchmarks.planner.published_rows import KERNEL, YES_NO
 from benchmarks.planner.row_table import Cells
 from config.command_line import read_toml
-from config.messages import nearest
+from config.errors import nearest
 from config.schema import Layout, ModelShape, Training
 
 ENGINES = Path(__file__).parents[1] / "data" / "engines.toml"

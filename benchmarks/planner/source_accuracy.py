@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from benchmarks.planner.robust_fit import refit_without_each
 from benchmarks.planner.stated_rows import StatedRow
 from benchmarks.ratios import kendall_tau
-from config.messages import UserError
+from config.errors import UserError
 from planner import hardware, memory, risk, step_time
 from planner.job import Job
 

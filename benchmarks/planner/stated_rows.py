@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from benchmarks.planner import engines, published_rows, row_engines
 from benchmarks.planner.published_rows import RECOMPUTATION, YES_NO
 from benchmarks.planner.row_table import Cells, Table
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import SCHEDULES, Layout, ModelShape, Training
 from planner import hardware
 

@@ -32,7 +32,8 @@ import numpy
 from benchmarks.planner import engines, published_cases, published_rows
 from benchmarks.planner import plan_accuracy as accuracy
 from benchmarks.planner.stated_rows import StatedRow
-from config.messages import Parser, UserError, sentences
+from config.cli import Parser
+from config.errors import UserError, sentences
 from config.schema import Config
 from tuner.search import Search, features
 
