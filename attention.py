@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import attention_masks
 from attention_masks import Mask
 from config.block_attention import BlockAttention
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from data import Batch
 from distributed.collectives import Group, sum_both_ways
@@ -35,7 +35,7 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from parallel import ColumnLinear, ParamFactory, RowLinear, compile_if_large
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, compile_if_large
 from rotary import Rotary, rotate
 
 # recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
@@ -95,7 +95,7 @@ class Positions:
             return self._causal_alibi
         places = self._query_places(batch.starts.shape[1])  # the queries (rows) that this rank has
         dtype = self.factory.dtype
-        return attention_masks.visible(batch.starts, batch.stops, self.slopes, dtype, places)
+        return attention_masks.range_mask(batch.starts, batch.stops, self.slopes, dtype, places)
 
     def rotary(
         self, positions: Tensor | None, length: int | None = None
@@ -212,7 +212,7 @@ class Attention(nn.Module):
         block: BlockAttention,
     ):
         """Make attention's qkv and output matrices. std: for the output matrix. recompute: whether
-        the backward pass runs `_attend`, the part between the two matrices, again. block: what
+        the backward pass runs `attend`, the part between the two matrices, again. block: what
         attention does in this block.
         """
         super().__init__()
@@ -228,7 +228,12 @@ class Attention(nn.Module):
         self.mesh = factory.mesh
         shape = (model.kv_heads, self.queries + 2, self.d)
         bias = model.qkv_bias
-        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias)
+        # An index of dimension 0 is a key/value head: its queries, its k and its v.
+        members = (("q", self.queries), ("k", 1), ("v", 1))
+        matrices = Matrices(parts=members, dim=1, heads=(0, 1))
+        self.qkv = ColumnLinear(
+            factory, f"{name}.qkv", model.hidden, shape, dim=0, bias=bias, matrices=matrices
+        )
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
         # With --compile one kernel splits and rotates; without a rotation, _SplitHeads is faster.
         rotates = block.rotary and self.norms is None
@@ -268,13 +273,13 @@ class Attention(nn.Module):
             return self.out(attend_locally(self, q, k, v, mask, cache))
         if cache is not None:
             k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
-            return self.out(_attend(q, k, v, mask, Group()))
+            return self.out(attend(q, k, v, mask, Group()))
         q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
         kv_ranks = self.mesh.kv
         if self.recompute and torch.is_grad_enabled():
-            mixed = recompute(_attend, q, k, v, mask, kv_ranks)
+            mixed = recompute(attend, q, k, v, mask, kv_ranks)
         else:
-            mixed = _attend(q, k, v, mask, kv_ranks)
+            mixed = attend(q, k, v, mask, kv_ranks)
         return self.out(to_tokens(mixed, self.mesh.heads))
 
 
@@ -321,7 +326,7 @@ def _join_heads(q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:
     return torch.cat([q, k.unsqueeze(3), v.unsqueeze(3)], 3).flatten(2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, (s, b, a d), over the tokens that the mask shows.
 
     q: (s, b, a, d). k, v: (s, b, g, d). mask: None means causal. group: the ranks that share the
@@ -347,9 +352,9 @@ def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class QueryKeyNorm(nn.Module):
-    """RMSNorm of q and k: over each head, or with --qk-norm full over all heads of all tp ranks.
+    """RMSNorm of q and k: over each head, or with qk_norm full over all heads of all tp ranks.
 
-    The attributes q and k are the weights: (d,), or with --qk-norm full (a, d) and (g, d).
+    The attributes q and k are the weights: (d,), or with qk_norm full (a, d) and (g, d).
     """
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
@@ -423,11 +428,11 @@ def _plain_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int, ma
     alibi = model.positions == "alibi"
     flex = False  # whether flex_attention, torch's kernel for masks, runs
     if masked or alibi:
-        flex = attention_masks.takes_flex(model.head_size, factory.dtype, factory.device)
+        flex = attention_masks.takes_flex(model.kernel_head_size, factory.dtype, factory.device)
     if masked and not flex and attention_masks.has_flex(factory.device):
         takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"
         need = "masks need flex_attention on GPUs, which takes"
-        raise UserError(f"{need} {takes}: head-size({model.head_size})")
+        raise UserError(f"{need} {takes}: head-size({model.kernel_head_size})")
     if flex:
         mask = "masks" if masked else "ALiBi"
         return f"torch flex_attention, of {mask}"
@@ -444,12 +449,13 @@ def _fused_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) ->
     options: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
     alibi = model.positions == "alibi"
     if mesh.kv.size > 1 and not alibi:
-        return chunk_kernel(torch.empty(model.head_size, **options))
+        return chunk_kernel(torch.empty(model.kernel_head_size, **options))
     s = model.seq_length
     parts = mesh.tp.size * mesh.heads.size  # ranks among which the heads are divided
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **options)
     queries = model.heads // model.kv_heads
-    heads = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)  # as in training
+    d = model.kernel_head_size
+    heads = _split_heads(qkv.requires_grad_(), queries, d, None)  # as in training
     q, k, v = (t.permute(1, 2, 0, 3) for t in heads)  # b heads s d
     k, v = heads_of_kernel(q, k, v)
     queries_here = s // mesh.kv.size

@@ -1,6 +1,6 @@
 """Makes and applies masks of attention, given by the first and last token that each token sees.
 
-    mask = visible(batch.starts, batch.stops, slopes)       once for a stage and micro-batch
+    mask = range_mask(batch.starts, batch.stops, slopes)       once for a stage and micro-batch
     mixed = masked_attention(q, k, v, mask)                 in each block
 
 On a CPU a mask is a tensor for torch's attention. On a GPU it is blocks of 128 x 128 tokens for
@@ -55,7 +55,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def visible(
+def range_mask(
     starts: Tensor,
     stops: Tensor,
     slopes: Tensor | None,
@@ -95,7 +95,7 @@ def _dense(
 
     The mask is true where a query sees a key; a bias is -inf where it does not. starts, stops: the
     range of keys that each query sees, (b, q). length: s. The other arguments are those of
-    `visible`.
+    `range_mask`.
     """
     keys = torch.arange(length, device=starts.device)
     # Whether each query of each sample sees each key: (b, q, s).
@@ -216,7 +216,7 @@ def causal_alibi(
     if takes_flex(head_size, dtype, slopes.device):
         # Query q sees the keys 0 to q: its range starts at key 0 and ends before key q + 1.
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
-        return visible(torch.zeros_like(stops), stops, slopes, dtype, places)
+        return range_mask(torch.zeros_like(stops), stops, slopes, dtype, places)
     keys = torch.arange(length, dtype=torch.float64, device=slopes.device)
     queries = keys if places is None else places
     distance = queries[:, None] - keys  # from each key to each query, < 0 for later keys: (q, s)

@@ -19,7 +19,7 @@ from typing import Any
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, because it refuses a Python that is too old
+from config import errors  # imported first, because it refuses a Python that is too old
 from distributed.parent_death import signal_at_parents_death
 
 # The signals that end a process in which a library has crashed.
@@ -41,7 +41,7 @@ def continue_in_child() -> None:
     status = os.waitstatus_to_exitcode(wait_status)  # negative: the signal that ended the child
     if -status in CRASHES:
         name = signal.Signals(-status).name
-        raise messages.UserError(f"{name} in a library that reads these files: they are damaged")
+        raise errors.UserError(f"{name} in a library that reads these files: they are damaged")
     if status < 0:
         status = 128 - status  # negative: a signal; a shell reports 128 + the signal's number
     sys.exit(status)
@@ -49,15 +49,15 @@ def continue_in_child() -> None:
 
 if __name__ == "__main__":
     # The fork comes before the imports below: some of them start threads, which it does not copy.
-    with messages.sentences():
+    with errors.sentences():
         continue_in_child()
 
-with messages.installed():
+with errors.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
-    from checkpointing.merge import merge, shares_of
+    from config.cli import Parser
+    from config.errors import UserError
     from config.families import FAMILIES
-    from config.messages import Parser, UserError
 
 
 def _checks(manifest: dict[str, Any]) -> str:
@@ -144,6 +144,8 @@ def run_command(arguments: list[str]) -> None:
 
 def _merge(sources: list[str], target: str, weights: str, averaged: bool) -> None:
     """Merge checkpoints, the oldest first, and print what was done; UserError for wrong options."""
+    from checkpointing.merge import merge, shares_of  # they import torch
+
     found = [folders.find_checkpoints(source)[0] for source in sources]
     if len(found) < 2:
         raise UserError(f"a merge needs two checkpoints or more, not {len(found)}")
@@ -200,5 +202,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    with messages.sentences():
+    with errors.sentences():
         run_command(sys.argv[1:])

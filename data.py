@@ -17,20 +17,19 @@ target is a label that counts in the loss. A replica is the ranks that hold one 
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config, Layout
+from corpora.corpus_splits import Corpora, eval_sets
 from corpora.objectives import NO_TARGET, Objective, Readable
 from corpora.prefetch import Prefetcher
+from corpora.sample_order import SPLITS, TextSpan
 from distributed.collectives import Group
-
-if TYPE_CHECKING:
-    from corpora.sample_order import TextSpan
 
 
 class Samples(Readable, Protocol):
@@ -133,9 +132,6 @@ def build(config: Config) -> Splits:
         splits = _corpus_splits(config)
     if not config.data.eval_data:
         return splits
-    # Imported here, because only --data with files and --eval-data need this module.
-    from corpora.corpus_splits import eval_sets
-
     sets, notes = eval_sets(config)
     return replace(splits, eval_sets=sets, notes=splits.notes + notes)
 
@@ -160,10 +156,6 @@ def _corpus_splits(config: Config) -> Splits:
 
     Without --eval-samples the run makes no evaluation, and so only the train split is built.
     """
-    # Imported here, because only --data with files and --eval-data need this module.
-    from corpora.corpus_splits import Corpora
-    from corpora.sample_order import SPLITS
-
     eval_samples = config.data.eval_samples
     corpora = Corpora(config)
     train = corpora.split(SPLITS.index("train"), config.ordered)

@@ -42,7 +42,7 @@ from distributed.token_exchange import (
     order_by_expert,
     share,
 )
-from parallel import DeferredGradients, ParamFactory, ParamSpec, add_product
+from parallel import DeferredGradients, Matrices, ParamFactory, ParamSpec, add_product
 
 
 class Balance(Protocol):
@@ -217,8 +217,13 @@ class HeldExperts(nn.Module):
         )
         up_shape = (model.experts, *matrices, f, h)
         down_shape = (model.experts, h, f)
-        self.up = expert_parameter(f"{name}.experts.up.weight", up_shape, std=factory.std)
-        self.down = expert_parameter(f"{name}.experts.down.weight", down_shape, std=std)
+        each = (0, 1) if matrices else (0,)  # every expert, and of it gate and up
+        self.up = expert_parameter(
+            f"{name}.experts.up.weight", up_shape, std=factory.std, matrices=Matrices(each=each)
+        )
+        self.down = expert_parameter(
+            f"{name}.experts.down.weight", down_shape, std=std, matrices=Matrices(each=(0,))
+        )
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if model.bias:

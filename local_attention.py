@@ -158,15 +158,16 @@ class LocalPositions:
 
     def _seen_in(self, batch: Batch | None, window: int) -> Seen:
         """Return what this rank's queries see with a window of so many tokens; 0: no window."""
-        masked = batch is not None and batch.starts is not None and batch.stops is not None
+        ranges = (None, None) if batch is None else (batch.starts, batch.stops)
+        masked = ranges[0] is not None and ranges[1] is not None
         if not masked and window in self._seen:
             return self._seen[window]
         device = self.factory.device
         kv = self.mesh.kv
         places = torch.arange(self.length, device=device)
         places = kv.balanced_shard(places, 0)  # the queries that this rank has
-        if masked:
-            starts, stops = batch.starts[:, places], batch.stops[:, places]
+        if ranges[0] is not None and ranges[1] is not None:
+            starts, stops = ranges[0][:, places], ranges[1][:, places]
         else:
             stops = (places + 1)[None]
             if self.flex:  # its mask is asked about each sample

@@ -7,12 +7,12 @@ f MLP width, V vocabulary; with tensor parallelism a, g and f are the local a/tp
 Weights are drawn as in GPT-2: from a normal distribution, whose standard deviation is smaller by
 sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream.
 A ParamFactory makes the parameters, which are split over tp, and has the settings of all layers.
-Read parallel.py first; attention is in attention.py and the loss in loss.py.
+Read parallel.py first; attention is in attention.py and latent_attention.py, the loss in loss.py.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +23,10 @@ from attention import Attention, KeyValueCache, Positions, recompute, rms_norm_p
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
-from distributed.start_checks import check_parameter_count
+from experts import ExpertMLP
+from latent_attention import LatentAttention
 from loss import cross_entropy
-from parallel import ColumnLinear, ParamFactory, RowLinear, column_linear
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear
 from schedules.partition import StageSpec
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Norm(nn.Module):
         self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=fill)
         has_shift = model.norm == "layernorm"
         self.bias = factory.parameter(f"{name}.bias", (model.hidden,)) if has_shift else None
-        with_sum = _add_and_normalise
-        alone = _normalise
+        with_sum: Callable = _add_and_normalise
+        alone: Callable = _normalise
         if model.norm_plus_one:
             with_sum = _add_and_normalise_plus_one
             alone = _normalise_plus_one
@@ -99,13 +100,17 @@ class MLP(nn.Module):
         super().__init__()
         f = width or model.ffn_hidden
         shape: tuple[int, ...] = (f,)
+        matrices = Matrices()
         self.activation = activation_of(model)
         if model.up_matrices == 2:
             shape = (2, f)
+            matrices = Matrices(each=(0,))  # gate and up
             # The other activations are not compiled, because each is a single kernel of torch.
             self.activation = factory.compile_for_training(self.activation)
         split_dim = len(shape) - 1  # the dimension f, which is split over tp
-        self.up = ColumnLinear(factory, f"{name}.up", model.hidden, shape, split_dim, model.bias)
+        self.up = ColumnLinear(
+            factory, f"{name}.up", model.hidden, shape, split_dim, model.bias, matrices
+        )
         self.down = RowLinear(factory, f"{name}.down", f, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,8 +164,6 @@ def activation_of(model: ModelShape) -> Callable[[Tensor], Tensor]:
 
 def _expert_mlp(factory: ParamFactory, name: str, model: ModelShape, std: float) -> nn.Module:
     """Return a block's experts with their router, which are in the place of an MLP."""
-    from experts import ExpertMLP  # imported here: only models with experts need this module
-
     shared_mlp = None
     if model.shared_ffn_hidden:
         shared_mlp = MLP(factory, f"{name}.shared", model, std, width=model.shared_ffn_hidden)
@@ -181,13 +184,11 @@ class Block(nn.Module):
         name = f"blocks.{index}"
         std = factory.std / math.sqrt(2 * model.layers)  # of the output matrices of attention, MLP
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
-        self.attention = Attention(
-            factory,
-            f"{name}.attention",
-            model,
-            std,
-            recompute == "selective",
-            model.attention_of(index),
+        make_attention: Callable[..., nn.Module] = LatentAttention
+        if not model.is_latent:
+            make_attention = functools.partial(Attention, block=model.attention_of(index))
+        self.attention = make_attention(
+            factory, f"{name}.attention", model, std, recompute == "selective"
         )
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
         self.is_sandwich = model.block == "sandwich"
@@ -480,3 +481,25 @@ class Stage(nn.Module):
                 x, y = block(x, y, mask, rotary, cache)
             x = x if y is None else x + y
         return x
+
+
+def check_parameter_count(
+    spec: StageSpec,
+    parameters: Iterable[Any],
+    counted_elsewhere: Iterable[Any],
+) -> None:
+    """Raise ValueError unless a stage has the number of parameters that was planned for it.
+
+    Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
+    spec: the stage as it was planned. parameters: the parameters of the stage as it was built.
+    counted_elsewhere: the parameters that were planned for another stage.
+    """
+    skipped = {id(p) for p in counted_elsewhere}
+    built = 0
+    for p in parameters:
+        if p.requires_grad and id(p) not in skipped:
+            # The plan counts whole parameters; this tensor rank may hold only a shard of `p`.
+            built += math.prod(p.spec.shape)
+    if built != spec.parameters:
+        planned = f"{spec.parameters} were planned"
+        raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")

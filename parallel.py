@@ -4,7 +4,7 @@
 
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism they are (s/tp, b,
 h) before f and after g. f and g are Megatron's (arXiv 1909.08053): f passes its input on and sums
-gradients over tp (`_Linear`), g sums outputs over tp (`reduce_from_tp`). For sequence
+gradients over tp (`ColumnLinearFn`), g sums outputs over tp (`reduce_from_tp`). For sequence
 parallelism see arXiv 2205.05198. A parameter may have a `main_grad`: the buffer of optim/buckets.py
 in which gradients are summed. Layers add to it themselves and then call `gradient_added`. If the
 schedule has passes W, layers put the weight gradients off, from pass B to W: `DeferredGradients`.
@@ -12,9 +12,11 @@ schedule has passes W, layers put the weight gradients off, from pass B to W: `D
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,46 @@ from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
 
 # ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
+
+Box: TypeAlias = tuple[tuple[int, int], ...]  # a range [start, stop) along each dimension
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Says how a parameter divides into the matrices that have a meaning of their own.
+
+    Muon updates each of them by itself. A matrix is a box of the global tensor: its last dimension
+    has the columns, and all others together have the rows. each: the dimensions of which every
+    index is a matrix of its own: experts, gate and up. parts: names and lengths along the dimension
+    `dim`, such as those of q, k and v. heads: the dimensions of which every index is a head.
+    """
+
+    each: tuple[int, ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
+    dim: int = 0
+    heads: tuple[int, ...] = ()
+
+    def boxes(self, shape: tuple[int, ...], mode: str) -> list[tuple[str, Box]]:
+        """Return the name, "" for a single matrix, and the box of each matrix of a global tensor.
+
+        mode: the value of --muon-qkv. joint: `parts` and `heads` are not divided; split: `parts`
+        are; head: both are. Raise ValueError if the parts are not the whole dimension.
+        """
+        ranges_of_dims: list[list[tuple[str, tuple[int, int]]]] = []
+        for dim, size in enumerate(shape):
+            ranges = [("", (0, size))]
+            if dim in self.each or (mode == "head" and dim in self.heads):
+                ranges = [(str(i), (i, i + 1)) for i in range(size)]
+            elif mode != "joint" and self.parts and dim == self.dim:
+                ends = list(itertools.accumulate(length for _, length in self.parts))
+                if ends[-1] != size:
+                    raise ValueError(f"the parts {self.parts} do not add up to {size}, of {shape}")
+                ranges = [(n, (end - length, end)) for (n, length), end in zip(self.parts, ends)]
+            ranges_of_dims.append(ranges)
+        return [
+            (".".join(name for name, _ in ranges if name), tuple(box for _, box in ranges))
+            for ranges in itertools.product(*ranges_of_dims)
+        ]
 
 
 @dataclass(frozen=True)
@@ -37,7 +79,8 @@ class ParamSpec:
     tensor are padding. decay: whether weight decay applies. reduce_over: the mesh's groups over
     which the gradient is summed: first the replicas, over which ZeRO shards it; then `tp` if each
     tensor rank's gradient is one term of a sum; then `tied` if another stage holds a copy of the
-    tensor. copy: this tensor is that copy, which norms and checkpoints leave out.
+    tensor. copy: this tensor is that copy, which norms and checkpoints leave out. matrices: how the
+    tensor divides into the matrices that Muon updates; None: Muon leaves the tensor to AdamW.
     """
 
     name: str
@@ -48,6 +91,7 @@ class ParamSpec:
     decay: bool
     reduce_over: tuple[str, ...] = ("replicas",)
     copy: bool = False
+    matrices: Matrices | None = None
 
     @property
     def tied(self) -> bool:
@@ -134,14 +178,15 @@ class ParamFactory:
         over: Group | None = None,
         partial: bool = False,
         replicas: str = "replicas",
+        matrices: Matrices | None = None,
     ) -> nn.Parameter:
         """Return this rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
         dim: the dimension that is split over tp, or over the group `over`, after padding it to
         `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
-        replicas: the name of the mesh's group that holds the same part. decay, tied, copy: see
-        ParamSpec. The result has its ParamSpec as the attribute `spec`.
+        replicas: the name of the mesh's group that holds the same part. decay, tied, copy,
+        matrices: see ParamSpec. The result has its ParamSpec as the attribute `spec`.
         """
         tp = self.mesh.tp
         start = 0
@@ -165,7 +210,9 @@ class ParamFactory:
         if tied:
             reduce_over += ("tied",)
         parameter = nn.Parameter(tensor)
-        parameter.spec = ParamSpec(name, shape, dim, start, stop, decay, reduce_over, copy)
+        parameter.spec = ParamSpec(
+            name, shape, dim, start, stop, decay, reduce_over, copy, matrices
+        )
         return parameter
 
 
@@ -254,7 +301,25 @@ class DeferredGradients:
         return compute_weight_gradients
 
 
-class _Linear(torch.autograd.Function):
+@dataclass(slots=True)
+class GradSink:
+    """Takes the gradients of a linear layer's weight and bias to the parameters, past autograd.
+
+    weight, bias: the parameters. compile: a compiled kernel sums a large gradient of the bias.
+    deferred: the list that puts the gradients off until pass W; None: they are added in pass B.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    compile: bool
+    deferred: DeferredGradients | None
+
+    def add(self, x: Tensor, grad: Tensor) -> None:
+        """Add the gradients for the product's input x and gradient `grad`, and call the hooks."""
+        _add_gradients(self.weight, self.bias, self.compile, x, grad)
+
+
+class ColumnLinearFn(torch.autograd.Function):
     """f and the product with a local weight; f's backward collective overlaps the weight gradient.
 
     With sequence parallelism only the local part of the input is kept for the backward pass, which
@@ -262,18 +327,17 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, gather, add, deferred):
-        """Return x W^T + b, (s, b, out). tp: the group that sums the input's gradient, or None.
-        gather: whether x is (s/tp, b, in) and must be gathered. add: a function of x and the
-        product's gradient that adds the weights' gradients; None: autograd adds those that
-        `backward` returns. deferred: the list that puts `add` off, or None.
+    def forward(ctx, x, weight, bias, tp, gather, sink):
+        """Return x W^T + b, (s, b, out).
+
+        tp: the group that sums the input's gradient, or None. gather: whether x is (s/tp, b, in)
+        and must be gathered. sink: takes the gradients of weight and bias; None: autograd does.
         """
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
         ctx.gather_from = tp if gather else None
         ctx.has_bias = bias is not None
-        ctx.add = add
-        ctx.deferred = deferred
+        ctx.sink = sink
         return F.linear(gather_sequence(x, ctx.gather_from), weight, bias)
 
     @staticmethod
@@ -281,10 +345,12 @@ class _Linear(torch.autograd.Function):
         """Return the gradients of x, weight and bias; grad: that of the product, (s, b, out)."""
         x, weight = ctx.saved_tensors
         tp = ctx.tp
+        sink = ctx.sink
+        deferred = None if sink is None else sink.deferred
         gather_from = ctx.gather_from  # tp if x is this rank's part of the sequence, else None
         whole_x = x
         gather_handle = sum_handle = None
-        if gather_from is not None and ctx.deferred is None:  # x is split; else pass W gathers it
+        if gather_from is not None and deferred is None:  # x is split; else pass W gathers it
             whole_x = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gather_handle = tp.all_gather(whole_x, x)  # runs during the product below
         dx = grad @ weight
@@ -297,16 +363,15 @@ class _Linear(torch.autograd.Function):
         elif tp is not None:  # x was whole on every rank: f's backward pass
             sum_handle = tp.all_reduce(dx)
         dw = db = None
-        if ctx.deferred is not None:  # pass W computes the weight gradients
-            add = ctx.add
-            ctx.deferred.add(lambda: add(gather_sequence(x, gather_from), grad))
-        elif ctx.add is not None:  # add them to the parameters' buffers now
-            ctx.add(whole_x, grad)
-        else:
+        if sink is None:
             dw, db = _weight_gradients(whole_x, grad, ctx.has_bias)
+        elif deferred is None:
+            sink.add(whole_x, grad)
+        else:  # pass W computes the weight gradients
+            deferred.add(lambda: sink.add(gather_sequence(x, gather_from), grad))
         if sum_handle is not None:
             sum_handle.wait()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
@@ -377,12 +442,12 @@ def linear(
         bias = None if bias is None else bias.flatten()
         if tp is None:
             return F.linear(x, weight, bias)
-        return _Linear.apply(x, weight, bias, tp, gather, None, None)
-    add = functools.partial(_add_gradients, weight, bias, compile)
-    # Autograd must not see the parameters: `_add_gradients` adds their gradients instead.
+        return ColumnLinearFn.apply(x, weight, bias, tp, gather, None)
+    sink = GradSink(weight, bias, compile, deferred)
+    # Autograd must not see the parameters: the sink adds their gradients instead.
     weight = weight.detach().flatten(0, -2)
     bias = None if bias is None else bias.detach().flatten()
-    return _Linear.apply(x, weight, bias, tp, gather, add, deferred)
+    return ColumnLinearFn.apply(x, weight, bias, tp, gather, sink)
 
 
 def column_linear(
@@ -412,12 +477,21 @@ class ColumnLinear(nn.Module):
         shape: tuple[int, ...],
         dim: int,
         bias: bool,
+        matrices: Matrices = Matrices(),
     ):
-        """Make W, (*shape, inputs), split along `dim`, and b if `bias`; name: begins the names."""
+        """Make W, (*shape, inputs), split along `dim`, and b if `bias`; name: begins the names.
+
+        matrices: how W divides into matrices (Matrices); by default it is a single one.
+        """
         super().__init__()
         self.factory = factory
         self.weight = factory.parameter(
-            f"{name}.weight", (*shape, inputs), std=factory.std, dim=dim, decay=True
+            f"{name}.weight",
+            (*shape, inputs),
+            std=factory.std,
+            dim=dim,
+            decay=True,
+            matrices=matrices,
         )
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
@@ -437,7 +511,9 @@ class RowLinear(nn.Module):
         self.factory = factory
         input_dim = 1  # the dimension of the weight that is split over tp
         shape = (outputs, inputs)
-        self.weight = factory.parameter(f"{name}.weight", shape, std=std, dim=input_dim, decay=True)
+        self.weight = factory.parameter(
+            f"{name}.weight", shape, std=std, dim=input_dim, decay=True, matrices=Matrices()
+        )
         self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, since it ends with an error if Python is too old
+from config import errors, paths  # imported first, since it ends with an error if Python is too old
+from config.cli import Parser
 from config.command_line import options_help, parse_request
-from config.messages import Parser, UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape
 
-with messages.installed("planning needs no other, `pip install numpy`"):
+with errors.installed("planning needs no other, `pip install numpy`"):
     from planner import (
         calibration,
         compare,
@@ -129,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Garbage collection would take a seventh of a search's time and find nothing: no cycles of
     # objects are made that become unused.
     gc.disable()
-    with messages.sentences():
+    with errors.sentences():
         answer = ask(arguments)
         print(json.dumps(answer.data, indent=1) if "--json" in arguments else answer.text)
 
@@ -148,7 +149,7 @@ def ask(arguments: list[str]) -> Answer:
     if rest and name not in QUESTIONS:
         raise UserError(f"unknown argument {rest[0]!r}: see plan.py {name} --help")
     for option in WRITTEN:  # fail now if a file cannot be written, not after a long search
-        messages.check_file(getattr(options, option, None))
+        paths.check_file(getattr(options, option, None))
     if name == "constants":
         return layout_questions.constants()
     if name == "gap":

@@ -27,8 +27,10 @@ from dataclasses import replace
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
+from config.cli import Parser
 from config.command_line import parse_request
-from config.messages import Parser, UserError, check_file, exit_with, write_file
+from config.errors import UserError, exit_with
+from config.paths import check_file, write_file
 from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware

@@ -22,8 +22,13 @@ from pathlib import Path
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first: it prints an error if Python is too old
-from config.messages import Parser, UserError
+from config import errors, paths  # imported first: it prints an error if Python is too old
+
+with errors.installed():
+    from checkpointing.folders import is_checkpoint
+    from config.cli import Parser
+    from config.errors import UserError
+    from numerics import chart, diff, layers, page, spikes, table
 
 # The columns of the table of `runs.py list` by which it can be sorted.
 SORTS = ("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "parameters", "date")
@@ -45,12 +50,7 @@ def _diff(given: argparse.Namespace) -> int:
     The options and arguments decide what is compared, as the file's docstring lists. given: the
     parsed command line.
     """
-    from checkpointing.folders import is_checkpoint
-    from numerics import diff
-
     if given.spikes:  # each spike of a run, and the step before the spike
-        from numerics import spikes
-
         result = spikes.compare(given.run_a)
         text = spikes.text(result)
     elif given.with_transformers:  # a run, and the same model in transformers
@@ -68,48 +68,40 @@ def _diff(given: argparse.Namespace) -> int:
         result = diff.compare(given.run_a, given.run_b)
         text = diff.text(result)
     if given.picture:
-        from numerics import layers
-
         if given.run_b is None:
             raise UserError("--picture needs two runs with traces")
-        page = layers.page(layers.by_layer(given.run_a, given.run_b), text)
-        messages.write_file(given.picture, page)
+        picture = layers.page(layers.by_layer(given.run_a, given.run_b), text)
+        paths.write_file(given.picture, picture)
     if given.json:
         text = json.dumps(result, indent=1)
-    print(messages.printable(text))
+    print(errors.printable(text))
     return int(result["differs"])
 
 
 def _show(given: argparse.Namespace) -> int:
     """Print one run on one screen, for `runs.py show`; return the exit status 0."""
-    from numerics import page
-
-    print(messages.printable(page.text(given.run)))
+    print(errors.printable(page.text(given.run)))
     return 0
 
 
 def _chart(given: argparse.Namespace) -> int:
     """Write a page of losses, or print them as bars with --text; return the exit status 0."""
-    from numerics import chart
-
     curves = chart.read_curves(given.runs)
     if given.text:
-        print(messages.printable(chart.bars(curves)))
+        print(errors.printable(chart.bars(curves)))
     else:
-        messages.write_file(given.out, chart.page(curves))
+        paths.write_file(given.out, chart.page(curves))
         print(f"written: {given.out}")
     return 0
 
 
 def _list(given: argparse.Namespace) -> int:
     """Print a table of the runs in a folder, or all columns with --json; return exit status 0."""
-    from numerics import table
-
     rows, notes = table.table(given.folder, given.sort)
     if given.json:
         print(json.dumps({"runs": rows, "notes": notes}, indent=1))
     else:
-        print(messages.printable(table.text(rows, notes)))
+        print(errors.printable(table.text(rows, notes)))
     return 0
 
 
@@ -153,5 +145,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    with messages.sentences():
+    with errors.sentences():
         sys.exit(run_command(sys.argv[1:]))

@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, because it refuses a Python that is too old
+from config import errors  # imported first, because it refuses a Python that is too old
 
-with messages.installed():
+with errors.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import Index, check_files, make_model
     from config import command_line, validation
-    from config.messages import Parser, UserError, exit_with, printable
+    from config.cli import Parser
+    from config.errors import UserError, exit_with, printable
     from config.schema import Config, ModelShape
     from corpora import sample_order
     from corpora.chat_templates import ChatTemplate
@@ -240,6 +241,8 @@ def _make_config(options: argparse.Namespace, model: ModelShape, ranks: int) -> 
         "device": options.device,
         "zero": 0,
         "overlap_param_gather": False,
+        "sync_each_batch": True,
+        "reshard_after_forward": True,
         "watchdog": ranks > 1,
         "out": _report_folder() if ranks > 1 else ".",
     }

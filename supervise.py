@@ -21,21 +21,19 @@ import math
 import os
 import sys
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, because it refuses a Python that is too old
+from config import errors  # imported first, because it refuses a Python that is too old
 
-with messages.installed():
+with errors.installed():
+    from config.cli import Parser
     from config.command_line import parse
-    from config.messages import Parser, UserError
+    from config.errors import UserError
     from supervisor.command import Command, read_command
+    from supervisor.fewer import Fewer, Options
     from supervisor.session import Session
-
-if TYPE_CHECKING:
-    from supervisor.fewer import Fewer
 
 
 def main(arguments: list[str]) -> int:
@@ -68,7 +66,7 @@ def main(arguments: list[str]) -> int:
     return Session(command, options.restarts_per_hour, fewer_nodes).run()
 
 
-def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> "Fewer | None":
+def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> Fewer | None:
     """Return the object that finds layouts for fewer nodes; None without --gpu.
 
     The session asks it for a layout if too few nodes are left for the run's layout. command: the
@@ -90,11 +88,9 @@ def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> "Fewer | N
         config = parse(command.options)
     except UserError:
         return None  # the options of train.py are wrong: the ranks print this error and end
-    from supervisor.fewer import Fewer, Options  # here, because it loads the planner
-
     return Fewer(command, config, Options(options.gpu, options.calibration, slowdown))
 
 
 if __name__ == "__main__":
-    with messages.sentences():
+    with errors.sentences():
         sys.exit(main(sys.argv[1:]))

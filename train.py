@@ -20,14 +20,14 @@ if __name__ == "__main__":
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, because it refuses a Python that is too old
+from config import errors  # imported first, because it refuses a Python that is too old
 from distributed.early_end import StartWatch, ending_all_ranks
 
 watch = StartWatch()
 signals = None
 if __name__ == "__main__":
     watch.begin()
-with ending_all_ranks(watch), messages.installed():
+with ending_all_ranks(watch), errors.installed():
     from distributed.heap import share_heap
     from distributed.stop_conditions import Signals
 
@@ -43,12 +43,14 @@ with ending_all_ranks(watch), messages.installed():
 
     from config import model_stats
     from config.command_line import parse_request
+    from config.errors import UserError, exit_with
     from config.inherited import Inherited
-    from config.messages import UserError, check_paths, exit_with
+    from config.paths import check_paths
     from config.schema import Config
     from config.validation import check
     from distributed.context import prepare
     from distributed.launch import Launch, check_launch, discover
+    from telemetry import trackers
 
 # The largest number of tensor elements, optimizer state and copies included, of a run that fits on
 # every node: for a smaller run `check_memory` loads no planner.
@@ -83,7 +85,7 @@ def main(arguments: list[str], watch: StartWatch, signals: Signals) -> None:
             print(f"note: {note}", file=sys.stderr, flush=True)
     # Set variables that torch, CUDA and NCCL read.
     prepare(config.run, config.layout.pp, config.model.experts)
-    with messages.installed():
+    with errors.installed():
         import trainer
     trainer.main(config, launch, signals)
 
@@ -101,13 +103,11 @@ def check_machine(config: Config) -> None:
     Called by rank 0 only, before torch is imported.
     """
     try:
-        with messages.installed():
+        with errors.installed():
             check_paths(config)
             check_memory(config)
             check_data(config)
             if config.run.tensorboard or config.run.wandb:
-                from telemetry import trackers  # imported here, because few runs need this module
-
                 trackers.check(config)
     except UserError as mistake:
         exit_with(mistake)
@@ -132,13 +132,12 @@ def check_data(config: Config) -> None:
 
     Print a note if the vocabulary is larger than the corpora's tokenizer needs.
     """
+    from corpora import blends, sample_order, text, token_files  # they import numpy
+
     options = config.data
     synthetic = options.data == ("synthetic",)
     if synthetic and not options.eval_data and not config.run.sample_prompt:
         return
-    # Imported here, because random tokens need none of these modules.
-    from corpora import blends, sample_order, text, token_files
-
     # Functions that return something are called here for the errors that they raise.
     sample_order.split_ranges(options.split, 0)
     eval_sets = options.eval_data or ()

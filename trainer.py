@@ -20,13 +20,16 @@ from torch import Tensor, nn
 
 import data
 from attention import attention_kernel
-from checkpointing.checkpoints import Checkpoints
+from checkpointing.folders import Chosen
+from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints, room_for_saves
-from config.messages import UserError
+from config.errors import UserError
 from config.past import Past
 from config.schema import Config
-from distributed import garbage, start_checks
+from decoding import Decoder, RunSamples
+from distributed import preflight
 from distributed.context import Context, start
+from distributed.garbage import collect_after, collecting_between_steps, freeze
 from distributed.launch import Launch
 from distributed.mesh import mesh_of_run
 from distributed.stop_conditions import (
@@ -36,7 +39,7 @@ from distributed.stop_conditions import (
     StopConditions,
     outlook,
 )
-from distributed.store import first_given
+from distributed.store import StoreExchange, first_given
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
@@ -45,11 +48,16 @@ from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import replica_check, run_time, step_stats
+from telemetry.audit import Audit
 from telemetry.log import Log
-from telemetry.loss_monitor import LossMonitor, give_up
+from telemetry.loss_monitor import give_up, make_monitor, skip_earlier_spikes
+from telemetry.numerics_trace import NumericsTrace
+from telemetry.pass_times import decide_schedule
+from telemetry.routing_file import RoutingFile
 from telemetry.start_of_run import find_past
-from telemetry.step_stats import StatsExchange
+from telemetry.step_stats import StatsExchange, StepStats
 from telemetry.step_times import StepTimes
+from telemetry.torch_profile import TorchProfile
 from zero import Optimizer, StepResult
 
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction  # ascending: the largest request is done
@@ -88,8 +96,6 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     optimizer = Optimizer(model.stages, model.factory, config.training, config.layout, config.model)
     state = TrainState(**vars(model), optimizer=optimizer)
     if config.run.routing_file and optimizer.balance:
-        from telemetry.routing_file import RoutingFile  # only --record- and --pin-routing need it
-
         routing = RoutingFile(config, model.factory, optimizer.balance.routers)
         state.before_passes.append(routing.begin_step)
     return state
@@ -114,7 +120,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
 
-        factory = replace(factory, shard=block_sharder(factory, training))
+        factory = replace(factory, shard=block_sharder(factory, training, layout))
     specs = stage_specs(config.model, layout, part_costs(config.model, factory.device.type))
     masked = config.data.masks_attention
     stage_of: dict[int, Stage] = {}  # this rank's stages by their number in the pipeline
@@ -143,7 +149,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     """Run the passes of the next step's first micro-batch, and discard the gradients.
 
-    Called before the first step if start_checks.warms_up: --compile compiles here, and a GPU loads
+    Called before the first step if preflight.warms_up: --compile compiles here, and a GPU loads
     its kernels. The step, which starts at sample `consumed`, takes the same micro-batch again.
     """
     state.factory.mesh.recorder.enter("warm up")
@@ -227,59 +233,79 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
 def _train(config: Config, context: Context, signals: Signals) -> bool:
     """Build a run, do its steps, and write its last checkpoint; return whether no step is left."""
     with ExitStack() as cleanup:
-        context.take(config.run.out)  # locks the run's folder
-        layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
-        # Rank 0 reads the past for all ranks: other nodes may not see the newest checkpoint yet.
-        config = replace(config, layout=layout, past=Past())
-        config, precision_line = precision.decide(config, context)
-        notes: list[str] = []
-        if config.layout.schedule == "auto":
-            from telemetry.pass_times import decide_schedule  # only --schedule auto needs it
-
-            config, notes = decide_schedule(config, context)
-        start_checks.introduce(config, context, precision_line)  # prints it, and checks the nodes
+        context.lock_folder(config.run.out)
+        config, precision_line, notes = _decide(config, context)
+        preflight.introduce(config, context, precision_line)  # prints it, and checks the nodes
         config, chosen, lines = find_past(config, context)
-        notes += lines
-        if config.run.on_spike and config.run.resume:
-            from telemetry.spikes import passing_over
-
-            config = passing_over(config)  # with the samples of earlier spikes, which are left out
+        config = skip_earlier_spikes(config)
         splits = data.build(config)
         precision.check(config, context)
         stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
         state = build(config, context)
         cleanup.callback(state.reader.close)
-        mesh = state.factory.mesh
-        memory_before = step_stats.exchange(stats_at_start, mesh.world, context.device)
-        masked = config.data.masks_attention
-        micro_batch = config.layout.micro_batch_size
-        attention = attention_kernel(config.model, state.factory, micro_batch, masked)
-        optimizer = state.optimizer
-        kernels = start_checks.kernel_names(config, optimizer.kernel, attention, splits.source)
-        start_checks.check_compiler(kernels, context.device.type, context.nodes[context.rank])
-        bytes_per_save = room_for_saves(config, optimizer)
-        log = Log(config, context, state.stage_specs, kernels, memory_before, bytes_per_save)
+        log = _open_log(state, context, splits.source, stats_at_start)
         cleanup.callback(log.close)  # after an error too: close() prints the unwritten rows' number
-        for note in [*notes, *splits.notes]:
+        for note in [*notes, *lines, *splits.notes]:
             log.note(note)
-        replica_checker = None
-        if config.run.check_replicas_every:
-            replica_checker = partial(replica_check.check, state.stages, optimizer, mesh)
-        samples = splits.train
-        checkpoints = Checkpoints(
-            config, mesh, optimizer, context, samples, log.note, replica_checker, chosen
-        )
-        start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
+        checkpoints = _checkpointer(state, context, splits.train, log, chosen)
+        preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         signals.explain(partial(outlook, context.recorder), trainer.describe_saved)
         cleanup.callback(trainer.losses.spikes.finish)  # writes the last rows of spikes.jsonl
-        cleanup.enter_context(garbage.collecting_between_steps())
+        cleanup.enter_context(collecting_between_steps())
         finished = trainer.run()
         log.summarize()
         if finished:
             checkpoints.finish(trainer.done, conditions.wants_stop)
     return finished
+
+
+def _decide(config: Config, context: Context) -> tuple[Config, str, list[str]]:
+    """Decide what the options leave open: layout, precision, schedule. Collective over all ranks.
+
+    Return the configuration, a line about the precision, and lines for the log.
+    """
+    layout = config.layout.automatic(config.model.seq_length, context.device.type == "cuda")
+    # `find_past` reads on rank 0 what was done before: other nodes may not see it yet.
+    config = replace(config, layout=layout, past=Past())
+    config, precision_line = precision.decide(config, context)
+    config, notes = decide_schedule(config, context)
+    return config, precision_line, notes
+
+
+def _open_log(state: TrainState, context: Context, source: str, at_start: StepStats) -> Log:
+    """Return the run's log, with the kernels that this run uses; collective over all ranks.
+
+    source: how samples are read. at_start: this rank's statistics before the model was built. Raise
+    UserError if a kernel needs a compiler, and this node has none.
+    """
+    config = state.config
+    masked = config.data.masks_attention
+    attention = attention_kernel(
+        config.model, state.factory, config.layout.micro_batch_size, masked
+    )
+    kernels = preflight.kernel_names(config, state.optimizer.kernel, attention, source)
+    preflight.check_compiler(kernels, context.device.type, context.nodes[context.rank])
+    before = step_stats.exchange(at_start, state.factory.mesh.world, context.device)
+    bytes_per_save = room_for_saves(config, state.optimizer)
+    return Log(config, context, state.stage_specs, kernels, before, bytes_per_save)
+
+
+def _checkpointer(
+    state: TrainState, context: Context, samples: data.Samples, log: Log, chosen: Chosen | None
+) -> Checkpointer:
+    """Return what saves and loads the run; collective over all ranks.
+
+    samples: the training samples. chosen: the checkpoint of --resume.
+    """
+    config = state.config
+    mesh = state.factory.mesh
+    optimizer = state.optimizer
+    check_replicas = None
+    if config.run.check_replicas_every:
+        check_replicas = partial(replica_check.check, state.stages, optimizer, mesh)
+    return Checkpointer(config, mesh, optimizer, context, samples, log.note, check_replicas, chosen)
 
 
 class Trainer:
@@ -290,7 +316,7 @@ class Trainer:
         state: TrainState,
         splits: data.Splits,
         log: Log,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpointer,
         conditions: StopConditions,
     ):
         """Make the loop's observers, and load the checkpoint of --resume, if any; collective."""
@@ -301,6 +327,11 @@ class Trainer:
         self.splits = splits
         self.log = log
         self.checkpoints = checkpoints
+        # Values of all ranks, through the store; a save in the background has its own exchange.
+        context = log.context
+        self.exchange = StoreExchange(
+            context.store, context.rank, context.size, "run", mesh.recorder
+        )
         self.conditions = conditions
         self.recorder = mesh.recorder
         self.device = state.factory.device
@@ -315,49 +346,34 @@ class Trainer:
             if self.done.iteration < self.last_step:
                 self._begin_record()
         log.epoch_tokens = splits.epoch_tokens
-        self.losses = LossMonitor(config, splits.train, self.done, log)  # spikes, divergence
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
-        # Functions that are called before and after each step; the argument is the step's number.
-        self.before_step: list[Callable[[int], None]] = [self.recorder.begin_step]
-        self.after_step: list[Callable[[int], None]] = [garbage.collect_after]
-        # Called after a step with its number, and whether it is the last step.
-        self.write_samples: Callable[[int, bool], None] = lambda iteration, is_last: None
-        self.step: Callable[..., StepResult] = partial(step, state)
-        self._add_observers()
-        self.needs_warm_up = start_checks.warms_up(config, self.device.type)
+        self.needs_warm_up = preflight.warms_up(config, self.device.type)
+        self._make_observers()
 
-    def _add_observers(self) -> None:
-        """Add the observers that the options ask for: a profile, step times, samples of text."""
+    def _make_observers(self) -> None:
+        """Make what observes the steps; None stands for what no option asks for. Collective."""
+        run = self.config.run
         state = self.state
         log = self.log
-        exchange = self.checkpoints.exchange  # passes values between all ranks, in torch's store
-        if self.config.run.torch_profile:
-            from telemetry.torch_profile import TorchProfile
-
-            profile = TorchProfile(log, state.pipeline.finish_sending)
-            self.before_step.append(profile.before)
-            self.after_step.append(profile.after)
-        if self.config.run.trace_numerics:  # it does the steps, and traces some of them
-            from telemetry.numerics_trace import NumericsTrace
-
-            self.step = NumericsTrace(state, run_passes, step, exchange.agree, log.without).step
-        if self.config.run.audit_every:  # it repeats passes and compares the results
-            from telemetry.audit import Audit
-
-            audit = Audit(state, self.checkpoints, log, self.done, self.last_step)
-            self.after_step.append(audit.after)
-        if self.config.run.on_spike:  # this monitor judges a step before its update, too
-            from telemetry.spikes import SpikeMonitor
-
-            self.losses = SpikeMonitor(state, self.splits.train, self.checkpoints, log, self.done)
-        self.after_step.append(StepTimes(exchange, log).after)  # writes times.jsonl
-        if self.config.run.sample_every:
-            from decoding import Decoder, RunSamples
-
+        checkpoints = self.checkpoints
+        exchange = self.exchange
+        self.losses = make_monitor(state, self.splits.train, checkpoints, exchange, log, self.done)
+        self.profile: TorchProfile | None = None
+        if run.torch_profile:
+            self.profile = TorchProfile(log, state.pipeline.finish_sending)
+        self.trace: NumericsTrace | None = None
+        if run.trace_numerics:
+            self.trace = NumericsTrace(state, run_passes, step, exchange.agree, log.without)
+        self.audit: Audit | None = None
+        if run.audit_every:
+            self.audit = Audit(state, checkpoints, exchange, log, self.done, self.last_step)
+        self.step_times = StepTimes(exchange, log)  # writes times.jsonl
+        self.samples_of_text: RunSamples | None = None
+        if run.sample_every:
             decoder = Decoder(state.pipeline, state.factory, self.config.model)
             gather = state.optimizer.finish_gathering
-            samples = RunSamples(self.config, decoder, gather, log.note, self.checkpoints.ends())
-            self.write_samples = samples.after_step
+            ends = checkpoints.ends()
+            self.samples_of_text = RunSamples(self.config, decoder, gather, log.note, ends)
 
     def run(self) -> bool:
         """Train to the last step, and evaluate, log and save between steps; return True.
@@ -382,8 +398,8 @@ class Trainer:
             # A requested stop skips the evaluation and the samples, which would delay the stop.
             if evaluations and (is_last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(evaluations))
-            if is_last or action < SAVE_AND_STOP:
-                self.write_samples(iteration, is_last)
+            if self.samples_of_text and (is_last or action < SAVE_AND_STOP):
+                self.samples_of_text.after_step(iteration, is_last)
             every = self.config.run.check_replicas_every
             if every and (is_last or iteration % every == 0):
                 self.checkpoints.check_replicas(iteration)
@@ -452,7 +468,7 @@ class Trainer:
         return self.splits.evaluations(self.config.data.eval_samples)
 
     def _train_or_skip(self, iteration: int, evaluates: bool) -> float:
-        """Do step `iteration` on the next global batch, or pass over a batch of --skip-samples.
+        """Do step `iteration` on the next global batch, or skip a batch of --skip-samples.
 
         Return the largest action (GO_ON, SAVE, SAVE_AND_STOP) that any rank requests. evaluates:
         whether an evaluation follows the step. Collective over all ranks.
@@ -463,17 +479,21 @@ class Trainer:
         samples = self.splits.train
         if self.config.passes_over(begin, batch):
             self.done = self.done.after_step(samples, batch, length, trained=False)
-            self.log.pass_over(iteration, begin + batch, batch)
+            self.log.skip(iteration, begin + batch, batch)
             return GO_ON  # this takes no time, so requests wait for the next step
         if self.needs_warm_up:
             self._warm_up(begin)
         began = time.perf_counter()
-        for observe in self.before_step:
-            observe(iteration)
+        self.recorder.begin_step(iteration)
+        if self.profile:
+            self.profile.before(iteration)
         trained_samples = begin - self.done.skipped_samples
         total_samples = self.config.total_samples
         lr = learning_rate(self.config.training, trained_samples, total_samples, batch)
-        result = self.step(samples, begin, lr)
+        if self.trace:  # it does the step, and traces it if --trace-numerics names it
+            result = self.trace.step(samples, begin, lr)
+        else:
+            result = step(self.state, samples, begin, lr)
         trained = not result.skipped  # e.g. an overflow: the samples count, but not as trained on
         self.done = self.done.after_step(samples, batch, length, trained)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
@@ -481,8 +501,12 @@ class Trainer:
         stats_of_ranks = self.stats_exchange.after_step(seconds, seconds_to_evaluate)
         # The first step ends the start: the process that ends the job if a start fails may go.
         self.log.context.launch.watch.close()
-        for observe in self.after_step:
-            observe(iteration)
+        collect_after(iteration)
+        if self.profile:
+            self.profile.after(iteration)
+        if self.audit:
+            self.audit.after(iteration)
+        self.step_times.after(iteration)
         for line in self.straggler_check.add(stats_of_ranks):
             self.log.note(line)
         self.log.step(self.done, batch, lr, result, stats_of_ranks)
@@ -494,7 +518,7 @@ class Trainer:
         self.needs_warm_up = False
         began = time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
-        garbage.freeze()
+        freeze()
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
@@ -519,8 +543,7 @@ class Trainer:
 
         Raise UserError if the state could not be saved.
         """
-        exchange = self.checkpoints.exchange
-        rank, reason = exchange.agree(self.conditions.reason, first_given, "stop")
+        rank, reason = self.exchange.agree(self.conditions.reason, first_given, "stop")
         where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
         where += f", after iteration {self.done.iteration} of {self.last_step}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):

@@ -18,10 +18,11 @@ import sys
 # python -P and PYTHONSAFEPATH leave out the folder of the program.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
-from config import messages  # imported first, because it refuses a Python that is too old
+from config import errors  # imported first, because it refuses a Python that is too old
 
-with messages.installed():
-    from config.messages import Parser, UserError, exit_with
+with errors.installed():
+    from config.cli import Parser
+    from config.errors import UserError, exit_with
     from planner import hardware, risk
     from tuner.session import Session, StoppedBySignal, raise_on_signals
 
@@ -67,7 +68,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="machine: a family such as a100, or one of " + ", ".join(hardware.names()),
     )
-    add("--calibration", metavar="FILE", help="measured rates, as benchmarks/allreduce.py writes")
+    add(
+        "--calibration",
+        metavar="FILE",
+        help="measured rates, as benchmarks/network/allreduce.py writes",
+    )
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
         help="values of tp, pp, or another axis of the layout")  # fmt: skip
     add("--budget", metavar="N|Nm", help="stop after N trials or N minutes (default: when decided)")

@@ -33,16 +33,19 @@ from torch import Tensor, nn
 
 from config.schema import BUCKET_ELEMENTS, EMA, Layout, ModelShape, Training
 from distributed.collectives import Handle
-from optim import update_rules
+from optim import muon, update_rules
+from optim.balance import ConstantGroup, RouterBalance
 from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
 from optim.weight_average import AveragedRule, Rule
 from parallel import ParamFactory
 
 if TYPE_CHECKING:
-    from optim.balance import RouterBalance
+    from optim.fsdp import LastBackward
 
 SETS_OF_KEY = 4  # most update sets of a key; with more sets, the first weights are gathered sooner
+# Update sets of a key for Muon: each has two all-to-alls, and its slowest owner delays the next.
+SETS_OF_MUON = 1
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,16 @@ class Optimizer:
         self.accepts: Callable[..., bool] = lambda *_: True
         self.buckets: list[Bucket] = []
         self.fully_sharded = factory.shard is not None
+        self.last_backward: LastBackward | None = None  # of --zero 3 with --no-sync-each-batch
         self.groups: Sequence[ParamGroup]
         self._forget_gathered: Callable[[], None] = lambda: None  # at --zero 3: gathered weights
         if self.fully_sharded:
-            from optim.fsdp import (  # only --zero 3 needs the 43 MB that this loads
-                forget_gathered,
-                shard_fully,
-            )
+            from optim import fsdp  # only --zero 3 needs the 43 MB that this loads
 
-            sharded_groups = shard_fully(stages[0], factory, training)
-            self._forget_gathered = partial(forget_gathered, stages[0])
+            sharded_groups = fsdp.shard_fully(stages[0], factory, training)
+            self._forget_gathered = partial(fsdp.forget_gathered, stages[0])
+            if not layout.sync_each_batch:
+                self.last_backward = fsdp.LastBackward(stages[0])
             # Experts that no other rank holds are not sharded.
             unsharded = [p for p in trained_parameters(stages) if not hasattr(p, "drawn_shape")]
             self.groups = [*sharded_groups, *self._make_buckets(unsharded, factory, zero=0)]
@@ -131,10 +134,8 @@ class Optimizer:
         self.update_sets = make_update_sets(self.groups, training)
         self.balance: RouterBalance | None = None
         if model is not None and model.experts > 1:
-            from optim import balance  # imported here: only models with experts need this module
-
-            self.balance = balance.RouterBalance(stages, factory, training, model)
-            self.groups = [*self.groups, balance.ConstantGroup(stages, self.mesh)]
+            self.balance = RouterBalance(stages, factory, training, model)
+            self.groups = [*self.groups, ConstantGroup(stages, self.mesh)]
         kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"  # the optimizers' names, for the log
         self.state_kinds = update_rules.state_kinds(training.optimizer)
@@ -162,17 +163,19 @@ class Optimizer:
         The caller multiplies every micro-batch's sum of losses by the loss weight, so that
         gradients are those of the mean loss times the loss scale. targets: the number of tokens in
         the global batch; `step` corrects the mean if some of them do not count. micro_batches:
-        their number on each replica. A bucket counts the gradients that it still waits for: in each
-        micro-batch one for each parameter, or two for a matrix that is used twice. It is reduced
-        after the last micro-batch, at --zero 2 after each one. counted: the number of targets that
-        count; needed if loss masks leave some out and routers have auxiliary losses. These are
-        means over all tokens, so they must not change with the correction in `step`.
+        their number on each replica. Each bucket counts down the gradients it expects (two per tied
+        matrix) and is reduced at zero: after the last micro-batch, with --zero 2 after each.
+        counted: the number of targets that count; needed if loss masks leave some out and routers
+        have auxiliary losses. These are means over all tokens, so they must not change with the
+        correction in `step`.
         """
         self._targets = targets
         self._next_bucket = 0
         for bucket in self.buckets:
             passes_before_reduction = 1 if bucket.each_micro_batch else micro_batches
             bucket.missing = passes_before_reduction * bucket.passes
+        if self.last_backward is not None:
+            self.last_backward.begin_step(micro_batches)
         loss_weight = self.scale.value / targets
         if self.balance is not None:
             # `step` multiplies all gradients by targets / counted.
@@ -279,7 +282,7 @@ class Optimizer:
         number given to `begin_step`.
         If the gradient norm is not finite, if the batch has no target, or if `accepts` returns
         False, no rank updates its weights; without targets, norm and loss are 0. Raise UserError if
-        fp16 overflows in --max-overflows steps in a row at a scale that cannot fall any more.
+        fp16 overflows in 5 steps in a row at a scale that cannot fall any more.
         """
         recorder = self.mesh.recorder
         recorder.at("reduce")
@@ -424,6 +427,7 @@ class Optimizer:
             self.scale.load(scalars)
             for update_set in self.update_sets:
                 update_set.rule.set_steps(self.updates)
+        self._forget_gathered()  # those of an evaluation before the load
         gather_weights(self.groups)
         self.finish_gathering()
 
@@ -442,7 +446,13 @@ class UpdateSet:
         for group in groups:
             group.first = len(self.masters)  # index of the group's first master in the rule's list
             self.masters += group.masters
-        rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
+        self.rate = update_rules.rate_factor(training, key.family)
+        buckets = [group for group in groups if isinstance(group, Bucket)]
+        rule = (
+            muon.make_rule(training, self.masters, buckets, groups[0].mesh)
+            if key.family == "muon"
+            else update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
+        )
         self.rule: Rule = rule
         if training.ema:
             self.rule = AveragedRule(rule, self.masters, training.ema)
@@ -461,7 +471,7 @@ class UpdateSet:
             gradients = exact_gradients
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        self.rule.update([g.view_as(m) for g, m in zip(gradients, self.masters)], lr)
+        self.rule.update([g.view_as(m) for g, m in zip(gradients, self.masters)], lr * self.rate)
         gather_weights(self.groups)
 
 
@@ -478,16 +488,17 @@ def gather_weights(groups: Sequence[ParamGroup]) -> None:
 def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[UpdateSet]:
     """Return the update sets, the first layers first: the forward pass needs their weights first.
 
-    A key (optim/buckets.py) has up to SETS_OF_KEY sets, because the weights of a set are gathered
-    while the next set is updated. With --grad-dtype bf16 a set has about the size of a bucket,
-    because its gradients are copied to fp32.
+    A key (optim/buckets.py) has up to SETS_OF_KEY sets, or SETS_OF_MUON, because the weights of a
+    set are gathered while the next set is updated. With --grad-dtype bf16 a set has about the size
+    of a bucket, because its gradients are copied to fp32.
     """
     # `groups` begins with the last layers, so it is reversed. The groups of one key are adjacent.
     sets: list[UpdateSet] = []
     for _, groups_of_key in groupby(reversed(groups), key=lambda group: group.key):
         members = list(groups_of_key)
         sizes = [sum(master.numel() for master in group.masters) for group in members]
-        set_size = -(-sum(sizes) // SETS_OF_KEY)  # elements of a set, rounded up
+        most_sets = SETS_OF_MUON if members[0].key.family == "muon" else SETS_OF_KEY
+        set_size = -(-sum(sizes) // most_sets)  # elements of a set, rounded up
         if training.grad_dtype == "bf16":
             set_size = min(set_size, BUCKET_ELEMENTS)  # update() copies a set's gradients to fp32
         groups_of_set: dict[int, list[ParamGroup]] = {}

@@ -26,7 +26,7 @@ import golden_worker
 from test_golden import POSITIONS, distance, reference, run_cases
 
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results" / "attention.md"
 LAYOUTS = {2: 80, 4: 100, 8: 20}  # by the number of ranks

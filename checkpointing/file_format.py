@@ -22,6 +22,12 @@ Global shapes of the tensors (d: head size, f: MLP width, h: hidden size, V: voc
 
     attention.qkv.weight    (kv_heads, heads/kv_heads + 2, d, h)   per key/value head: its queries,
                                                                    then its key, then its value
+    attention.q.weight      (heads, d, h)      latent attention (latent_attention.py), or from the
+    attention.q_b.weight    (heads, d, q_lora_rank)                 latent of queries: per head
+                                                                   the columns that no position
+                                                                   turns, then those it turns
+    attention.kv_a.weight   (kv_lora_rank + r, h)                  the latent, then the shared key
+    attention.kv_b.weight   (heads, n + v, kv_lora_rank)           per head its key, then its value
     mlp.up.weight           (f, h), or with SwiGLU (2, f, h)       gate, then up
     embedding.tokens.weight, head.weight    (V, h)                 no head.weight if it is tied
     embedding.positions.weight              (max_positions, h)     if positions are learned
@@ -36,13 +42,15 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 from isal import isal_zlib  # zlib's CRC-32, several times as fast
 
 from config import regular_files
+
+if TYPE_CHECKING:
+    import h5py
 
 INDEX = "index.h5"
 SHARD = re.compile(r"rank_[0-9]{5,}\.h5")
@@ -144,6 +152,8 @@ def write_shard(
     file. The elements are written without HDF5: so each chunk is checksummed while it is in the
     cache, no array is copied, and other threads run meanwhile. Raise OSError if a write fails.
     """
+    import h5py  # here, because it takes 0.2 s and most starts neither save nor load
+
     # No file locks: some parallel file systems refuse them, and no other process writes here.
     create = {"locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
     with _hdf5_errors(path), h5py.File(path, "w", **create) as file:
@@ -174,11 +184,13 @@ def _hdf5_errors(path: str) -> Iterator[None]:
         raise OSError(f"HDF5 cannot write {path}: {error}") from error
 
 
-def _reserve(file: h5py.File, kind: str, dtype: str, elements: int) -> int:
+def _reserve(file: "h5py.File", kind: str, dtype: str, elements: int) -> int:
     """Make a flat dataset without writing its elements; return its offset in the file, in bytes.
 
     The properties tell HDF5 to reserve one piece of the file at once, and to write no fill values.
     """
+    import h5py
+
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -223,6 +235,8 @@ def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
     does not depend on the values of elements, so a run can use it for every save. Raise
     RuntimeError if the shards together do not have as many elements of a tensor as its shape.
     """
+    import h5py
+
     sources: dict[str, list[Source]] = {name: [] for name in shapes}
     for shard in shards:
         start = 0  # index of the box's first element in each of the shard's flat arrays
@@ -250,6 +264,8 @@ def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int,
     image: the result of `index_image`. attributes: the attributes to add to it, which differ from
     save to save.
     """
+    import h5py
+
     path = os.path.join(folder, INDEX)
     with open(path, "wb") as file:
         file.write(image)
@@ -261,7 +277,7 @@ def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int,
 
 
 def _create_virtual_dataset(
-    file: h5py.File,
+    file: "h5py.File",
     kind: str,
     name: str,
     shape: Shape,
@@ -272,6 +288,8 @@ def _create_virtual_dataset(
     shape: the tensor's shape. sources: where its boxes are stored. The low-level calls are used
     because h5py's classes for virtual datasets take ten times as long.
     """
+    import h5py
+
     first_shard, _, _ = sources[0]
     dtype = np.dtype(first_shard.dtypes[kind])
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from checkpointing.file_format import (
@@ -30,7 +31,7 @@ from checkpointing.file_format import (
     is_tokenizer_file,
     open_regular,
 )
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import unused_number
 
 VERSION = 1
@@ -41,6 +42,18 @@ CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 NOT_TO_BE_USED = "not-to-be-used.txt"
 # The most bytes of a manifest that are read: the size of a manifest with 200,000 files.
 MANIFEST_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint that a run resumes.
+
+    folder: its path; None if --resume auto finds no checkpoint. damaged: the names of newer
+    checkpoints that cannot be loaded.
+    """
+
+    folder: str | None
+    damaged: tuple[str, ...] = ()
 
 
 def write_manifest(

@@ -3,11 +3,12 @@
     export_weights(checkpoint_folder, target)     writes config.json, safetensors, tokenizer
     import_weights(source, target)                writes a checkpoint at step 0 with weights only
 
-"Ours" are the tensors of Trine, "theirs" those of transformers. A `Rule` (hf_rules.py) converts one
-of our tensors to one or more of theirs, and back; `rule.name` is the name of ours, `rule.theirs`
-the names of theirs. The model may be larger than memory: an export holds the tensors of one output
+"Ours" are the tensors of Trine, "theirs" those of transformers. A `Rule` converts one of our
+tensors to one or more of theirs, and back; `rule.name` is the name of ours, `rule.theirs` the names
+of theirs. The model may be larger than memory: an export holds the tensors of one output
 file and one tensor as it was saved; an import holds one tensor.
 
+    rules(model)                 a rule for each tensor of the model, for both directions
     hf_config(model, dtype)      their config.json for our shape
     model_shape(config, where)   our shape for their config.json
 """
@@ -16,22 +17,254 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from checkpointing import file_format, model_record
-from checkpointing.hf_rules import Rule, rules
-from checkpointing.index import Index, check_shapes
+from checkpointing.index import Index, canonical_shapes, check_shapes
 from checkpointing.model_record import ModelRecord
 from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
 from config import families
 from config.command_line import make_model
-from config.messages import UserError
+from config.errors import UserError
+from config.families import Family
 from config.schema import ModelShape
+
+# ---- Rules ---------------------------------------------------------------------------------------
+
+# A conversion "to ours" takes their tensors and returns ours; "to theirs" takes ours and returns a
+# tuple. config/families.toml has their names for each family of models.
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The conversion of one tensor.
+
+    name: the name of our tensor. theirs: the names of their tensors. to_ours: takes their tensors,
+    in this order, and returns ours; to_theirs: takes our tensor and returns theirs in this order.
+    exact: their tensor is in fp32 whatever the type of the other weights is.
+    """
+
+    name: str
+    theirs: tuple[str, ...]
+    to_ours: Callable[..., Tensor]
+    to_theirs: Callable[[Tensor], tuple[Tensor, ...]]
+    exact: bool = False
+
+
+def rules(model: ModelShape, name: str | None = None) -> list[Rule]:
+    """Return the rules for all tensors of the model.
+
+    name: the name of the model's family; None: the first family that has the model. Raise UserError
+    if that family, or every family, does not have the model.
+    """
+    family = families.family_of(model, name)
+    return [_rule(name, model, family) for name in canonical_shapes(model)]
+
+
+def _rule(name: str, model: ModelShape, family: Family) -> Rule:
+    """Return the rule for our tensor `name`, such as "blocks.3.mlp.up.weight".
+
+    In this example `module` is "blocks.3.mlp.up", `kind` is "weight", and `general` is
+    "blocks.*.mlp.up", under which families.toml has the names of their modules.
+    """
+    module, _, kind = name.rpartition(".")
+    number = re.search(r"\d+", module)
+    layer = number[0] if number else "*"
+    general = re.sub(r"\d+", "*", module, count=1)
+    if name.endswith((".router.bias", ".router.load")):
+        initial = 1.0 if kind == "load" else 0.0
+        their_names = family.modules.get(f"{general}.{kind}", ())  # most families have none
+        theirs = tuple(their_name.replace("*", layer) for their_name in their_names)
+        return _rule_of_router(name, theirs, model, initial)
+    their_modules = family.modules[general]
+    theirs = tuple(f"{m}.{kind}".replace("*", layer) for m in their_modules)
+    if family.stacked_experts and general.startswith(("blocks.*.mlp.", "blocks.*.attention")):
+        stacked = _rule_of_stack(name, general, kind, theirs[0].removesuffix(f".{kind}"))
+        if stacked is not None:
+            return stacked
+    if "#" in their_modules[0]:  # in their names, "#" stands for the number of the expert
+        return _rule_of_experts(name, theirs, model.experts)
+    part = general.removeprefix("blocks.*.")
+    to_ours, to_theirs = _conversions(part, model, family, len(theirs))
+    # Some families, such as GPT-2, keep the matrices of their blocks as (in, out), where ours are
+    # (out, in).
+    is_matrix_of_block = general != module and kind == "weight" and "norm" not in part
+    if family.transposed and is_matrix_of_block:
+        return Rule(
+            name,
+            theirs,
+            lambda *tensors: to_ours(*(t.t() for t in tensors)),
+            lambda ours: tuple(t.t() for t in to_theirs(ours)),
+        )
+    return Rule(name, theirs, to_ours, to_theirs)
+
+
+def _conversions(
+    part: str, model: ModelShape, family: Family, count: int
+) -> tuple[Callable, Callable]:
+    """Return the conversions (to ours, to theirs) of a part of the model, without experts.
+
+    part: the part's name in a block, such as "attention.qkv", or outside of the blocks, such as
+    "embedding.positions". count: the number of their tensors.
+    """
+    if part == "attention.qkv":
+        return _qkv(model, family, count)
+    if part in ("attention.q", "attention.q_b", "attention.kv_b", "attention.kv_a"):
+        return _latent(part, model)
+    if part in ("attention.q_norm", "attention.k_norm") and model.qk_norm == "full":
+        # The scales of the norm: ours are (heads, head size), theirs are flat.
+        return lambda t: t.unflatten(0, (-1, model.head_size)), _as_tuple(torch.flatten)
+    if part == "mlp.up" and model.up_matrices == 2 and count == 1:
+        # Their single matrix has the rows of the gate first: ours has both, (2, width, hidden).
+        return lambda t: t.unflatten(0, (2, -1)), _as_tuple(lambda t: t.flatten(0, 1))
+    if count == 2:  # the two matrices of SwiGLU: ours has both, (2, width, hidden)
+        return lambda gate, up: torch.stack([gate, up]), torch.unbind
+    if part == "embedding.positions" and family.skipped_rows:
+        # Their matrix has this number of rows before the row of position 0, which ours leaves out.
+        rows = family.skipped_rows
+        pad = (0, 0, rows, 0)
+        return lambda t: t[rows:], _as_tuple(lambda t: F.pad(t, pad))
+    return lambda t: t, _as_tuple(lambda t: t)
+
+
+def _as_tuple(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return a conversion to theirs for a single tensor: the result of `convert`, in a tuple."""
+    return lambda t: (convert(t),)
+
+
+def _qkv(model: ModelShape, family: Family, count: int) -> tuple[Callable, Callable]:
+    """Return the conversions (to ours, to theirs) of weights or biases of queries, keys and values.
+
+    count: the number of their tensors: 3 for queries (a d, ...), keys and values (g d, ...), or 1
+    with all of their rows. Our tensor is (g, a/g + 2, d, ...): for each of g key/value heads its
+    queries, its key, its value; a: heads, d: head size.
+    """
+    g = model.kv_heads
+    d = model.head_size
+    queries = model.heads // model.kv_heads
+    parts = [queries, 1, 1]
+    # Three tensors: queries become (g, a/g, d, ...), keys and values (g, 1, d, ...), joined along
+    # the second dimension, and back.
+    if count == 3:
+        return (
+            lambda *three: torch.cat([t.unflatten(0, (g, -1, d)) for t in three], 1),
+            lambda t: tuple(part.flatten(0, 2) for part in t.split(parts, 1)),
+        )
+    if family.qkv == "head":  # the rows of their single tensor are in our order already
+        return lambda t: t.unflatten(0, (g, queries + 2, d)), _as_tuple(lambda t: t.flatten(0, 2))
+    # Their single tensor has the queries of all heads first, then all keys, then all values.
+    rows = [part * g * d for part in parts]
+    return (
+        lambda t: torch.cat([part.unflatten(0, (g, -1, d)) for part in t.split(rows)], 1),
+        _as_tuple(lambda t: torch.cat([part.flatten(0, 2) for part in t.split(parts, 1)])),
+    )
+
+
+def _latent(part: str, model: ModelShape) -> tuple[Callable, Callable]:
+    """Return the conversions (to ours, to theirs) of a matrix of latent attention.
+
+    Theirs turn neighbouring columns (2i, 2i + 1) of a head's rope_head_dim columns, ours turn the
+    columns i and i + r/2. So of the rows that make these columns, the last r of each head (and of
+    kv_a), ours has the even ones first. A score is a sum over the columns of query and key, whose
+    order does not change it. Ours have a dimension for the heads, theirs are flat.
+    """
+    if part == "attention.kv_b":  # of whose columns no position turns one
+        rows = model.qk_nope_head_dim + model.v_head_dim
+        return lambda t: t.unflatten(0, (-1, rows)), _as_tuple(lambda t: t.flatten(0, 1))
+    turned = torch.arange(model.qk_rope_head_dim)
+    first = model.kv_lora_rank if part == "attention.kv_a" else model.qk_nope_head_dim
+    order = torch.cat([torch.arange(first), first + turned[::2], first + turned[1::2]])
+    back = order.argsort()
+    if part == "attention.kv_a":
+        return lambda t: t[order], _as_tuple(lambda t: t[back])
+    return (
+        lambda t: t.unflatten(0, (-1, len(order)))[:, order],
+        _as_tuple(lambda t: t[:, back].flatten(0, 1)),
+    )
+
+
+def _rule_of_router(name: str, theirs: tuple[str, ...], model: ModelShape, initial: float) -> Rule:
+    """Return the rule of a router's bias or load, (experts,).
+
+    name: the tensor's name, ending in .bias (the biases that --balance bias adds to the scores) or
+    .load (how many tokens each expert had in the last step). theirs: the name of their tensor, or
+    nothing: most families have no bias and none has a load. Then an import sets every element to
+    `initial`, and an export writes nothing, and raises UserError if a bias is not 0: without the
+    bias, transformers would send tokens to other experts.
+    """
+    if theirs:
+        return Rule(name, theirs, lambda t: t, _as_tuple(lambda t: t), exact=True)
+
+    def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
+        if name.endswith(".bias") and ours.any():
+            raise UserError(
+                f"{name} is not 0: the model was trained with --balance bias, and its family in "
+                "transformers has no bias of experts"
+            )
+        return ()
+
+    return Rule(name, (), lambda: torch.full((model.experts,), initial), to_theirs)
+
+
+def _rule_of_stack(name: str, general: str, kind: str, theirs: str) -> Rule | None:
+    """Return the rule of a tensor of gpt-oss whose form is another than in other families, or None.
+
+    They have one tensor for all experts, (experts, in, out), in which the rows of gate and up
+    alternate. Ours is (experts, out, in), or (experts, 2, width, in).
+    """
+    if general == "blocks.*.mlp.router" and kind == "logit_bias":
+        return Rule(name, (f"{theirs}.bias",), lambda t: t, _as_tuple(lambda t: t))
+    if general == "blocks.*.mlp.experts.up" and kind == "weight":
+        return Rule(
+            name,
+            (theirs,),
+            lambda t: t.transpose(1, 2).unflatten(1, (-1, 2)).transpose(1, 2),
+            _as_tuple(lambda t: t.transpose(1, 2).flatten(1, 2).transpose(1, 2)),
+        )
+    if general == "blocks.*.mlp.experts.up":
+        return Rule(
+            name,
+            (f"{theirs}_bias",),
+            lambda t: t.unflatten(1, (-1, 2)).transpose(1, 2),
+            _as_tuple(lambda t: t.transpose(1, 2).flatten(1, 2)),
+        )
+    if general == "blocks.*.mlp.experts.down" and kind == "weight":
+        turn = lambda t: t.transpose(1, 2)  # noqa: E731
+        return Rule(name, (theirs,), turn, _as_tuple(turn))
+    if general == "blocks.*.mlp.experts.down":
+        return Rule(name, (f"{theirs}_bias",), lambda t: t, _as_tuple(lambda t: t))
+    return None
+
+
+def _rule_of_experts(name: str, theirs: tuple[str, ...], experts: int) -> Rule:
+    """Return the rule of one tensor of ours with all experts; they have one tensor per expert.
+
+    theirs: the name of an expert's tensor, or the two names of its gate and up, with "#" for the
+    expert's number. Our tensor is (experts, ...), or with gate and up (experts, 2, ...). The rule
+    lists their tensors in this order: gate and up of expert 0, gate and up of expert 1, ...
+    """
+    names: list[str] = []
+    for expert in range(experts):
+        names += [their_name.replace("#", str(expert)) for their_name in theirs]
+    count = len(theirs)
+
+    def to_ours(*tensors: Tensor) -> Tensor:
+        stacked = torch.stack(tensors)
+        return stacked.unflatten(0, (experts, count)) if count > 1 else stacked
+
+    def to_theirs(ours: Tensor) -> tuple[Tensor, ...]:
+        return torch.unbind(ours.flatten(0, 1) if count > 1 else ours)
+
+    return Rule(name, tuple(names), to_ours, to_theirs)
+
 
 # ---- config.json ---------------------------------------------------------------------------------
 
@@ -159,7 +392,8 @@ def _write_safetensors(
     """
     tensors = {}
     for rule in group:
-        ours = torch.from_numpy(index.read_whole(kind, rule.name)).to(dtype)
+        ours = torch.from_numpy(index.read_whole(kind, rule.name))
+        ours = ours.to(torch.promote_types(dtype, torch.float32) if rule.exact else dtype)
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})

@@ -30,7 +30,7 @@ import numpy as np
 from checkpointing import folders
 from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
 from config.command_line import make_model
-from config.messages import UserError
+from config.errors import UserError
 from config.past import from_text, to_text
 from config.schema import EMA, ModelShape
 from corpora.hdf5_files import member
@@ -353,17 +353,17 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     g = model.kv_heads
     d = model.head_size
     f = model.ffn_hidden
-    qkv = (g, model.heads // g + 2, d)
     up = (2, f) if model.up_matrices == 2 else (f,)
     # Linear layers: (shape of the outputs, number of inputs, whether there is a bias).
-    linear: dict[str, tuple[Shape, int, bool]] = {"attention.qkv": (qkv, h, model.qkv_bias)}
-    linear |= {"attention.out": ((h,), model.attention_width, model.bias)}
+    linear = {f"attention.{name}": sizes for name, sizes in _attention_shapes(model).items()}
     dense_mlp = {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
-    qk_norms = {
+    qk_norms: dict[str, dict[str, Shape]] = {
         "none": {},
         "head": {"q": (d,), "k": (d,)},
         "full": {"q": (model.heads, d), "k": (g, d)},
     }
+    widths = {"q_a": model.q_lora_rank, "kv_a": model.kv_lora_rank}
+    latents: dict[str, Shape] = {name: (width,) for name, width in widths.items() if width}
     norms = ["head.norm"]
     shapes: dict[str, Shape] = {"embedding.tokens.weight": (model.vocab_size, h)}
     if model.positions == "learned":
@@ -388,13 +388,35 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
                 shapes[f"{block}.{name}.bias"] = outputs
         if sparse:
             shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
-        for name, shape in qk_norms[model.qk_norm].items():
+        for name, shape in (qk_norms[model.qk_norm] | latents).items():
             shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:
         shapes[f"{norm}.weight"] = (h,)
         if model.norm == "layernorm":
             shapes[f"{norm}.bias"] = (h,)
     return shapes
+
+
+def _attention_shapes(model: ModelShape) -> dict[str, tuple[Shape, int, bool]]:
+    """Return (shape of the outputs, number of inputs, whether there is a bias) of the matrices of a
+    block's attention, by name.
+    """
+    h = model.hidden
+    heads = model.heads
+    out: dict[str, tuple[Shape, int, bool]] = {"out": ((h,), model.attention_width, model.bias)}
+    if not model.is_latent:
+        g = model.kv_heads
+        qkv = (g, heads // g + 2, model.head_size)
+        return {"qkv": (qkv, h, model.qkv_bias)} | out
+    latent = model.kv_lora_rank
+    queries: dict[str, tuple[Shape, int, bool]]
+    if rank := model.q_lora_rank:
+        queries = {"q_a": ((rank,), h, False), "q_b": ((heads, model.head_size), rank, False)}
+    else:
+        queries = {"q": ((heads, model.head_size), h, False)}
+    kv_a = (latent + model.qk_rope_head_dim,)
+    kv_b = (heads, model.qk_nope_head_dim + model.v_head_dim)
+    return queries | {"kv_a": (kv_a, h, False), "kv_b": (kv_b, latent, False)} | out
 
 
 def _expert_shapes(model: ModelShape) -> dict[str, Shape]:

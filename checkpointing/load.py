@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing import model_record
+from checkpointing.folders import Chosen
 from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
-from checkpointing.resumed import Chosen, choose, configuration
+from checkpointing.resumed import choose, configuration
 from checkpointing.state import Progress, checkpoints_folder, fingerprint, unpadded_shards
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
+from config.errors import UserError
 from config.inherited import of_the_run
-from config.messages import UserError
-from config.needs import ROTARY
-from config.schema import EMA, Config
+from config.schema import EMA, ROTARY_OPTIONS, Config
 from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
@@ -94,7 +94,10 @@ class Loader:
             self.record = self._read_record(index, folder)
             if weights_only:  # otherwise `_check_model` has made sure that all shapes are equal
                 self._check_tensors(index, folder)
-            self._read(index, ("weights",) if weights_only else self._kinds_of(index, folder))
+            kinds = ("weights",) if weights_only else self._kinds_of(index, folder)
+            if kinds != ("weights",):
+                self._check_older_muon(index, folder)
+            self._read(index, kinds)
             # `after_load` makes the weights in compute precision from the masters that were read.
             if weights_only:
                 self.optimizer.after_load()
@@ -118,7 +121,9 @@ class Loader:
         positions = self.config.model.positions
         # Fields of the shape without effect, which may differ: the options of rotary positions if
         # positions are learned, the lengths if they are rotary, both with alibi.
-        unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
+        # The rotary options of blocks with a window are derived from the others.
+        rotary = (*ROTARY_OPTIONS, "window_rotary_base", "window_rotary_scaling")
+        unused = {"learned": rotary, "rotary": LENGTHS}.get(positions, (*LENGTHS, *rotary))
         different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
             return
@@ -198,6 +203,29 @@ class Loader:
                 f"weights"
             )
         return ours
+
+    def _check_older_muon(self, index: Index, folder: str) -> None:
+        """Print a line if the checkpoint is of a run with torch.optim.Muon, before version 0.3.
+
+        Raise UserError if the model has experts: that Muon updated routers too, so there is no
+        second moment for the AdamW that updates them now.
+        """
+        if self.optimizer.state_name != "muon":
+            return
+        if "muon_qkv" in configuration(index).get("training", {}):
+            return
+        if self.config.model.experts > 1:
+            raise UserError(
+                f"{folder} is of torch's Muon, which updated routers as matrices; AdamW updates "
+                "them now, and its second moment is not there: --load-weights-only begins with the "
+                "weights"
+            )
+        training = self.config.training
+        self.print_line(
+            f"{folder} is of torch's Muon, in bf16, with q, k and v, and gate and up, as one "
+            f"matrix; its momentum goes on with --muon-qkv {training.muon_qkv} and --muon-dtype "
+            f"{training.muon_dtype}, so updates are not those of before"
+        )
 
     def _read(self, index: Index, kinds: tuple[str, ...]) -> None:
         """Fill this rank's state of the given kinds from the checkpoint, shard by shard.

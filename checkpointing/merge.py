@@ -20,7 +20,7 @@ from checkpointing.index import Index
 from checkpointing.state import Progress
 from checkpointing.weights_only import Contents, write_checkpoint
 from config.command_line import make_model
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 
 EQUAL, LINEAR, SQRT, EMA = "equal", "linear", "1-sqrt", "ema"

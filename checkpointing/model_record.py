@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from tokenizers import Tokenizer
+
 from checkpointing import file_format, folders
 from checkpointing.file_format import RECORD, TEMPLATES, TOKENIZER_FILES, is_tokenizer_file
 from config import families
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 from config.schema import Config, ModelShape
 from corpora.encoder import END, Encoder
@@ -234,8 +236,6 @@ def files_beside(prefix: str, opened: Callable[[str], BinaryIO]) -> dict[str, by
 
 def _tokenizer(files: dict[str, bytes]) -> Any:
     """Return the Tokenizer of the library `tokenizers` in tokenizer.json; UserError if none."""
-    from tokenizers import Tokenizer
-
     try:
         return Tokenizer.from_buffer(files["tokenizer.json"])
     except Exception as error:  # the library has no exception of its own

@@ -13,15 +13,15 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from checkpointing import folders
 from checkpointing.file_format import INDEX
+from checkpointing.folders import Chosen
 from checkpointing.index import Index, check_files
 from config.command_line import build, check_option, make_model
-from config.inherited import Inherited, inherited
-from config.messages import UserError
+from config.errors import UserError
+from config.inherited import Inherited, changed_constants, inherited
 from config.past import Past, from_text, new_run, to_text
 from config.run_options import Run
 from config.schema import GROUPS, Config
@@ -29,18 +29,6 @@ from distributed.store import StoreExchange
 
 # Options on which the order of samples depends, beside their number: by group.
 OF_THE_ORDER = {"data": ("data", "split", "order"), "training": ("seed",), "model": ("seq_length",)}
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The checkpoint that a run resumes.
-
-    folder: its path; None if --resume auto finds no checkpoint. damaged: the names of newer
-    checkpoints that cannot be loaded.
-    """
-
-    folder: str | None
-    damaged: tuple[str, ...] = ()
 
 
 def candidates(resume: str, out: str) -> list[str]:
@@ -87,7 +75,7 @@ def inherited_options(given: Mapping[str, Any]) -> Inherited:
             check_option(name, tuple(value) if isinstance(value, list) else value)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    return Inherited(options, model, past, folder)
+    return Inherited(options, model, past, folder, changed_constants(saved))
 
 
 def _read(folder: str) -> tuple[dict[str, Any], Any, Past]:

@@ -26,8 +26,8 @@ import torch
 
 from checkpointing import folders, model_record
 from checkpointing.file_format import Attributes
+from checkpointing.folders import Chosen
 from checkpointing.model_record import ModelRecord
-from checkpointing.resumed import Chosen
 from checkpointing.state import (
     Progress,
     bytes_of_a_save,
@@ -40,7 +40,7 @@ from checkpointing.state import (
     shards_to_write,
 )
 from checkpointing.writer import HostBuffers, PendingSave, Saves, Writer, origin
-from config.messages import NO_ROOM, SaveError, UserError
+from config.errors import NO_ROOM, SaveError, UserError
 from config.past import to_text
 from config.schema import Config
 from data import Samples
@@ -109,15 +109,15 @@ class Checkpointer:
         # On rank 0, the progress at the newest complete save that led to the present state; None:
         # there is none. After a resume from an older checkpoint the newer ones do not count.
         self.newest: Progress | None = None
-        # What the model is beyond its shape, on rank 0; the others have none.
-        self.record: ModelRecord | None = None
-        if self.is_rank_0:
-            self.record = self._record_of_data()
+        # What the model is beyond its shape, on rank 0: by the data, and by the loaded checkpoint.
+        self._record_of_data: ModelRecord | None = None
+        self._loaded_record: ModelRecord | None = None
         self._pending: PendingSave | None = None  # the running save, until its end is printed
         self._thread: threading.Thread | None = None  # writes the pending save, if asynchronous
         self._stopping = False  # True: training has ended, and messages do not say "goes on"
         if self.run.saves and self.is_rank_0:
             self._prepare_folder()
+            self._read_record()
 
     def _prepare_folder(self) -> None:
         """Make the folder of checkpoints and delete unfinished ones in it; UserError on failure."""
@@ -179,6 +179,11 @@ class Checkpointer:
         return -1 if self.newest is None else self.newest.iteration
 
     @property
+    def enabled(self) -> bool:
+        """Whether the run saves at regular steps or times."""
+        return self.run.saves
+
+    @property
     def saving(self) -> bool:
         """Whether this rank is still writing a save, or has not yet printed how it ended."""
         return self._pending is not None
@@ -186,8 +191,21 @@ class Checkpointer:
     @property
     def bytes_needed(self) -> int:
         """The bytes that one checkpoint of this run takes on the disk; on rank 0 only."""
-        files = self.record.files.values() if self.record is not None else ()
-        return bytes_of_a_save(self.config, self.optimizer, self.kinds) + sum(map(len, files))
+        needed = bytes_of_a_save(self.config, self.optimizer, self.kinds)
+        if record := self.record:
+            needed += sum(map(len, record.files.values()))
+        return needed
+
+    @property
+    def record(self) -> ModelRecord | None:
+        """What the model is beyond its shape, on rank 0; None on the others.
+
+        A run that neither saves nor writes samples of text never asks: it reads no tokenizer.
+        """
+        if not self.is_rank_0:
+            return None
+        own = self._record_of_data or self._read_record()
+        return self._loaded_record.after_training(own) if self._loaded_record else own
 
     @property
     def seconds_to_save(self) -> float:
@@ -229,8 +247,8 @@ class Checkpointer:
         attributes = self._attributes(progress) if self.is_rank_0 else {}  # of index.h5
         shards = shards_to_write(self.optimizer)
         save = PendingSave(progress, self.kinds, hidden, attributes, shards, began)
-        if self.record is not None:
-            save.record_files = self.record.contents()
+        if record := self.record:
+            save.record_files = record.contents()
         save.checks = ("replicas",) if self._check_replicas else ()  # the manifest names them
         self._pending = save  # `_report` prints later how the save ended
         if self.run.async_save:
@@ -336,8 +354,7 @@ class Checkpointer:
             self.chosen,
         )
         progress = loader.resume()
-        if loader.record is not None and self.record is not None:
-            self.record = loader.record.after_training(self.record)
+        self._loaded_record = loader.record
         self.begin_pinning()
         self.saves.step = progress.iteration
         chosen = loader.chosen
@@ -460,20 +477,22 @@ class Checkpointer:
             return "no checkpoint has been saved so far"
         return f"the newest is {folders.folder_name(self.newest.iteration)}"
 
-    def _record_of_data(self) -> ModelRecord:
-        """Return the record of a model that only this run trains: the tokenizer of its data.
+    def _read_record(self) -> ModelRecord:
+        """Read the record of a model that only this run trains: the tokenizer of its data.
 
         Training needs no tokenizer: if it cannot be read, a line says so. Called on rank 0 only.
         """
         try:
-            return model_record.of_corpora(self.config)
+            self._record_of_data = model_record.of_corpora(self.config)
         except UserError as error:
             self.print_line(f"checkpoints of this run have no tokenizer: {error}")
-            return model_record.without_tokenizer(self.config.model.seq_length)
+            self._record_of_data = model_record.without_tokenizer(self.config.model.seq_length)
+        return self._record_of_data
 
     def ends(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end a text of this model. Collective."""
-        own = self.record.ends if self.record is not None else ()
+        record = self.record
+        own = record.ends if record else ()
         return tuple(self.exchange.agree(own, lambda values: values[0]))
 
     def _attributes(self, progress: Progress) -> Attributes:

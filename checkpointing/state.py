@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from config import model_stats
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import EMA, Config
 from corpora.usage import Usage
 from data import Samples

@@ -24,7 +24,7 @@ from checkpointing.file_format import Shape
 from checkpointing.model_record import ModelRecord
 from checkpointing.state import Progress
 from checkpointing.writer import origin
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 
 

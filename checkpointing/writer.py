@@ -35,7 +35,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -308,6 +307,8 @@ def origin(config: dict[str, Any]) -> dict[str, str]:
 
     config: the options of the run, or the origin of imported weights.
     """
+    import h5py
+
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
     saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")

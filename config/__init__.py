@@ -8,13 +8,13 @@ families        config.json of transformers in and out (families.toml), shapes o
 past            what a resumed run has done before: total samples and steps
 inherited       the options that a resumed run takes from its checkpoint
 spelling        models by name (presets.toml), names of Megatron-LM's options (other_names.toml)
-expert_checks   checks of the options of experts
 validation      every check across options; an error shows both sides with their numbers
-needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
 block_kinds     these numbers for models whose blocks differ, in experts or in windows
 block_attention what attention does in a block; the patterns that say which blocks have what
-launcher        the commands of an installed Trine
-messages        `UserError`, the parser and the version of every program
+console         the commands of an installed Trine
+errors          `UserError`, and how a program ends with one
+cli             the parser and the version of every program, numbers with units
+paths           files and folders that a program writes, checked before its work
 """

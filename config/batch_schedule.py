@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from config.messages import UserError
+from config.errors import UserError
 
 # The most samples in a step. Pipeline schedules list the actions for every micro-batch of a step,
 # so a larger step would take too much memory.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from config.messages import UserError
+from config.errors import UserError
 
 
 @dataclass(frozen=True)

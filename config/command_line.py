@@ -2,6 +2,8 @@
 
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
+Options with `file_only`, fine points of an architecture, are keys of the file and have no flags:
+--set KEY=VALUE gives one on the command line.
 Types, choices and limits are checked here; config/validation.py checks what depends on several
 options. Given options are those that a flag or the file sets; the others have their defaults.
 "Lacks" are sentences on the parts of a --model that the engine cannot train. GROUPS has the five
@@ -20,13 +22,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from config.cli import Parser, check_decoded, number, whole_number
+from config.errors import UserError, nearest
 from config.inherited import Inherited
-from config.messages import Parser, UserError, check_decoded, nearest
-from config.needs import check_used, unused_rotary
 from config.regular_files import open_regular
-from config.run_options import Run
+from config.run_options import Run, as_typed
 from config.schema import GROUPS, Config, ModelShape
-from config.validation import check_shape
+from config.validation import check_shape, check_used, unused_rotary
 
 if TYPE_CHECKING:
     from config.spelling import Translation
@@ -138,6 +140,7 @@ def parse_request(
                 raise UserError(f"unknown argument {unknown[0]!r}: {hint}")
             raise UserError(_unknown("argument", names))
     by_flags = vars(flags)
+    by_flags |= _set_keys(by_flags.pop("set", ()))
     file = by_flags.pop("config", None)
     by_file = _options_of_file(file) if file else {}
     if BATCH_SIZES & by_flags.keys():  # a flag for one of the two overrides both in the file
@@ -172,6 +175,42 @@ def parse_request(
     if taken.note:
         notes.append(taken.note)
     return Request(config, frozenset(given), tuple(notes), given.get("model"), taken)
+
+
+def _set_keys(words: Collection[str]) -> dict[str, Any]:
+    """Return the values of --set KEY=VALUE ... by key, for keys of run files that have no flag."""
+    options = _options()
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        name = key.replace("-", "_")
+        if name not in options:
+            raise UserError(f"--set {word!a:.80}: {_unknown('key', [key])}")
+        field = options[name]
+        if not field.metadata["file_only"]:
+            raise UserError(f"--set {word}: {key} has a flag, {as_typed(field)}")
+        if name in values:
+            raise UserError(f"--set gives {name} twice: {values[name]} and {text}")
+        if not equals:
+            raise UserError(f"--set takes KEY=VALUE such as norm_eps=1e-6, not {word!r}")
+        values[name] = _value_of(text, field)
+    return values
+
+
+def _value_of(text: str, field: dataclasses.Field[Any]) -> Any:
+    """Return the value that a text stands for, of the field's type; true and false as in TOML.
+
+    Numbers may have units. A text that cannot be read is returned: `check_option` refuses it.
+    """
+    readers: dict[Any, Callable[[str], Any]] = {
+        bool: lambda word: {"true": True, "false": False}.get(word, word),
+        int: whole_number,
+        float: number,
+    }
+    try:
+        return readers.get(field.type, str)(text)
+    except ValueError:
+        return text
 
 
 def _print_help(description: str, groups: Collection[str]) -> NoReturn:
@@ -245,9 +284,14 @@ def _unknown(what: str, names: list[str]) -> str:
     from config import spelling
 
     for name in names:
-        if sentence := spelling.where_it_went(name):
+        if sentence := _without_flag(name) or spelling.where_it_went(name):
             return sentence
-    options = ["config", "model", *(name.replace("_", "-") for name in _options())]
+    dashes = "--" if what == "argument" else ""
+    options = {name: dashes + name for name in ("config", "model")}
+    for name, field in _options().items():
+        plain = name.replace("_", "-")
+        is_set = dashes and field.metadata["file_only"]
+        options[plain] = f"--set {name}=VALUE" if is_set else dashes + plain
     if len(names) == 1:
         return f"unknown {what} {names[0]!r}{spelling.suggestion(names[0], options)}"
     texts = []
@@ -255,6 +299,25 @@ def _unknown(what: str, names: list[str]) -> str:
         hint = spelling.suggestion(name, options).removeprefix("; ")
         texts.append(f"{name} ({hint})" if hint else name)
     return f"unknown {what}s: {', '.join(texts)}"
+
+
+def _without_flag(word: str) -> str:
+    """Return where to give an option that has no flag, if `word` is such a flag; else ""."""
+    flag, _, value = word.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    is_off = name.startswith("no_")
+    field = _options().get(name.removeprefix("no_"))
+    if not word.startswith("--") or field is None or not field.metadata["file_only"]:
+        return ""
+    if field.type is bool:
+        value = "false" if is_off else "true"
+    kind: Any = field.type
+    value = value or kind.__name__.upper()
+    in_toml = f'"{value}"' if kind is str else value
+    return (
+        f"{flag} is a key of [model] in a run file: write {field.name} = {in_toml} into the file "
+        f"of --config, or give --set {field.name}={value}"
+    )
 
 
 def to_words(
@@ -270,7 +333,10 @@ def to_words(
     are written.
     """
     words: list[str] = []
-    follows = group.derived() if isinstance(group, ModelShape) else {}
+    keys: list[str] = []  # KEY=VALUE of the options that have no flag
+    follows: dict[str, Any] = {}
+    if isinstance(group, ModelShape):
+        follows = group.derived() | {"max_positions": group.seq_length}
     for field in dataclasses.fields(group):
         value = getattr(group, field.name)
         name = field.name.replace("_", "-")
@@ -280,11 +346,13 @@ def to_words(
             continue
         if field.name == "expert_ffn_hidden" and group.experts == 1:  # no effect without experts
             continue
-        if isinstance(value, bool):
+        if field.metadata["file_only"]:
+            keys.append(f"{field.name}={str(value).lower() if field.type is bool else value}")
+        elif isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
             words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+    return words + ["--set", *keys] * bool(keys)
 
 
 def build(
@@ -366,10 +434,25 @@ def _parser(
 
                 text = spelling.listed()
             section.add_argument("--model", metavar="PRESET|PATH", help=text, **absent)
-        for f in dataclasses.fields(cls):
-            if names is None or f.name in names:
+        fields = [f for f in dataclasses.fields(cls) if names is None or f.name in names]
+        for f in fields:
+            if not f.metadata["file_only"]:
                 _add_flag(section, f)
+        if keys := [f.name for f in fields if f.metadata["file_only"]]:
+            _add_set(section, keys)
     return parser
+
+
+def _add_set(section: Any, keys: list[str]) -> None:
+    """Add --set to `section`, for the options without flags, `keys`."""
+    section.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        metavar="KEY=VALUE",
+        default=argparse.SUPPRESS,
+        help=f"keys of [model] in a run file that have no flag: {', '.join(keys)}",
+    )
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
@@ -438,10 +521,10 @@ def _options_of_file(path: str) -> dict[str, Any]:
 
 def check_option(name: str, value: Any) -> None:
     """Raise UserError if an option's value has a wrong type or is outside the option's limits."""
-    flag = "--" + name.replace("_", "-")
     if name == "model":
-        return _checked(flag, str, value)
+        return _checked("--model", str, value)
     field = _options()[name]
+    flag = as_typed(field)
     meta = field.metadata
     if meta["nargs"]:
         return _check_list(flag, meta, value)

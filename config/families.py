@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from config.block_attention import flags_of, pattern_of
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import MOST_OF_OBJECT, open_regular
 from config.schema import ModelShape
 from config.validation import ROTARY_SCALING, rotary_scaling
 
+SHARED = "n_shared_experts"  # the width of the shared MLP over that of an expert
 OF_MLP_ALONE = "mlp_only_layers"  # config.json's list of the numbers of the blocks without experts
 # Some options have other values in config.json than here. For each of these options the table has
 # our value for each of theirs. If several of theirs mean the same, the first of them is written.
@@ -146,6 +147,20 @@ class Family:
             if getattr(nearest, name) != value and not unused:
                 needed = self.options.get(name, [getattr(nearest, name)])
                 texts.append(f"{name} {' or '.join(map(str, needed))}, not {value}")
+        return texts + self._least(model)
+
+    def _least(self, model: ModelShape) -> list[str]:
+        """Return a text for each option of experts and latents that is 0 or 1 but must be more."""
+        texts = []
+        if "experts" in self.fields and model.experts == 1:
+            texts.append("experts above 1, not 1")
+        if "kv_lora_rank" in self.fields and not model.is_latent:
+            texts.append("kv_lora_rank above 0, not 0")
+        shared = model.shared_ffn_hidden
+        if SHARED in self.fields.get("shared_ffn_hidden", ()):
+            width = model.expert_ffn_hidden
+            if shared == 0 or shared % width:
+                texts.append(f"shared_ffn_hidden a multiple of {width}, not {shared}")
         return texts
 
 
@@ -153,13 +168,17 @@ def _load() -> dict[str, Family]:
     """Return the families of families.toml by name.
 
     An entry with the key `like` inherits the keys of another entry, which stands before it; a table
-    that both entries have is merged key by key.
+    that both entries have is merged key by key, and a key with the value [] is taken away.
     """
     entries: dict[str, Any] = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
     for name, entry in entries.items():
         base = entries[entry.pop("like")] if "like" in entry else {}
         tables = {key: table for key, table in entry.items() if isinstance(table, dict)}
-        merged = {key: base[key] | table for key, table in tables.items() if key in base}
+        merged = {
+            key: {k: v for k, v in (base[key] | table).items() if v != []}
+            for key, table in tables.items()
+            if key in base
+        }
         entries[name] = base | entry | merged
     return {name: _family(name, **entry) for name, entry in entries.items()}
 
@@ -207,13 +226,8 @@ def family_of(model: ModelShape, name: str | None = None) -> Family:
     if name is None and model.experts > 1:  # a family without experts is never near
         candidates = {key: family for key, family in FAMILIES.items() if "experts" in family.fields}
     obstacles = {family.name: family.obstacles(model) for family in candidates.values()}
-
-    def distance(name: str) -> tuple[bool, int]:
-        """For a model with experts, families that have none are the farthest."""
-        has_no_experts = model.experts > 1 and "experts" not in candidates[name].fields
-        return has_no_experts, len(obstacles[name])
-
-    nearest = min(obstacles, key=distance)  # the first family without obstacles, if there is one
+    # `min` returns the first family without obstacles, if there is one.
+    nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     if obstacles[nearest]:
         needed = " and ".join(obstacles[nearest])
         raise UserError(f"transformers has no such model: {nearest} needs {needed}")
@@ -260,6 +274,10 @@ def to_config(
         config[names[0]] = theirs[0] if theirs else values[ours]
         if ours in _NULL_IS_ZERO and not values[ours]:
             config[names[0]] = None
+    if SHARED in config:
+        config[SHARED] = model.shared_ffn_hidden // model.expert_ffn_hidden
+    if config.get("q_lora_rank") == 0:
+        config["q_lora_rank"] = None  # queries without a latent
     if OF_MLP_ALONE in config:
         config[OF_MLP_ALONE] = list(range(model.first_dense_layers))
     if model.positions == "rotary":
@@ -472,6 +490,10 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
     fraction = named.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
     if "rotary_fraction" not in family.fields and fraction not in (None, 1.0):
         lacks.append(f"partial_rotary_factor is {fraction!a:.80}; here it is 1.0")
+    # DeepSeek multiplies the scores of its latent attention by a factor that grows with the length.
+    if "kv_lora_rank" in family.fields and rope.get("mscale_all_dim"):
+        factor = f"mscale_all_dim is {rope['mscale_all_dim']!a:.80}"
+        lacks.append(f"{factor}: scores of latent attention have no such factor here")
     # An option has the value in the file, or the family's default, or is derived from others later.
     for ours, names in family.fields.items():
         given = [name for name in names if named.get(name) is not None]  # the names in this file
@@ -499,6 +521,10 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         _read_scaling(name, local_rope, config, family, options, lacks, where)
         options.setdefault(name, "none")
     _read_blocks(config, family, options, lacks, where)
+    if SHARED in family.fields.get("shared_ffn_hidden", ()):
+        width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
+        if isinstance(width, int) and isinstance(count, int):  # other types are refused later
+            options["shared_ffn_hidden"] = count * width
     return options, lacks
 
 

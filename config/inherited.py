@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from config.past import Past
-from config.run_options import Data, Training
+from config.run_options import LOSS_SCALE, Data, Training
 from config.schema import ModelShape
 
 # Options of the data that do not say what is trained: what a start evaluates, and where it keeps
 # orders of samples.
-OF_THE_START = ("eval_every", "eval_samples", "eval_data", "cache")
+OF_THE_START = ("eval_every", "eval_samples", "eval_data", "eval_ema", "cache")
 # Other spellings of an option, which no finished configuration has.
 SPELLINGS = ("batch_tokens",)
 # Options of which one replaces the others: if one is given, the others are not taken over.
@@ -35,13 +35,15 @@ class Inherited:
     """The options, the model and the past that a run takes from the checkpoint that it resumes.
 
     options: the values of options that were not given, by name. model: the checkpoint's model; None
-    if there is no checkpoint. past: what was done before. folder: the checkpoint.
+    if there is no checkpoint. past: what was done before. folder: the checkpoint. changed: options
+    of an earlier version that are constants now, where the checkpoint has another value.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     model: ModelShape | None = None
     past: Past = field(default_factory=Past)
     folder: str = ""
+    changed: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
@@ -55,7 +57,10 @@ class Inherited:
             values = value if isinstance(value, tuple) else (value,)
             text = "" if value is True else f" {' '.join(map(str, values))}"
             named.append(name.replace("_", "-") + text)
-        return f"taken from {self.folder}: {', '.join(named)}" if named else ""
+        lines = [f"taken from {self.folder}: {', '.join(named)}"] if named else []
+        if self.changed:
+            lines.append(f"not taken, since they are constants now: {', '.join(self.changed)}")
+        return "; ".join(lines)
 
 
 def of_the_run() -> list[str]:
@@ -80,6 +85,20 @@ def inherited(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         for name in of_the_run()
         if theirs.get(name) is not None and name not in left_out
     }
+
+
+def changed_constants(saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the former options that are constants now, where the checkpoint has another value.
+
+    saved: as for `inherited`. Each is a text with both values.
+    """
+    training = saved.get("training")
+    values = training if isinstance(training, dict) else {}
+    return tuple(
+        f"{name} {values[name]!r:.40} (now {constant})"
+        for name, constant in LOSS_SCALE._asdict().items()
+        if values.get(name) not in (None, constant)
+    )
 
 
 def _replaced(theirs: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:

@@ -16,7 +16,8 @@ model.
 from collections.abc import Callable
 from typing import Any
 
-from config.messages import UserError
+from config import block_kinds
+from config.errors import UserError
 from config.schema import Config, ModelShape
 
 # ---- Parameters ----------------------------------------------------------------------------------
@@ -33,15 +34,15 @@ def block_norms(model: ModelShape) -> int:
 
 
 def head_norm_parameters(model: ModelShape) -> int:
-    """Parameters of --qk-norm head in a block: scales of shape (d,) for queries and for keys.
+    """Parameters of qk_norm head in a block: scales of shape (d,) for queries and for keys.
 
-    All heads share them. With another --qk-norm the result is 0.
+    All heads share them. With another qk_norm the result is 0.
     """
     return 2 * model.head_size if model.qk_norm == "head" else 0
 
 
 def normed_width(model: ModelShape) -> int:
-    """Columns of queries and keys together, (a + g) d, if --qk-norm normalises them; else 0."""
+    """Columns of queries and keys together, (a + g) d, if qk_norm normalises them; else 0."""
     return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
 
 
@@ -52,8 +53,6 @@ def mean_of_blocks(model: ModelShape, value: Callable[[ModelShape], Any]) -> Any
     """
     if not model.has_kinds:
         return value(model)
-    from config import block_kinds  # imported here: only models whose blocks differ need it
-
     return block_kinds.mean(model, value)
 
 
@@ -66,26 +65,57 @@ def parameters_of_blocks(model: ModelShape, first: int, last: int) -> int:
     """Parameters of the blocks [first, last) of a model, for example of a pipeline stage."""
     if model.experts == 1:  # all blocks are alike
         return (last - first) * _block_parameters(model)
-    from config import block_kinds  # imported here: only models with experts need this module
-
     return block_kinds.total(model, _block_parameters, first, last)
 
 
 def _block_parameters(model: ModelShape) -> int:
     """Parameters of one block of a model whose blocks are alike."""
     h = model.hidden
-    qkv = model.qkv_width
     mlps, _ = model.mlps  # the number of experts, or 1
     # The matrices of queries, keys and values and of the attention's output, and their biases.
-    attention = h * (qkv + model.attention_width) + (qkv if model.qkv_bias else 0)
+    attention = attention_weights(model) + (model.qkv_width if model.qkv_bias else 0)
     attention += h if model.bias else 0
-    # With --qk-norm full each column of queries and keys has a scale.
+    # With qk_norm full each column of queries and keys has a scale.
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
     attention += model.heads if model.sinks else 0
+    scales += model.q_lora_rank + model.kv_lora_rank  # of the latents' norms
     router = (h + model.router_bias) * mlps if mlps > 1 else 0
     norms = scales + block_norms(model) * norm_parameters(model)
     shared = shared_parameters(model)
     return attention + mlps * mlp_parameters(model) + shared + router + norms
+
+
+def attention_matrices(model: ModelShape) -> list[tuple[int, int, bool]]:
+    """Return (outputs, inputs, whether tp divides it) of each matrix of a block's attention.
+
+    The last one is the output's. Latent attention has matrices from the hidden state to the
+    latents, which every tensor rank has whole, and from the latents to the heads, which tp divides
+    by heads (arXiv 2405.04434, section 2.1.2 and 2.1.3).
+    """
+    h = model.hidden
+    out = (h, model.attention_width, True)
+    if not model.is_latent:
+        return [(model.qkv_width, h, True), out]
+    matrices = [(model.query_width, model.q_lora_rank or h, True)]
+    if model.q_lora_rank:
+        matrices.insert(0, (model.q_lora_rank, h, False))
+    matrices.append((model.kv_lora_rank + model.qk_rope_head_dim, h, False))
+    of_head = model.qk_nope_head_dim + model.v_head_dim  # a head's key and value, from the latent
+    matrices.append((model.heads * of_head, model.kv_lora_rank, True))
+    return [*matrices, out]
+
+
+def attention_weights(model: ModelShape) -> int:
+    """Weights of the matrices of a block's attention, without biases."""
+    return sum(outputs * inputs for outputs, inputs, _ in attention_matrices(model))
+
+
+def whole_weights(model: ModelShape) -> int:
+    """Parameters of a block's latent attention that every tensor rank has whole, 0 without it.
+
+    They are the matrices that make the latents.
+    """
+    return sum(outs * ins for outs, ins, divided in attention_matrices(model) if not divided)
 
 
 def mlp_parameters(model: ModelShape) -> int:
@@ -145,15 +175,20 @@ def _block_flops(model: ModelShape) -> float:
     number of multiplications is the number of weights. `_shared_weights` are the weights of the
     MLP that every token of a model with experts takes.
     """
-    # Weights of attention's GEMMs, and of an MLP's GEMMs, divided by the hidden size.
-    attention = model.qkv_width + model.attention_width
-    mlp = model.up_width + model.ffn_hidden
+    mlp = model.up_width + model.ffn_hidden  # weights of an MLP's GEMMs over the hidden size
     mlps, active = model.mlps  # the number of experts, and of those that compute a token
-    # q k^T and p v have (a d) multiplications each for each token that a token sees.
-    scores = 2 * seen_tokens(model) * model.attention_width
     router = mlps if mlps > 1 else 0
-    products = model.hidden * (attention + active * mlp + router) + _shared_weights(model)
-    return 2.0 * (products + scores)
+    products = attention_weights(model) + model.hidden * (active * mlp + router)
+    return 2.0 * (products + shared_parameters(model)) + score_flops(model)
+
+
+def score_flops(model: ModelShape) -> float:
+    """Forward FLOPs of a block's q k^T and p v for one token: 2 s (a d) for a plain GPT.
+
+    For each token that a token sees, q k^T has a multiplication for each column of the queries, and
+    p v for each of the result. A multiplication and an addition are 2 FLOPs.
+    """
+    return 2.0 * seen_tokens(model) * (model.query_width + model.attention_width)
 
 
 def seen_tokens(model: ModelShape) -> float:
@@ -215,9 +250,8 @@ def hardware_flops(
     the model, default: all.
     """
     block, _ = forward_flops(model, formula)
-    # Selective recomputation repeats q k^T and p v: (a d) multiplications each for each token that
-    # a token sees, with 2 FLOPs (multiply and add) each.
-    selective = 4.0 * mean_of_blocks(model, seen_tokens) * model.attention_width
+    # Selective recomputation repeats q k^T and p v.
+    selective = mean_of_blocks(model, score_flops)
     repeated_by_mode = {"none": 0.0, "full": block, "selective": selective}  # per block and token
     blocks = model.layers if blocks is None else blocks
     repeated = samples * model.seq_length * blocks * repeated_by_mode[recompute]

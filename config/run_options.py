@@ -8,11 +8,45 @@ fields here and in schema.py, which has the options of model and layout.
 import os
 import re
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any, NamedTuple
 
 from config import batch_schedule as batches
-from config.messages import UserError
+from config.errors import UserError
+
+
+class Needs(NamedTuple):
+    """What an option has no effect without: one of `options`, as names, with a value that counts.
+
+    values: the values that count. above: those above it do. Without both, all do but 0, an empty
+    text and random tokens (--data synthetic). reason: the end of the error's sentence.
+    is_key: whether they are keys of a run file, and no flags.
+    """
+
+    options: tuple[str, ...]
+    values: tuple[str, ...] = ()
+    above: float | None = None
+    reason: str = ""
+    is_key: bool = False
+
+    def is_met_by(self, value: Any) -> bool:
+        """Return whether one of the options, with this value, is what is needed."""
+        if self.above is not None:
+            return value > self.above
+        return value in self.values if self.values else bool(value) and value != ("synthetic",)
+
+    def __str__(self) -> str:
+        """Return it as the error has it, such as --lr-schedule cosine, linear or wsd."""
+        names = self.options
+        if not self.is_key:
+            names = tuple("--" + name.replace("_", "-") for name in names)
+        text = " or ".join(names)
+        if self.above is not None:
+            text += f" above {self.above:g}"
+        if self.values:
+            *others, last = self.values
+            text += f" {', '.join(others)} or {last}" if others else f" {last}"
+        return f"{text}: {self.reason}" if self.reason else text
 
 
 def option(
@@ -26,30 +60,59 @@ def option(
     below: float | None = None,
     nargs: int | str | None = None,
     item: type = str,
-    needs: tuple[str, ...] = (),
+    needs: Needs | None = None,
+    file_only: bool = False,
 ) -> Any:
     """Return a dataclass field that is also a command-line flag and a TOML key of the same name.
 
     The field's annotation is the type of the option. Numbers must be finite, whole numbers below
     2^63. minimum, maximum: limits that are allowed themselves; above, below: limits that are not.
     nargs: number of values of an option that is a tuple, as in argparse; item: their type. needs:
-    other options without which this one has no effect, as needs.py describes them.
+    what the option has no effect without. file_only: a key of run files, presets and run.json that
+    has no flag; --set KEY=VALUE gives it too.
     """
     facts = {"help": help, "choices": choices, "nargs": nargs, "item": item, "needs": needs}
+    facts["file_only"] = file_only
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return field(default=default, metadata=facts | limits)
 
 
-# Values of the argument `needs` of `option` that several options have: what must be given for the
-# option to have an effect. After a colon stands the reason that the error message gives.
-LR_FALLS = ("--lr-schedule cosine, linear or wsd",)
-HAS_ADAM = ("--optimizer adamw, apex, adamw8bit or muon",)
-FP16 = ("--precision fp16",)
-DYNAMIC_SCALE = (*FP16, "--loss-scale 0: a dynamic scale")
-SAVES = ("--save-every or --save-every-minutes: nothing is saved",)
-EXPERTS = ("--experts above 1",)
+def as_typed(field: Field[Any]) -> str:
+    """Return an option's name as messages have it: --micro-batch-size, or the key norm_eps."""
+    return field.name if field.metadata["file_only"] else "--" + field.name.replace("_", "-")
+
+
+# What several options need.
+LR_FALLS = Needs(("lr_schedule",), ("cosine", "linear", "wsd", "inverse-square-root"))
+LR_ENDS = Needs(("lr_schedule",), ("cosine", "linear", "wsd"))
+HAS_ADAM = Needs(("optimizer",), ("adamw", "apex", "adamw8bit", "muon"))
+IS_MUON = Needs(("optimizer",), ("muon",))
+FP16 = Needs(("precision",), ("fp16",))
+SAVES = Needs(("save_every", "save_every_minutes"), reason="nothing is saved")
+EXPERTS = Needs(("experts",), above=1)
+ROTARY = Needs(("positions",), ("rotary",))
+TOKENS = Needs(("data",), reason="now tokens are random")
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
+
+
+class DynamicScale(NamedTuple):
+    """The constants of fp16's dynamic loss scale, which were options before.
+
+    It begins at 2 to the power of initial_loss_scale_power, as torch.amp.GradScaler does, and
+    doubles after loss_scale_window steps without an overflow. It is halved, down to min_loss_scale,
+    once loss_scale_hysteresis overflows have come since it last doubled: Megatron-LM's defaults
+    (core 0.16). A run ends after max_overflows overflows in a row at the smallest or a fixed scale.
+    """
+
+    initial_loss_scale_power: int = 16
+    loss_scale_window: int = 1000
+    loss_scale_hysteresis: int = 2
+    min_loss_scale: float = 1.0
+    max_overflows: int = 5
+
+
+LOSS_SCALE = DynamicScale()
 
 
 @dataclass(frozen=True)
@@ -89,19 +152,29 @@ class Training:
         "adamw", "update rule; apex: AdamW by NVIDIA's FusedAdam", choices=OPTIMIZERS
     )
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
-    min_lr: float = option(3e-5, "final learning rate", minimum=0.0, needs=LR_FALLS)
+    min_lr: float = option(
+        None, "final learning rate, default: a tenth of --lr", minimum=0.0, needs=LR_FALLS
+    )
     lr_schedule: str = option(
-        "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
+        "cosine",
+        "decay after the warm-up; inverse-square-root: lr * sqrt(warm-up / samples)",
+        choices=("cosine", "linear", "constant", "wsd", "inverse-square-root"),
     )
     lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
     lr_decay_samples: int = option(
-        None, "samples to reach --min-lr, default: all", minimum=1, needs=LR_FALLS
+        None, "samples to reach --min-lr, default: all", minimum=1, needs=LR_ENDS
     )
     lr_wsd_decay_samples: int = option(
         None,
         "samples of the decay at the end of wsd, default: a tenth",
         minimum=1,
-        needs=("--lr-schedule wsd",),
+        needs=Needs(("lr_schedule",), ("wsd",)),
+    )
+    lr_wsd_decay_style: str = option(
+        "linear",
+        "curve of the decay at the end of wsd; 1-sqrt: 1 - sqrt(share of the decay done)",
+        choices=("linear", "1-sqrt"),
+        needs=Needs(("lr_schedule",), ("wsd",)),
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
     adam_beta1: float = option(
@@ -118,43 +191,56 @@ class Training:
         below=1.0,
     )
     sgd_momentum: float = option(
-        0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0, needs=("--optimizer sgd",)
+        0.9,
+        "momentum of --optimizer sgd",
+        minimum=0.0,
+        below=1.0,
+        needs=Needs(("optimizer",), ("sgd",)),
     )
-    initial_loss_scale_power: int = option(
-        16,
-        "fp16: the dynamic loss scale begins at 2 to this power",
-        minimum=0,
-        maximum=127,
-        needs=DYNAMIC_SCALE,
+    muon_momentum: float = option(0.95, "Muon's momentum", minimum=0.0, below=1.0, needs=IS_MUON)
+    muon_qkv: str = option(
+        "split",
+        "Muon updates q, k and v apart, as one matrix, or each head of them apart",
+        choices=("split", "joint", "head"),
+        needs=IS_MUON,
+    )
+    muon_scale: str = option(
+        "match_rms_adamw",
+        "Muon's factor: 0.2 sqrt(max(rows, columns)), or the original sqrt(max(1, rows / columns))",
+        choices=("match_rms_adamw", "original"),
+        needs=IS_MUON,
+    )
+    muon_dtype: str = option(
+        "master",
+        "type of Muon's Newton-Schulz iteration: that of the master weights, or bf16",
+        choices=("master", "bf16"),
+        needs=IS_MUON,
+    )
+    muon_adamw_lr: float = option(
+        None,
+        "peak learning rate of what Muon leaves to AdamW: embedding, head, norms, biases, routers; "
+        "default: --lr",
+        minimum=0.0,
+        needs=IS_MUON,
     )
     loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0, needs=FP16)
-    loss_scale_window: int = option(
-        1000,
-        "fp16: steps without overflow after which the scale doubles",
-        minimum=1,
-        needs=DYNAMIC_SCALE,
-    )
-    loss_scale_hysteresis: int = option(
-        2, "fp16: overflows until the scale is halved", minimum=1, needs=DYNAMIC_SCALE
-    )
-    min_loss_scale: float = option(
-        1.0, "fp16: smallest dynamic loss scale", above=0.0, needs=DYNAMIC_SCALE
-    )
-    max_overflows: int = option(
-        5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1, needs=FP16
-    )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     balance: str = option(
         "none",
-        "of experts: by a bias, by a loss for each sequence, or by one of the last step's loads",
+        "MoE load balancing: bias (aux-loss-free), per-sequence aux loss, or global-batch aux loss",
         choices=("none", "bias", "sequence", "global"),
     )
     balance_rate: float = option(
-        0.001, "step of --balance bias, or factor of its auxiliary loss", minimum=0.0
+        0.001, "update rate of --balance bias, or aux loss coefficient", minimum=0.0
     )
-    router_z_loss: float = option(0.0, "factor of the router's z-loss", minimum=0.0)
+    router_z_loss: float = option(0.0, "router z-loss coefficient", minimum=0.0)
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
+
+    @property
+    def final_lr(self) -> float:
+        """The learning rate at the end of the decay: --min-lr, or a tenth of --lr."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
     @property
     def has_router_losses(self) -> bool:
@@ -180,13 +266,13 @@ class Data:
     split: str = option(
         "95,5,0",
         "shares of train, validation and test, by document",
-        needs=("--data: now tokens are random",),
+        needs=TOKENS,
     )
     eval_every: int = option(
         0,
         "steps between evaluations, 0: only when training ends",
         minimum=0,
-        needs=("--eval-samples or --eval-data: nothing is evaluated",),
+        needs=Needs(("eval_samples", "eval_data"), reason="nothing is evaluated"),
     )
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
     eval_data: tuple = option(
@@ -197,19 +283,19 @@ class Data:
     eval_ema: bool = option(
         False,
         "evaluate the average of --ema too, as NAME_ema",
-        needs=("--ema: there is no average",),
+        needs=Needs(("ema",), reason="there is no average"),
     )
     order: str = option(
         "megatron",
-        "of samples: Megatron's, or stable, in which a longer run reads first what a shorter does",
+        "sample order: megatron, or stable (independent of the run's length)",
         choices=("megatron", "stable"),
-        needs=("--data: now tokens are random",),
+        needs=TOKENS,
     )
     cache: str = option(
         None,
         "folder of this node in which trine-UID holds orders of samples (default: TMPDIR or /tmp); "
         "none: each rank builds its own",
-        needs=("--data or --eval-data",),
+        needs=Needs(("data", "eval_data")),
     )
     skip_samples: tuple = option(
         None,
@@ -325,7 +411,7 @@ class Run:
         0.0,
         "temperature of the samples in the log; 0: the most likely tokens",
         minimum=0.0,
-        needs=("--sample-every",),
+        needs=Needs(("sample_every",)),
     )
     check_replicas_every: int = option(
         1000,
@@ -345,15 +431,15 @@ class Run:
     on_spike: str = option(
         None,
         "record: write more about a spike; skip: also update no weight by it; rollback: go back to "
-        "the newest checkpoint, and pass over the batches since then",
+        "the newest checkpoint, and skip the batches since then",
         choices=("record", "skip", "rollback"),
-        needs=("--spike-sigma above 0: now no step is a spike",),
+        needs=Needs(("spike_sigma",), above=0, reason="now no step is a spike"),
     )
     spike_limit: int = option(
         4,
         "spikes after which a run skips or goes back",
         minimum=0,
-        needs=("--on-spike skip or rollback",),
+        needs=Needs(("on_spike",), ("skip", "rollback")),
     )
     max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
     tensorboard: bool = option(False, "also write TensorBoard events")
@@ -373,13 +459,13 @@ class Run:
         0,
         "with --keep-last, also keep multiples of this step",
         minimum=0,
-        needs=("--keep-last: now all are kept",),
+        needs=Needs(("keep_last",), reason="now all are kept"),
     )
     resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
     load_weights_only: bool = option(
         False,
         "take only the weights from --resume, begin at step 0",
-        needs=("--resume: it says which weights",),
+        needs=Needs(("resume",), reason="it says which weights"),
     )
     preflight: bool = option(None, "test every node before step 1, default: if there are several")
     exit_after_minutes: float = option(
@@ -396,7 +482,7 @@ class Run:
         0,
         "resume after so many samples at least: batches before them need not divide",
         minimum=0,
-        needs=("--resume: a new run begins with 0",),
+        needs=Needs(("resume",), reason="a new run begins with 0"),
     )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
     save_switch: str = option(None, "save when this file appears, remove it, and continue")
@@ -405,14 +491,14 @@ class Run:
         None,
         "seconds without progress that count as a hang, default: 300, or 10 median steps if longer",
         minimum=1.0,
-        needs=("--watchdog: now it is off",),
+        needs=Needs(("watchdog",), reason="now it is off"),
     )
     check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
     slow_rank_percent: float = option(
         20.0,
         "per cent by which a slow rank computes longer than its peers",
         minimum=0.0,
-        needs=("--check-speed-every above 0",),
+        needs=Needs(("check_speed_every",), above=0),
     )
     blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
     compile: bool = option(

@@ -18,9 +18,9 @@ from typing import Any
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
 from config.block_attention import BlockAttention, flags_of
-from config.messages import UserError
+from config.errors import UserError
 from config.past import Past
-from config.run_options import EXPERTS, Data, Run, Training, option
+from config.run_options import EXPERTS, ROTARY, Data, Needs, Run, Training, option
 
 # Optimizers that update each element alone, so that any rank can update any range of a parameter.
 ELEMENTWISE = ("adamw", "apex", "sgd")
@@ -65,17 +65,24 @@ class ModelShape:
     layers: int = option(None, "transformer blocks", minimum=1, maximum=10_000)
     hidden: int = option(None, "width of the residual stream", minimum=1)
     heads: int = option(None, "attention heads", minimum=1)
-    kv_heads: int = option(None, "key/value heads, default: heads", minimum=1)
+    kv_heads: int = option(None, "KV heads (GQA), default: heads", minimum=1)
     ffn_hidden: int = option(None, "MLP width, default: 4 x hidden, SwiGLU 8/3 x hidden", minimum=1)
     seq_length: int = option(1024, "tokens in a sample", minimum=1)
     max_positions: int = option(
-        None, "learned positions, default: seq-length", minimum=1, needs=("--positions learned",)
+        None,
+        "learned positions, default: seq-length",
+        minimum=1,
+        needs=Needs(("positions",), ("learned",)),
+        file_only=True,
     )
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
     norm_plus_one: bool = option(
-        False, "RMSNorms multiply by 1 + weight, as Gemma's do", needs=("--norm rmsnorm",)
+        False,
+        "RMSNorms multiply by 1 + weight, as Gemma's do",
+        needs=Needs(("norm",), ("rmsnorm",)),
+        file_only=True,
     )
     activation: str = option(
         "gelu_tanh",
@@ -86,79 +93,112 @@ class ModelShape:
         1.702,
         "factor in the sigmoid of clamped_swiglu",
         above=0.0,
-        needs=("--activation clamped_swiglu",),
+        needs=Needs(("activation",), ("clamped_swiglu",)),
+        file_only=True,
     )
     swiglu_limit: float = option(
         7.0,
         "limit of clamped_swiglu's gate and input",
         above=0.0,
-        needs=("--activation clamped_swiglu",),
+        needs=Needs(("activation",), ("clamped_swiglu",)),
+        file_only=True,
     )
     bias: bool = option(None, "biases in the linear layers; default: yes, with experts no")
-    embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
+    embedding_norm: bool = option(
+        False, "normalise the embedding's output, as BLOOM does", file_only=True
+    )
     embedding_scaled: bool = option(
-        False, "multiply the embedding's output by the root of hidden, as Gemma does"
+        False,
+        "multiply the embedding's output by the root of hidden, as Gemma does",
+        file_only=True,
     )
     tied: bool = option(True, "the output head shares the embedding's weights")
-    norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0)
+    norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0, file_only=True)
     rotary_base: float = option(
-        10000.0, "base of the rotary frequencies", above=0.0, needs=("--positions rotary",)
+        10000.0,
+        "RoPE base (theta)",
+        above=0.0,
+        needs=ROTARY,
+        file_only=True,
     )
     rotary_fraction: float = option(
         1.0,
-        "share of each head that rotary positions turn",
+        "share of each head that RoPE rotates",
         above=0.0,
         maximum=1.0,
-        needs=("--positions rotary",),
+        needs=ROTARY,
+        file_only=True,
     )
     rotary_scaling: str = option(
         "none",
-        "of rotary frequencies: none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, yarn:... or "
+        "RoPE scaling: none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, yarn:... or "
         "longrope:... (docs/models.md)",
-        needs=("--positions rotary",),
+        needs=ROTARY,
+        file_only=True,
     )
     rotary_blocks: str = option(
         "all",
         "blocks with rotary positions: all, N:M (N with, then M without), or a list 1,1,0,...",
-        needs=("--positions rotary",),
+        needs=ROTARY,
+        file_only=True,
     )
     window: int = option(
         0,
         "tokens that a token sees in a block with a window, itself and those before; 0: all",
         minimum=0,
+        file_only=True,
     )
     window_blocks: str = option(
         "all",
         "blocks with the window: all, none, N:M (N with, then M without), or a list 1,1,0,...",
-        needs=("--window above 0",),
+        needs=Needs(("window",), above=0, is_key=True),
+        file_only=True,
     )
     window_rotary_base: float = option(
         None,
-        "rotary base of the blocks with a window, default: rotary-base",
+        "rotary base of the blocks with a window, default: rotary_base",
         above=0.0,
-        needs=("--window above 0",),
+        needs=Needs(("window",), above=0, is_key=True),
+        file_only=True,
     )
     window_rotary_scaling: str = option(
         None,
-        "rotary scaling of the blocks with a window, default: rotary-scaling",
-        needs=("--window above 0",),
+        "rotary scaling of the blocks with a window, default: rotary_scaling",
+        needs=Needs(("window",), above=0, is_key=True),
+        file_only=True,
     )
-    sinks: bool = option(False, "a learned logit of each head in attention's softmax (sink)")
+    sinks: bool = option(
+        False, "a learned logit of each head in attention's softmax (sink)", file_only=True
+    )
     attention_softcap: float = option(
-        0.0, "limit of attention's scores x: limit tanh(x / limit); 0: none", minimum=0.0
+        0.0,
+        "limit of attention's scores x: limit tanh(x / limit); 0: none",
+        minimum=0.0,
+        file_only=True,
     )
     logit_softcap: float = option(
-        0.0, "limit of the logits x: limit tanh(x / limit); 0: none", minimum=0.0
+        0.0,
+        "limit of the logits x: limit tanh(x / limit); 0: none",
+        minimum=0.0,
+        file_only=True,
     )
     query_scalar: float = option(
-        None, "attention's scores are divided by its root, default: head-size", above=0.0
+        None,
+        "attention's scores are divided by its root, default: head_size",
+        above=0.0,
+        file_only=True,
     )
-    head_size: int = option(None, "width of a head, default: hidden / heads", minimum=1)
-    qkv_bias: bool = option(None, "biases of queries, keys and values, default: as --bias")
+    head_size: int = option(
+        None, "width of a head, default: hidden / heads", minimum=1, file_only=True
+    )
+    qkv_bias: bool = option(
+        None, "biases of queries, keys and values, default: as --bias", file_only=True
+    )
     qk_norm: str = option(
         "none",
-        "RMSNorm of queries and keys: of each head, or all",
+        "RMSNorm of queries and keys: per head, or over all heads",
         choices=("none", "head", "full"),
+        file_only=True,
     )
     block: str = option(
         "pre-norm",
@@ -166,43 +206,80 @@ class ModelShape:
         "the block's input",
         choices=("pre-norm", "post-norm", "sandwich", "parallel"),
     )
-    experts: int = option(
-        1, "MLPs of a block, of which a router chooses some for each token; 1: no router", minimum=1
-    )
+    experts: int = option(1, "experts per MoE layer (1 = dense model)", minimum=1)
     experts_per_token: int = option(
-        None, "experts that compute each token (top-k), default: 2 if there are experts", minimum=1
+        None, "experts per token (top-k), default: 2 in an MoE model", minimum=1
     )
     expert_ffn_hidden: int = option(
-        None, "width of each expert, default: ffn-hidden", minimum=1, needs=EXPERTS
+        None, "expert MLP width, default: ffn-hidden", minimum=1, needs=EXPERTS
     )
     first_dense_layers: int = option(
         0,
-        "first blocks that have one MLP, as wide as ffn-hidden, and no experts",
+        "dense layers before the first MoE layer, with MLPs of ffn-hidden",
         minimum=0,
         needs=EXPERTS,
+        file_only=True,
     )
     expert_interval: int = option(
         1,
-        "every Nth block has experts, after the first dense ones; others have one MLP",
+        "every Nth layer is an MoE layer, after the first dense ones",
         minimum=1,
         needs=EXPERTS,
+        file_only=True,
     )
-    router: str = option(
-        "softmax", "scores of the experts for a token", choices=("softmax", "sigmoid")
+    router: str = option("softmax", "router scores", choices=("softmax", "sigmoid"))
+    router_normalised: bool = option(
+        True, "normalise the weights of a token's top-k experts to sum to 1", file_only=True
+    )
+    router_scale: float = option(
+        1.0, "scaling factor of the top-k weights", above=0.0, file_only=True
+    )
+    router_groups: int = option(
+        1, "expert groups (group-limited routing)", minimum=1, file_only=True
     )
     router_bias: bool = option(
-        False, "a learned bias of each expert's logit in the router", needs=EXPERTS
+        False,
+        "a learned bias of each expert's logit in the router",
+        needs=EXPERTS,
+        file_only=True,
     )
-    router_normalised: bool = option(True, "the weights of a token's experts sum to 1")
-    router_scale: float = option(1.0, "factor of the weights of a token's experts", above=0.0)
-    router_groups: int = option(1, "groups of experts among which the router chooses", minimum=1)
     router_groups_per_token: int = option(
-        1, "groups with the best scores, in which a token's experts are", minimum=1
+        1, "expert groups that a token may use (top-k groups)", minimum=1, file_only=True
     )
     shared_ffn_hidden: int = option(
-        0, "width of an MLP beside the experts that every token takes; 0: none", minimum=0
+        0,
+        "shared expert MLP width; 0: no shared expert",
+        minimum=0,
+        file_only=True,
     )
-    shared_gate: bool = option(False, "a gate that each token opens for the shared MLP")
+    shared_gate: bool = option(False, "sigmoid gate of the shared expert", file_only=True)
+    kv_lora_rank: int = option(
+        0,
+        "width of the latent of keys and values (multi-head latent attention); 0: none",
+        minimum=0,
+        file_only=True,
+    )
+    q_lora_rank: int = option(
+        0,
+        "width of the latent of queries; 0: none, queries come from the hidden state",
+        minimum=0,
+        file_only=True,
+    )
+    qk_nope_head_dim: int = option(
+        0,
+        "columns of a head's query and key that no position turns, with kv_lora_rank",
+        minimum=0,
+        file_only=True,
+    )
+    qk_rope_head_dim: int = option(
+        0,
+        "columns of a head's query, and of the key that all heads share, that positions turn",
+        minimum=0,
+        file_only=True,
+    )
+    v_head_dim: int = option(
+        0, "width of a head's value, with kv_lora_rank", minimum=0, file_only=True
+    )
 
     def __post_init__(self) -> None:
         """Derive the fields that are None; UserError if layers, hidden or heads is not given."""
@@ -218,6 +295,9 @@ class ModelShape:
         """Return the default values of the fields whose defaults depend on other fields."""
         head = {"head_size": self.hidden // self.heads, "kv_heads": self.heads}
         bias = self.experts == 1 if self.bias is None else self.bias
+        if self.is_latent:
+            head["head_size"] = self.qk_nope_head_dim + self.qk_rope_head_dim
+            bias = False  # of the projections of queries, keys and values
         experts = {"bias": self.experts == 1, "experts_per_token": min(2, self.experts)}
         default = self.default_ffn()
         widths = {"ffn_hidden": default, "expert_ffn_hidden": self.ffn_hidden or default}
@@ -228,6 +308,11 @@ class ModelShape:
         }
         return head | widths | experts | attention | {"qkv_bias": bias}
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+        return self.kv_lora_rank > 0
+
     def default_ffn(self) -> int:
         """Return the default width of an MLP: 4 h; with a gate 8/3 h, up to a multiple of 64."""
         if self.activation not in GATED:
@@ -237,17 +322,37 @@ class ModelShape:
     @property
     def rotary_width(self) -> int:
         """The number of columns of a head that rotary positions turn."""
+        if self.is_latent:
+            return self.qk_rope_head_dim
         return int(self.head_size * self.rotary_fraction)
 
     @property
-    def attention_width(self) -> int:
-        """The columns of the queries of all heads, and of the attention's output."""
+    def value_size(self) -> int:
+        """The columns of a head's value; with latent attention they may be fewer than the key's."""
+        return self.v_head_dim if self.is_latent else self.head_size
+
+    @property
+    def kernel_head_size(self) -> int:
+        """The columns of a head that attention's kernels compute with.
+
+        Queries and keys, or values, are padded with zeros to the wider of the two.
+        """
+        return max(self.head_size, self.value_size)
+
+    @property
+    def query_width(self) -> int:
+        """The columns of the queries of all heads."""
         return self.heads * self.head_size
 
     @property
+    def attention_width(self) -> int:
+        """The columns of the attention's output: the values of all heads."""
+        return self.heads * self.value_size
+
+    @property
     def qkv_width(self) -> int:
-        """The columns of queries, keys and values together."""
-        return (self.heads + 2 * self.kv_heads) * self.head_size
+        """The columns of queries, keys and values together, as attention's kernels take them."""
+        return (self.heads + 2 * self.kv_heads) * self.kernel_head_size
 
     @property
     def up_matrices(self) -> int:
@@ -311,6 +416,11 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
 
+# The options of the model that change nothing unless --positions is rotary.
+ROTARY_OPTIONS = tuple(
+    field.name for field in dataclasses.fields(ModelShape) if field.metadata["needs"] == ROTARY
+)
+
 # The axes of the mesh of ranks, the slowest first: neighbouring ranks differ in tp.
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -353,7 +463,7 @@ class Layout:
     dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp x cp)", minimum=1)
     ep: int = option(
         None,
-        "expert-parallel ranks, which divide a stage's experts: of dp x cp x tp; default: 1",
+        "expert-parallel ranks, a divisor of dp x cp x tp; default: 1",
         minimum=1,
     )
     sequence_parallel: bool = option(
@@ -381,7 +491,7 @@ class Layout:
         "none", "recompute attention, or whole blocks", choices=("none", "selective", "full")
     )
     recompute_layers: int = option(
-        None, "of each stage recompute the first N blocks only, default: all", minimum=0
+        None, "recompute only the first N blocks of each stage, default: all", minimum=0
     )
     recompute_blocks: str = option(
         None, "as --recompute-layers, with a number for each stage: N,N,..."
@@ -391,6 +501,13 @@ class Layout:
     )
     overlap_param_gather: bool = option(
         None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
+    )
+    sync_each_batch: bool = option(
+        True,
+        "--zero 3: reduce gradients in every micro-batch; no: sum them whole, reduce them once",
+    )
+    reshard_after_forward: bool = option(
+        True, "--zero 3: free gathered weights after a forward pass; no: keep them for its backward"
     )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 

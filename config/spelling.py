@@ -22,13 +22,14 @@ import argparse
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from config import batch_schedule, families
-from config.messages import Parser, UserError, nearest
+from config.cli import Parser
+from config.errors import UserError, nearest
 from config.past import Past
 from config.schema import ModelShape
 
@@ -94,7 +95,7 @@ def translate(words: list[str]) -> Translation:
     # not know as the list `ours`: they are flags of Trine and their values.
     parser = Parser(add_help=False, allow_abbrev=False)
     theirs = ["lr-warmup-fraction"]
-    for table in ("same", "words", "iterations", "instead"):
+    for table in ("same", "keys", "words", "iterations", "instead"):
         theirs += NAMES[table]
     # Each option takes any number of values. `given` has only those on the command line.
     for name in theirs:
@@ -114,6 +115,8 @@ def translate(words: list[str]) -> Translation:
         if not flag:  # the option adds no words to our command line
             continue
         option = flag.replace("--no-", "--")
+        if flag == "--set":
+            option = our_values[0].partition("=")[0]
         if option in names:
             raise UserError(f"{names[option]} and --{name} are one option, {option}: give one")
         names[option] = f"--{name}"
@@ -169,6 +172,12 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
             translation.instead.append(f"{written}: the events are in OUT/tensorboard")
             values = []
         return [*NAMES["words"][name].split(), *values]
+    if name in NAMES["keys"]:
+        key = NAMES["keys"][name]
+        translation.ours[flag] = key
+        if len(values) > 1:
+            raise UserError(f"{flag} takes one value, not {' '.join(values)}")
+        return ["--set", f"{key}={''.join(values) or 'true'}"]
     translation.ours[flag] = f"--{NAMES['same'][name]}"
     our_values = NAMES["values"].get(name, {})  # our value for each of theirs that differs
     return [translation.ours[flag], *(our_values.get(value, value) for value in values)]
@@ -211,21 +220,22 @@ def where_it_went(name: str) -> str:
     return sentence and f"{name} is gone: {sentence}"
 
 
-def suggestion(name: str, options: Iterable[str]) -> str:
+def suggestion(name: str, options: Mapping[str, str]) -> str:
     """Return `; did you mean ...?` for an unknown option, or an empty string.
 
-    options: the names of all options. Names that other programs use lead to our option.
+    options: how every option is written, by its name. Names that other programs use lead to our
+    option.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
-    dashes = "--" if name.startswith("-") else ""  # a name without dashes is a TOML file's key
     meant = NAMES["meant"]  # our option for each name of other programs
     alike = difflib.get_close_matches(plain, meant, 1, 0.8)
     close = nearest(plain, list(options), 0.8)
     # Another program's name counts if it was given exactly, or if it is the only similar name.
     if plain in meant or (alike and not close):
         close = f"; did you mean {meant[alike[0]]!r}?"
-    # If no name has the similarity 0.8, a less similar one will do. The names get their dashes.
-    return (close or nearest(plain, list(options))).replace(" '", f" '{dashes}")
+    # If no name has the similarity 0.8, a less similar one will do.
+    text = close or nearest(plain, list(options))
+    return re.sub("'(.*?)'", lambda found: repr(options[found[1]]), text)
 
 
 # ---- Models by name ------------------------------------------------------------------------------

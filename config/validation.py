@@ -9,11 +9,13 @@ Read schema.py, which has the options, before this file.
 import contextlib
 import dataclasses
 import math
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from config.block_attention import flags_of
-from config.messages import UserError
-from config.run_options import Run, parse_eval_sets
-from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training
+from config.errors import UserError
+from config.run_options import Needs, Run, as_typed, parse_eval_sets
+from config.schema import ELEMENTWISE, ROTARY_OPTIONS, Config, Layout, ModelShape, Training
 
 
 def check(config: Config, ranks: int) -> Config:
@@ -82,21 +84,24 @@ def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
 
 def check_shape(model: ModelShape) -> None:
     """Raise UserError if the model cannot be built under any layout."""
+    _check_latent(model)
     # Only the default head size, hidden / heads, needs a number of heads that divides hidden.
-    if model.hidden % model.heads and model.head_size == model.hidden // model.heads:
+    default_size = not model.is_latent and model.head_size == model.hidden // model.heads
+    if model.hidden % model.heads and default_size:
         both = f"heads({model.heads}) does not divide hidden({model.hidden})"
         numbers = range(max(1, model.heads - 1000), min(model.heads + 1000, model.hidden) + 1)
         divisors = [n for n in numbers if model.hidden % n == 0]
         below = [n for n in divisors if n < model.heads][-1:]
         above = [n for n in divisors if n > model.heads][:1]
         near = " or ".join(map(str, below + above))
-        raise UserError(f"{both}: give --heads {near or model.hidden}, or a --head-size")
+        raise UserError(f"{both}: give --heads {near or model.hidden}, or a head_size")
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
     _check_experts(model)
     _check_attention(model)
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
-        part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
+        part = f"head_size({model.head_size}) * rotary_fraction({model.rotary_fraction:g})"
+        part = "qk_rope_head_dim" if model.is_latent else part
         raise UserError(
             f"rotary positions turn an even number of columns of a head, 2 or more: {part} is "
             f"{model.rotary_width}"
@@ -104,7 +109,7 @@ def check_shape(model: ModelShape) -> None:
     if model.positions == "learned" and model.seq_length > model.max_positions:
         raise UserError(
             f"seq-length({model.seq_length}) is longer than the learned positions: "
-            f"max-positions({model.max_positions}); for a new model give --max-positions "
+            f"max_positions({model.max_positions}); for a new model give --set max_positions="
             f"{model.seq_length}"
         )
 
@@ -114,24 +119,59 @@ def _check_attention(model: ModelShape) -> None:
     window_blocks = flags_of(model.window_blocks, model.layers)
     rotary_blocks = flags_of(model.rotary_blocks, model.layers)
     if model.window and not any(window_blocks):
-        raise UserError(f"window({model.window}) is of no block: window-blocks is none")
+        raise UserError(f"window({model.window}) is of no block: window_blocks is none")
     if model.norm_plus_one and model.norm != "rmsnorm":
-        raise UserError(f"--norm-plus-one needs --norm rmsnorm, not {model.norm}")
+        raise UserError(f"norm_plus_one needs --norm rmsnorm, not {model.norm}")
     scalings = [rotary_scaling(model.rotary_scaling), rotary_scaling(model.window_rotary_scaling)]
     if model.positions != "rotary":
         return
     if not any(rotary_blocks):
-        raise UserError("--positions rotary has no block with them: rotary-blocks is none")
+        raise UserError("--positions rotary has no block with them: rotary_blocks is none")
     for kind, numbers in scalings:
         factors = (len(numbers) - 2) // 2
         if kind == "longrope" and 2 * factors != model.rotary_width:
             raise UserError(
-                f"--rotary-scaling longrope has {factors} factors of each kind, but the rotary "
+                f"rotary_scaling longrope has {factors} factors of each kind, but the rotary "
                 f"positions turn {model.rotary_width} columns of a head: {model.rotary_width // 2}"
             )
 
 
-# For each kind of --rotary-scaling, the names that its numbers have in config.json, in order.
+def _check_latent(model: ModelShape) -> None:
+    """Raise UserError if the options of latent attention do not go together, or with others."""
+    widths = {
+        "qk_nope_head_dim": model.qk_nope_head_dim,
+        "qk_rope_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+    }
+    if not model.is_latent:
+        for name, width in {"q_lora_rank": model.q_lora_rank, **widths}.items():
+            if width:
+                raise UserError(f"{name}({width}) is of latent attention: give kv_lora_rank too")
+        return
+    latent = f"kv_lora_rank({model.kv_lora_rank})"
+    for name, width in widths.items():
+        if not width:
+            raise UserError(f"{latent} needs a {name} above 0")
+    head_size = model.qk_nope_head_dim + model.qk_rope_head_dim
+    needed = {
+        "positions": (model.positions, "rotary"),
+        "kv_heads": (model.kv_heads, model.heads),
+        "head_size": (model.head_size, head_size),
+        "rotary_fraction": (model.rotary_fraction, 1.0),
+        "qk_norm": (model.qk_norm, "none"),
+        "qkv_bias": (model.qkv_bias, False),
+        "window": (model.window, 0),
+        "rotary_blocks": (model.rotary_blocks, "all"),
+        "sinks": (model.sinks, False),
+        "attention_softcap": (model.attention_softcap, 0.0),
+        "query_scalar": (model.query_scalar, float(head_size)),
+    }
+    for name, (value, only) in needed.items():
+        if value != only:
+            raise UserError(f"{latent} needs {name} {only}, not {value}")
+
+
+# For each kind of rotary_scaling, the names that its numbers have in config.json, in order.
 # Those of longrope are two numbers and two lists.
 _LENGTH = "original_max_position_embeddings"
 ROTARY_SCALING = {
@@ -144,7 +184,7 @@ ROTARY_SCALING = {
 
 
 def rotary_scaling(text: str) -> tuple[str, list[float]]:
-    """Return the kind and the numbers of --rotary-scaling; UserError if the text is malformed.
+    """Return the kind and the numbers of rotary_scaling; UserError if the text is malformed.
 
     The numbers of longrope are POSITIONS, ATTENTION, then as many short factors as long factors.
     """
@@ -163,10 +203,10 @@ def rotary_scaling(text: str) -> tuple[str, list[float]]:
             above_zero = numbers[:-1]
         if is_known and all(0 < number < math.inf for number in above_zero):
             if kind == "llama3" and numbers[1] >= numbers[2]:
-                raise UserError(f"--rotary-scaling {text}: LOW must be below HIGH")
+                raise UserError(f"rotary_scaling {text}: LOW must be below HIGH")
             return kind, numbers
     raise UserError(
-        "--rotary-scaling is none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, "
+        "rotary_scaling is none, linear:FACTOR, llama3:FACTOR:LOW:HIGH:POSITIONS, "
         "yarn:FACTOR:FAST:SLOW:POSITIONS:ATTENTION:TRUNCATE (0 or 1) or longrope:POSITIONS:"
         f"ATTENTION:SHORT,...:LONG,... with numbers above 0 like llama3:8:1:4:8192, not {text!r}"
     )
@@ -198,21 +238,84 @@ def _check_experts(
 ) -> None:
     """Raise UserError if options of experts do not go together, or were given without experts."""
     if model.experts > 1:
-        from config import expert_checks  # imported here: most runs have no experts
-
-        expert_checks.check(model, layout, training)
+        _check_router(model)
+        if layout is not None:
+            _check_expert_ranks(model, layout)
+        if training is not None:
+            _check_trainable(model)
         return
     is_given = {
         "--experts-per-token": model.experts_per_token > 1,
-        "--router-groups": model.router_groups > 1,
-        "--shared-ffn-hidden": model.shared_ffn_hidden > 0,
-        "--shared-gate": model.shared_gate,
+        "router_groups": model.router_groups > 1,
+        "shared_ffn_hidden": model.shared_ffn_hidden > 0,
+        "shared_gate": model.shared_gate,
         "--ep": layout is not None and (layout.ep or 1) > 1,
         "--balance": training is not None and training.balance != "none",
         "--router-z-loss": training is not None and training.router_z_loss > 0,
     }
     for flag in filter(is_given.get, is_given):  # each given option that is only for experts
         raise UserError(f"{flag} needs --experts N, with N above 1")
+
+
+def _check_router(model: ModelShape) -> None:
+    """Raise UserError if no block has experts, or if the router cannot choose among them.
+
+    The router divides the experts into `router_groups` groups, takes the `router_groups_per_token`
+    best groups for a token, and chooses the token's experts in these.
+    """
+    if not any(map(model.has_experts, range(model.layers))):
+        dense = model.first_dense_layers
+        interval = model.expert_interval
+        raise UserError(
+            f"first_dense_layers({dense}) and expert_interval({interval}) leave no block of "
+            f"layers({model.layers}) with experts"
+        )
+    experts = model.experts
+    chosen = model.experts_per_token
+    groups = model.router_groups
+    if chosen > experts:
+        raise UserError(f"experts-per-token({chosen}) is more than experts({experts})")
+    if experts % groups:
+        raise UserError(f"router_groups({groups}) does not divide experts({experts})")
+    best = model.router_groups_per_token
+    if best > groups:
+        raise UserError(f"router_groups_per_token({best}) is more than router_groups({groups})")
+    if chosen > best * (experts // groups):
+        within = f"{best} groups of {experts // groups} experts"
+        raise UserError(f"experts-per-token({chosen}) is more than there are in {within}")
+    if model.shared_gate and not model.shared_ffn_hidden:
+        raise UserError("shared_gate is of the shared MLP: give shared_ffn_hidden too")
+
+
+def _check_expert_ranks(model: ModelShape, layout: Layout) -> None:
+    """Raise UserError if the ranks of a stage cannot divide the experts, or tp the other MLPs."""
+    ep = layout.ep or 1
+    ranks = (layout.dp or 1) * layout.cp * layout.tp
+    if model.experts % ep:
+        raise UserError(f"ep({ep}) does not divide experts({model.experts})")
+    if layout.dp is not None and ranks % ep:
+        axes = f"dp({layout.dp}) * cp({layout.cp}) * tp({layout.tp}) = {ranks}"
+        raise UserError(f"ep({ep}) does not divide the ranks of a stage: {axes}")
+    # tp does not cut experts. It cuts the MLP that all tokens share and MLPs in place of experts.
+    widths = {"shared_ffn_hidden": model.shared_ffn_hidden}
+    if not all(map(model.has_experts, range(model.layers))):
+        widths["ffn-hidden"] = model.ffn_hidden
+    for name, width in widths.items():
+        if width % layout.tp:
+            raise UserError(f"tp({layout.tp}) does not divide {name}({width})")
+
+
+def _check_trainable(model: ModelShape) -> None:
+    """Raise UserError if a model with experts can be planned but not trained.
+
+    Called when all options of a run are known. A model and a layout alone are not refused for this.
+    """
+    if model.router_normalised and model.experts_per_token == 1:
+        raise UserError(
+            "experts-per-token(1) with router_normalised: the weight of a token's only expert is "
+            "always 1, so that the router learns nothing; give --experts-per-token 2, or "
+            "router_normalised = false for top-1 routing"
+        )
 
 
 def _uncut(layout: Layout, length: int) -> str:
@@ -367,15 +470,30 @@ def check_sharding(layout: Layout, training: Training) -> None:
             f"--zero 3 gathers the weights for every micro-batch, so it needs pp(1), not "
             f"pp({layout.pp}); use --zero 2 with a pipeline"
         )
+    if zero == 3 and name == "muon":
+        raise UserError(
+            "--zero 3 leaves the shards of weights to torch's FSDP, but --optimizer muon finds the "
+            "parts of a matrix in the buffers of --zero 0, 1 and 2: use one of these"
+        )
     if zero == 3 and name not in ELEMENTWISE:
         raise UserError(f"--zero 3 takes --optimizer {', '.join(ELEMENTWISE)}, not {name}")
     whole = f"--optimizer {name} needs whole matrices"
-    if name in ("adafactor", "muon") and layout.tp > 1:
+    if name == "adafactor" and layout.tp > 1:
         raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
-    if name in ("adafactor", "muon") and zero == 2:
+    if name == "adafactor" and zero == 2:
         raise UserError(f"{whole}: use --zero 0 or 1, not 2")
+    if training.muon_adamw_lr is not None and training.lr == 0:
+        raise UserError(
+            f"muon-adamw-lr({training.muon_adamw_lr:g}) follows the schedule of lr, which is 0"
+        )
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
+    for name, is_default in (
+        ("sync-each-batch", layout.sync_each_batch),
+        ("reshard-after-forward", layout.reshard_after_forward),
+    ):
+        if not is_default and zero != 3:
+            raise UserError(f"--no-{name} needs --zero 3, not {zero}")
     _check_recomputed(layout)
 
 
@@ -426,8 +544,13 @@ def _check_length(config: Config) -> None:
         first = config.batches.batch(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
-    if training.lr_schedule != "constant" and training.min_lr > training.lr:
+    if training.lr_schedule != "constant" and training.final_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr}): give a lower one")
+    if training.lr_schedule == "inverse-square-root" and not training.lr_warmup_samples:
+        raise UserError(
+            "--lr-schedule inverse-square-root needs --lr-warmup-samples above 0: the rate is "
+            "lr * sqrt(lr-warmup-samples / samples)"
+        )
 
 
 def _check_run(run: Run, steps: int) -> None:
@@ -470,3 +593,66 @@ def _check_audits(config: Config) -> None:
             f"{given}: a replica must have all experts, but ep({ep}) does not divide "
             f"tp({layout.tp}) * cp({layout.cp})"
         )
+
+
+# ---- Options that change nothing without another one ---------------------------------------------
+
+
+def check_used(config: Config, given: Collection[str]) -> None:
+    """Raise UserError if a given option has no effect in this run.
+
+    given: the names of the options that flags or a file give. Options of a preset, or of the
+    run.json of an earlier run, may have no effect, and so may options that are given at their
+    defaults. Called when a command line is parsed.
+    """
+    for field, value in _changed(config):
+        needs = field.metadata["needs"]
+        if needs and field.name in given and not is_met(config, needs):
+            raise UserError(f"{_with_value(field, value)} needs {needs}")
+
+
+def is_met(config: Config, needs: Needs) -> bool:
+    """Return whether a run has what an option needs."""
+    every = {name: value for group in _groups(config) for name, value in vars(group).items()}
+    return any(needs.is_met_by(every[name]) for name in needs.options)
+
+
+def unused_rotary(config: Config) -> list[str]:
+    """Return the rotary options that a model without rotary positions sets, with their values.
+
+    Such options of a preset are no error: the user gets a note that they change nothing.
+    """
+    if config.model.positions == "rotary":
+        return []
+    changed = _changed(config)
+    return [_with_value(field, value) for field, value in changed if field.name in ROTARY_OPTIONS]
+
+
+def _groups(config: Config) -> tuple[Any, ...]:
+    """Return the groups of options that may need others."""
+    return config.model, config.training, config.data, config.run
+
+
+def _changed(config: Config) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """Yield the options that are not at their defaults, with their values."""
+    for group in _groups(config):
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            # The default of max_positions is not in its declaration: it depends on seq_length.
+            default = config.model.seq_length if field.name == "max_positions" else field.default
+            if value != default:
+                yield field, value
+
+
+def _with_value(field: dataclasses.Field, value: Any) -> str:
+    """Return an option with its value, as messages have it."""
+    flag = as_typed(field)
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-")
+    values = value if isinstance(value, tuple) else (value,)
+    return f"{flag} {' '.join(map(_as_text, values))}"
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as the user would write it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)

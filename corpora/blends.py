@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from corpora.mapped_files import ArrayCache, Found
 from corpora.sample_order import Continued, GPTSamples, TextSpan
 

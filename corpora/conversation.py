@@ -13,7 +13,8 @@ import sys
 import threading
 from typing import Any
 
-from config.messages import UserError, check_decoded
+from config.cli import check_decoded
+from config.errors import UserError
 from corpora.chat_templates import ChatTemplate
 from corpora.text import Text
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from tokenizers import Encoding, Tokenizer
 
-from config.messages import UserError
+from config.errors import UserError
 from corpora.tokenizer_files import Settings
 
 END = "<|endoftext|>"  # ends a document, unless the tokenizer or the user names another token

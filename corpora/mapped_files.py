@@ -34,7 +34,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 
 FORMAT = 2  # the version of an entry's format: entries of another version are not used

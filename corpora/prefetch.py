@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import Data
 from corpora.objectives import Objective, Readable
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
-from config.messages import UserError, check_decoded
+from config.cli import check_decoded
+from config.errors import UserError
 from config.schema import Config
 from corpora.blends import parse_blend
 from corpora.encoder import Encoder

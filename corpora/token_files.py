@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 from corpora.mapped_files import ArrayCache, MappedFile
 

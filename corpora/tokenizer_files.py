@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import MOST_OF_TOKENIZER, read_regular
 
 NAME = "tokenizer.json"

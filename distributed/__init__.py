@@ -1,10 +1,8 @@
 """Ranks: how they start, meet, are placed, form groups and communicate, and how a job ends.
 
 launch           the launcher of this process, its rank and the number of ranks
-early_end        how a rank that fails before all have met ends the whole job
-start_watch      a process beside each rank that sees it killed or stopped before its first step
+early_end        how a rank that fails, dies or is stopped before its first step ends the whole job
 rendezvous       devices and cores, the store, process groups: how ranks meet
-job_store        torch's key-value store, to which only the ranks are connected
 context          this process among all ranks; how a job ends
 placement        node, cores and GPU of each rank
 gpus             the GPU that a rank takes
@@ -12,11 +10,9 @@ mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
 context_parallel attention of ranks that share the tokens of a sample
 token_exchange   tokens on their way to experts on other ranks
-store            small values between ranks without a collective
+store            the job's key-value store: opened safely; small values without a collective
 run_lock         one run at a time in an --out folder
-start_checks     what is said and checked before a model is built
-compiler         whether a node has what torch.compile needs
-preflight        fast checks of every node before the first step
+preflight        what is said and checked before step 1: places, nodes, groups, room, compiler
 heap             one heap of memory for all threads
 garbage          Python's garbage collector, at the same steps on all ranks
 parent_death     processes that end with their parent

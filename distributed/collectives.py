@@ -242,7 +242,7 @@ class Group:
         return record.under_way(handle) if record else handle
 
     def values(self, tensor: Tensor) -> list:
-        """Return `tensor.tolist()`; a hang's report would show that the host waits for the GPU."""
+        """Return `tensor.tolist()`; a hang report shows this wait as one for the device."""
         if self.group_log is None or not tensor.is_cuda:
             return tensor.tolist()
         with self.group_log.recorder.waiting_for("device"):
@@ -439,6 +439,41 @@ def reduce_from_tp(x: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
         return x
     reduce = _ReduceScatterSequence if sequence_parallel else _Reduce
     return reduce.apply(x, tp)
+
+
+class _Spread(torch.autograd.Function):
+    """Megatron's operator f: passes x, (s, b, n), on; backward sums its gradients over tp."""
+
+    @staticmethod
+    def forward(ctx, x, tp, gather):
+        """Return x, or if `gather` the tokens of all tensor ranks; called by `spread_to_tp`."""
+        ctx.tp = tp
+        ctx.gather = gather
+        return gather_sequence(x, tp) if gather else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Return the gradient of this rank's x, summed over the tensor ranks, all of which used it.
+
+        It is a new tensor: autograd's `grad` must not change.
+        """
+        if ctx.gather:
+            summed = grad.new_empty(grad.shape[0] // ctx.tp.size, *grad.shape[1:])
+            ctx.tp.at_once.reduce_scatter(summed, grad.contiguous()).wait()
+        else:
+            summed = grad.clone(memory_format=torch.contiguous_format)
+            ctx.tp.at_once.all_reduce(summed).wait()
+        return summed, None, None
+
+
+def spread_to_tp(x: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
+    """Return x, (s, b, n), for a computation in which each tensor rank has its own heads.
+
+    x is equal on all tensor ranks; with sequence parallelism it is this rank's tokens, (s/tp, b,
+    n), and all tokens are returned. A rank's gradient is one term of a sum, which the backward pass
+    takes once. A column-parallel layer does this for its own input (parallel.column_linear).
+    """
+    return x if tp.size == 1 else _Spread.apply(x, tp, sequence_parallel)
 
 
 def gather_sequence(x: Tensor, tp: Group | None) -> Tensor:

@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from config.messages import NodeError, UserError, leave_end
+from config.errors import NodeError, UserError, leave_end
 from config.run_options import Run
 from distributed.early_end import SECONDS_TO_FLUSH, ending_all_ranks
-from distributed.job_store import host_address
 from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
-from distributed.store import StoreExchange
+from distributed.store import StoreExchange, host_address
+from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
 
@@ -153,7 +153,7 @@ class Context(Meeting):
     out: str = ""  # the folder of the run, set by `take`
     _groups: dict = field(default_factory=dict)  # torch's process groups, by (ranks, role)
 
-    def take(self, out: str) -> None:
+    def lock_folder(self, out: str) -> None:
         """Lock the run's folder `out` until the end, on rank 0; the trainer calls this once.
 
         Rank 0 raises UserError if another run has locked the folder.
@@ -317,8 +317,6 @@ class Context(Meeting):
                 leave_end(status, str(error))
             print(text, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
-                from watchdog import hang_report  # imported here: only this error needs it
-
                 with contextlib.suppress(OSError):  # the error has been printed already
                     hang_report.write_refusal(f"{self.out}/hang", error)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)

@@ -25,6 +25,9 @@ Shapes at line ends: s tokens of this rank, b samples, a heads of size d, g key/
 Read attention.py (Attention.forward) before this file.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -157,14 +160,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
 def heads_of_kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values with as many heads as the kernel for these queries needs.
 
-    q: (b, a, s, d). k, v: (b, g, t, d). On a GPU only flash attention lets several query heads
-    share a key/value head. For another kernel each is repeated, (b, a, t, d): else torch would
-    compute attention by matrix products, which store the scores of all pairs of tokens.
+    q: (b, a, s, d). k, v: (b, g, t, d). On a GPU only flash attention, and cuDNN's, lets several
+    query heads share a key/value head. For another kernel each is repeated, (b, a, t, d): else
+    torch would compute attention by matrix products, which store the scores of all pairs of tokens.
     """
-    heads = q.shape[1]
-    if k.shape[1] == heads or not q.is_cuda or chunk_kernel(q) == "flash_attention":
+    shares_heads = not q.is_cuda or chunk_kernel(q) in ("flash_attention", "cudnn_attention")
+    return (k, v) if shares_heads else _repeated(q, k, v)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values, (b, g, t, d), with each head as often as queries share it."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats == 1:
         return k, v
-    repeats = heads // k.shape[1]
     return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
 
 
@@ -172,13 +180,20 @@ def chunk_kernel(q: Tensor) -> str:
     """Return the name of torch's kernel that `causal_attention` runs for these queries.
 
     It depends on the dtype, the head size d and the device of q, (..., d). The log names the kernel
-    too (attention.py).
+    too (attention.py). On Hopper (compute capability 9.0: H100, H200) cuDNN's kernel is faster than
+    torch's flash attention, 353 for 198 TFLOP/s on an H100; it takes heads of up to 128 numbers, a
+    multiple of 8, and may be turned off by torch.backends.cuda.enable_cudnn_sdp.
     """
     if not q.is_cuda:
         return "flash_attention"
-    is_supported = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    width = q.shape[-1]
+    is_supported = q.dtype in (torch.float16, torch.bfloat16) and width <= 256
+    capability = torch.cuda.get_device_capability(q.device)
+    by_cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+    if is_supported and capability == (9, 0) and by_cudnn and width <= 128 and width % 8 == 0:
+        return "cudnn_attention"
     # torch's flash attention runs on GPUs from Ampere (compute capability 8.0) on.
-    if is_supported and torch.cuda.get_device_capability(q.device) >= (8, 0):
+    if is_supported and capability >= (8, 0):
         return "flash_attention"
     return "math" if q.dtype == torch.float64 else "efficient_attention"
 
@@ -194,36 +209,83 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     # On a CPU the mask below would need memory for every pair of a query and a key.
     if not q.is_cuda:
-        return _LastOnCpu.apply(q, k, v)
+        return attend_in_two_calls(q, k, v, CPU_FLASH)
+    if chunk_kernel(q) == "cudnn_attention":
+        # Called directly, the kernel is given a key head for each query head.
+        return attend_in_two_calls(q, *_repeated(q, k, v), CUDNN)
     from torch.nn.attention.bias import causal_lower_right  # imported here: it takes 110 MB
 
     mask = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-class _LastOnCpu(torch.autograd.Function):
-    """`_attend_last` on a CPU, by two calls of torch's flash attention, without a mask.
+class Kernel(NamedTuple):
+    """The two passes of a kernel of attention that returns the logarithms of its softmax sums.
 
-    That kernel takes either a mask of q x k numbers, which needs memory, or the plain causal case.
-    So one call lets the queries see all keys before them, and one call is causal, over the keys of
-    the queries' own tokens. The two results are averaged with their softmax sums as weights.
+    forward: from q, k, v and whether attention is causal to the result, (b, heads, s, d), and the
+    logarithms, (b, heads, s, ...). backward: from the result's gradient, q, k, v, the result, the
+    logarithms and causal to the gradients of q, k and v.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the result of torch's flash attention on a CPU, and its logarithms, (b, heads, s)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def _cpu_backward(grad, q, k, v, mixed, log_sums, causal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v by torch's flash attention on a CPU."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(grad, q, k, v, mixed, log_sums, 0.0, causal)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the result of cuDNN's attention, and its logarithms, (b, heads, s, 1) in fp32."""
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    mixed, log_sums, *_ = kernel(q, k, v, None, True, 0.0, causal)
+    return mixed, log_sums
+
+
+def _cudnn_backward(grad, q, k, v, mixed, log_sums, causal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v by cuDNN's attention, without dropout and so seeds."""
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    nothing = torch.empty(0, dtype=torch.int64)  # the generator's state, which dropout alone needs
+    lengths = q.shape[2], k.shape[2]
+    sums = log_sums, nothing, nothing, None, None, None
+    return kernel(grad, q, k, v, mixed, *sums, *lengths, 0.0, causal)
+
+
+CPU_FLASH = Kernel(_cpu_forward, _cpu_backward)
+CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
+
+
+class _Last(torch.autograd.Function):
+    """`_attend_last` by two calls of a kernel, without a mask.
+
+    torch's flash attention on a CPU, and cuDNN's attention, take either a mask of q x k numbers,
+    which needs memory, or the plain causal case. So one call lets the queries see all keys before
+    them, and one call is causal, over the keys of the queries' own tokens. The two results are
+    averaged with their softmax sums as weights. With cuDNN's kernel this has not been run on a GPU
+    yet; on CPUs the same code is compared with a mask.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v):
+    def forward(ctx, q, k, v, kernel):
         """Return attention of q over k and v, (b, heads, s, d), from the results of two calls."""
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        # A call returns its result, (b, heads, s, d), and the logarithms of its softmax sums,
-        # (b, heads, s). past: over the tokens before the queries; present: over their own tokens.
+        # past: over the tokens before the queries; present: over their own tokens.
         (past, past_sums), (present, present_sums) = (
-            kernel(q, keys, values, 0.0, causal) for keys, values, causal in _parts(q, k, v)
+            kernel.forward(q, keys, values, causal) for keys, values, causal in _parts(q, k, v)
         )
         # Weight of a call: its softmax sum divided by the sum over all keys.
         log_sum = torch.logaddexp(past_sums, present_sums)
-        past_weight = (past_sums - log_sum).exp()[..., None]
-        present_weight = (present_sums - log_sum).exp()[..., None]
+        past_weight = (past_sums - log_sum).exp().view(*q.shape[:3], 1)
+        present_weight = (present_sums - log_sum).exp().view(*q.shape[:3], 1)
         mixed = past * past_weight + present * present_weight
         mixed = mixed.to(q.dtype)
+        ctx.kernel = kernel
         ctx.save_for_backward(q, k, v, mixed, log_sum)
         return mixed
 
@@ -235,13 +297,17 @@ class _LastOnCpu(torch.autograd.Function):
         attention weights of its own keys. Both calls contribute to the gradient of q.
         """
         q, k, v, mixed, log_sum = ctx.saved_tensors
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = [
-            kernel(grad, q, keys, values, mixed, log_sum, 0.0, causal)
+            ctx.kernel.backward(grad, q, keys, values, mixed, log_sum, causal)
             for keys, values, causal in _parts(q, k, v)
         ]
         (past_dq, present_dq), dk, dv = zip(*gradients, strict=True)
-        return past_dq + present_dq, torch.cat(dk, 2), torch.cat(dv, 2)
+        return past_dq + present_dq, torch.cat(dk, 2), torch.cat(dv, 2), None
+
+
+def attend_in_two_calls(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
+    """Return what `_attend_last` returns if there are tokens before the queries (t > s)."""
+    return _Last.apply(q, k, v, kernel)
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:

@@ -40,6 +40,7 @@ class Mesh:
     are divided. kv: the ranks of cp that hold the same heads and gather their keys and values.
     experts: the neighbouring ranks of dp x cp x tp among which a block's experts are divided, and
     expert_replicas: the ranks that hold the same experts and see different tokens.
+    stage: all ranks with the same stages, numbered as (replicas.rank, tp.rank); only for Muon.
     forward (also named pp) and backward: the ranks of this pipeline, as one group for activations
     and another for their gradients, so that the two never wait for one another on a GPU stream.
     tied: the first and the last rank of this pipeline. world: all ranks. recorder: records what
@@ -54,6 +55,7 @@ class Mesh:
         over_heads: int = 1,
         ep: int = 0,
         tied: bool = True,
+        whole_stages: bool = False,
     ):
         """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
@@ -62,6 +64,7 @@ class Mesh:
         over_heads: the number of neighbouring ranks of cp that form `heads`.
         ep: the number of ranks in `experts`; 0: the model has no experts. tied: whether the first
         and the last rank of a pipeline have copies of one matrix; if not, no group is made of them.
+        whole_stages: whether all ranks of a stage need a group (`stage`).
         Raise ValueError if the product of the axes is not the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
@@ -77,6 +80,11 @@ class Mesh:
         # The groups of every role are made in this order on all ranks.
         self._context = context
         self._make_groups_in_stages(over_heads, ep)
+        self.stage = self.replicas
+        if whole_stages and self.tp.size > 1:
+            self.stage = self.tp
+            if self.replicas.size > 1:
+                self.stage = self._along("stage", "dp", "cp", "tp")
         self._make_groups_of_pipelines(channels, tied)
         self.world = self._own_group(rows, "world")
 
@@ -195,4 +203,5 @@ def mesh_of_run(config: Config, context: Context | None) -> Mesh:
         over_heads=layout.over_heads(config.model),
         ep=expert_ranks,
         tied=tied_over_ranks,
+        whole_stages=config.training.optimizer == "muon",
     )

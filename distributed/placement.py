@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.messages import UserError, number_ranges
+from config.errors import UserError, number_ranges
 from config.schema import Layout, rows_along
 
 Say = Callable[[str], None]  # prints a line on rank 0

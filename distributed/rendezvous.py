@@ -3,7 +3,7 @@
     meeting = meet(launch, config.run)        # collective over all ranks
 
 Process groups are started after this, in context.py. Read launch.py before, which finds this rank's
-number; job_store.py has the key-value store over which ranks meet. A Place says where a rank runs:
+number; store.py has the key-value store over which ranks meet. A Place says where a rank runs:
 its node, cores and GPU (placement.py).
 """
 
@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from config.messages import UserError, exit_with
+from config.errors import UserError, exit_with
 from config.run_options import Run
-from distributed import placement
+from distributed import gpus, placement
 from distributed.early_end import SECONDS_TO_MEET, node_name
-from distributed.job_store import open_store
 from distributed.launch import Launch, Local, cores_asked_for, find_local
 from distributed.placement import Place
-from distributed.store import StoreExchange
+from distributed.store import StoreExchange, open_store
 from watchdog.heartbeat import start_time
 
 MEETING_TIMEOUT = timedelta(seconds=SECONDS_TO_MEET)
@@ -76,8 +75,6 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         index = launch.rank
         this_place = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
         if gpu is not None:
-            from distributed import gpus
-
             near, visible = gpus.near_cores(device), gpus.visible()
             this_place = dataclasses.replace(this_place, near_gpu=near, visible_gpus=visible)
         seconds = MEETING_TIMEOUT.total_seconds()
@@ -92,11 +89,8 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         faulthandler.cancel_dump_traceback_later()  # all ranks have met
         try:
             placement.check_devices(places)
-            if backend == "nccl":
-                from distributed import gpus
-
-                if not gpus.share_gpu_for_tests(places, launch.rank):
-                    gpus.check_gpus(places)
+            if backend == "nccl" and not gpus.share_gpu_for_tests(places, launch.rank):
+                gpus.check_gpus(places)
         except UserError:  # all ranks have this error: rank 0, where the store is, exits last
             exchange.leave()
             raise
@@ -137,8 +131,6 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
 
     on_gpu = False
     if run.device != "cpu":
-        from distributed import gpus
-
         on_gpu = gpus.are_usable(required=run.device == "cuda")
     backend = run.backend
     if backend == "auto":

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from config.messages import UserError
+from config.errors import UserError
 from distributed.early_end import node_name
 
 HELD = (errno.EACCES, errno.EAGAIN)  # errors of lockf when another process has the lock

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from config.messages import UserError
+from config.errors import UserError
 
 SOURCE = Path(__file__).with_name("device_guard.cpp")
 COMPILERS = ("g++", "c++", "clang++")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config.messages import UserError
+from config.errors import UserError
 from emulator.recording import COPY, LOAD, Trace, calling_line
 
 ROUNDED_TO = 512  # sizes are rounded up to a multiple of this many bytes

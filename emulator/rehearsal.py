@@ -49,7 +49,7 @@ from checkpointing.state import Progress
 from checkpointing.writer import Writer
 from config.schema import Config, coordinates
 from decoding import Choice, Decoder
-from distributed import start_checks
+from distributed import preflight
 from distributed.parent_death import end_with_parent
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
@@ -331,7 +331,7 @@ def run_rank(
         state = trainer.build(config, context)
         _classify(state, meter, built=False)  # the first step makes the optimizer's state
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
-        if start_checks.warms_up(config, "cuda"):
+        if preflight.warms_up(config, "cuda"):
             trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             if step == 1:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config import messages
-from config.messages import printable
+from config import errors
+from config.errors import printable
 from numerics.record import Record, differing, options, read_steps
 from planner.picture import LIGHT, SETTINGS, themed
 
@@ -107,7 +107,7 @@ def _picture(curves: Sequence[Curve]) -> str:
 
     A run has the same colour and dashes in all panels. Raise UserError without matplotlib.
     """
-    with messages.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator

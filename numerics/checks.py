@@ -77,7 +77,7 @@ def is_row(row: dict[str, Any]) -> bool:
 def is_spike(row: dict[str, Any]) -> bool:
     """Return whether a row of spikes.jsonl has the columns of a spike, with the right types.
 
-    telemetry/spikes.py says which these are; "before" and the norms of layers may be absent.
+    telemetry/loss_monitor.py says which these are; "before" and the norms of layers may be absent.
     """
     if not is_whole(row.get("iteration")) or not isinstance(row.get("of"), str):
         return False

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from config.messages import UserError, number_ranges
+from config.errors import UserError, number_ranges
 from config.schema import Layout
 from numerics.places import described, place
 from numerics.record import Record, differing, last_two_parts, option_lines, options, read_steps

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from config import messages
-from config.messages import UserError
+from config import errors
+from config.errors import UserError
 from numerics.chart import framed
 from numerics.diff import common_traces
 from numerics.places import BLOCK
@@ -84,7 +84,7 @@ def page(found: dict[str, Any], text: str) -> str:
 
     Raise UserError if matplotlib is not installed.
     """
-    with messages.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from config.messages import number_ranges, printable
+from config.errors import number_ranges, printable
 from numerics.record import DEFAULTS, Record, differing, options, read
 from supervisor.evidence import Files, read_evidence
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import GROUPS, ModelShape
 from distributed.run_lock import in_use

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from config.messages import number_ranges
+from config.errors import number_ranges
 from numerics.checks import is_spike
 from numerics.record import read
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from checkpointing import folders
 from checkpointing.index import Index, check_files
-from config.messages import UserError
+from config.errors import UserError
 from numerics.record import differing, option_lines, options
 
 MOST_TENSORS = 4  # the text names this many tensors of each kind of state

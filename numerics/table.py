@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from config.messages import UserError, printable
+from config.errors import UserError, printable
 from numerics.record import Record, differing, find, options, read
 from planner.layout_table import columns
 

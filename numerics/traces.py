@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 from config.schema import Layout
 from corpora.mapped_files import read_header
@@ -148,6 +148,7 @@ def _check_about(about: dict[str, Any]) -> None:
         "response_step": is_whole,
         "precision": lambda value: isinstance(value, str) and value in EPSILON,
         "optimizer": lambda value: value is None or isinstance(value, str),
+        "muon_dtype": lambda value: value is None or isinstance(value, str),
         "layout": lambda value: isinstance(value, dict) and value.keys() <= known.keys(),
     }
     for name, is_right in right.items():
@@ -330,7 +331,9 @@ class Pair:
         relative: the relative difference that rounding makes in the gradients, (tensors,).
         """
         share = np.sqrt(relative)
-        if self.a.about.get("optimizer") == "muon":
+        about = self.a.about
+        # A trace without the type is of torch's Muon, which computed updates in bf16.
+        if about.get("optimizer") == "muon" and about.get("muon_dtype", "bf16") == "bf16":
             in_blocks = [name.startswith("blocks.") for name in self.tensors]
             share[in_blocks] = np.maximum(share[in_blocks], EPSILON["bf16"])
         # Without rotary positions the bias of keys has no gradient but rounding: it adds the same

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from config.schema import BUCKET_ELEMENTS, Training, bucket_elements
 from distributed.collectives import Handle
 from distributed.mesh import Mesh
-from optim import update_rules
+from optim import adam8bit, update_rules
 from optim.weight_average import Rule
 from parallel import ParamSpec
 
@@ -383,8 +383,6 @@ def make_buckets(
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
         if key.family == "blocks":
-            from optim import adam8bit  # imported here: no other optimizer needs this module
-
             adam8bit.check_blocks(p)
         buckets_of_key = parameters_of.setdefault(key, [[]])
         last_bucket = buckets_of_key[-1]

@@ -1,10 +1,12 @@
 """--zero 3: weights, gradients and state sharded over the replicas, by torch's fully_shard.
 
 In the forward and in the backward pass, torch all-gathers a block's weights before the block runs
-and frees them afterwards. It reduce-scatters the block's gradients in every micro-batch. Each
-tensor rank's part of a weight is sharded over the replicas. torch decides when to communicate, but
-calls the `Group` of the replicas for it, so that the flight recorder records every all-gather and
-reduce-scatter. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
+and frees them afterwards (--no-reshard-after-forward: after the backward pass only). It
+reduce-scatters the block's gradients in every micro-batch or, with --no-sync-each-batch, in the
+last one of a step: until then each rank holds sums of all its gradients. Each tensor rank's part of
+a weight is sharded over the replicas. torch decides when to communicate, but calls the `Group` of
+the replicas for it, so that the flight recorder records every all-gather and reduce-scatter.
+Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 
 A part below is a module that is sharded by itself: a block, the experts of a block, or a stage.
 Read zero.py and optim/buckets.py first: Optimizer has a FullyShardedGroup in place of a Bucket.
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from config.schema import Training
+from config.schema import Layout, Training
 from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 from optim.buckets import Key, ParamGroup, key_of
@@ -96,7 +98,37 @@ class FullyShardedGroup(ParamGroup):
         """Do nothing: torch gathers a block's weights just before the block runs."""
 
 
-def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Module], None]:
+class LastBackward:
+    """Has torch reduce the gradients of a stage in the last backward pass of each step only.
+
+    Made for --no-sync-each-batch. Until then torch adds up whole gradients in the precision in
+    which it reduces them. Source: FSDPModule.set_requires_gradient_sync.
+    """
+
+    def __init__(self, stage: Any) -> None:
+        """Watch the backward passes of a stage that `shard_fully` has sharded."""
+        self.stage = stage
+        self.left = 1  # the backward passes that are left in the step
+        stage.register_forward_hook(self._watch)
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Prepare for the backward passes of a step, one for each micro-batch."""
+        self.left = micro_batches
+
+    def _watch(self, stage: nn.Module, inputs: Any, result: Tensor) -> None:
+        """Have `_count` called when the backward pass from a stage's result begins."""
+        if result.requires_grad:  # not in an evaluation
+            result.register_hook(self._count)
+
+    def _count(self, gradient: Tensor) -> None:
+        """Have torch reduce in the backward pass that begins now if it is the step's last one."""
+        self.left -= 1
+        self.stage.set_requires_gradient_sync(self.left == 0)
+
+
+def block_sharder(
+    factory: ParamFactory, training: Training, layout: Layout
+) -> Callable[[nn.Module], None]:
     """Return the function that shards a module over the replicas: `ParamFactory.shard`.
 
     Stage calls this function with each block when the block's weights have been drawn, so that no
@@ -105,6 +137,8 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
     are left as they are if no other rank holds them.
     """
     mesh = factory.mesh
+    # None: torch frees the weights of all parts but the outermost one, the stage.
+    reshard = None if layout.reshard_after_forward else False
     exact = torch.promote_types(factory.dtype, torch.float32)
     sum_dtype = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sum_dtype, cast_forward_inputs=False)
@@ -134,7 +168,13 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
             p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
         device_mesh = device_meshes[replicas]
         part.register_forward_hook(_without_views)
-        fully_shard(part, mesh=device_mesh, mp_policy=policy, ignored_params=ignored)
+        fully_shard(
+            part,
+            mesh=device_mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            ignored_params=ignored,
+        )
         for name, p in part.named_parameters():
             if name in drawn:
                 p.spec, p.drawn_shape = drawn[name]

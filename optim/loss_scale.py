@@ -6,62 +6,63 @@ it is infinite or NaN. An overflow on any rank skips the update on all ranks: ze
 the gradient norm, which is not finite then, and which every rank computes in any case.
 """
 
-from config.messages import UserError
-from config.schema import Training
+from config.errors import UserError
+from config.run_options import LOSS_SCALE, DynamicScale, Training
 
 
 class LossScale:
     """The loss scale of a run: dynamic for fp16 unless --loss-scale fixes it, 1 otherwise.
 
-    Megatron-LM has the same rule (megatron/core/optimizer/grad_scaler.py). A counter starts at
-    --loss-scale-hysteresis, and an overflow lowers it by 1. If the counter is then 0 or less, the
-    scale is halved, down to --min-loss-scale. After --loss-scale-window steps in a row without an
+    Megatron-LM has the same rule (megatron/core/optimizer/grad_scaler.py) with the same constants,
+    but for the first scale, which is torch.amp.GradScaler's. A counter starts at
+    loss_scale_hysteresis, and an overflow lowers it by 1. If the counter is then 0 or less, the
+    scale is halved, down to min_loss_scale. After loss_scale_window steps in a row without an
     overflow the scale doubles and the counter is reset. Unlike in Megatron-LM, a run ends with an
-    error after --max-overflows overflows in a row at the smallest or a fixed scale.
+    error after max_overflows overflows in a row at the smallest or a fixed scale.
     """
 
-    def __init__(self, training: Training):
+    def __init__(self, training: Training, rule: DynamicScale = LOSS_SCALE):
         """Begin with the scale of the options; without fp16 the scale is always 1.
 
-        --loss-scale fixes the scale. Without it the scale is dynamic: `update` adapts it, from 2 to
-        the power of --initial-loss-scale-power on. stuck: the overflows in a row at a scale that
-        cannot fall; with too many, `update` ends the run.
+        --loss-scale fixes the scale. Without it the scale is dynamic: `update` adapts it by `rule`.
+        stuck: the overflows in a row at a scale that cannot fall; with too many, `update` ends the
+        run.
         """
         self.training = training
+        self.rule = rule
         fp16 = training.precision == "fp16"
         self.dynamic = fp16 and not training.loss_scale
         self.value = 1.0
         if fp16:
-            self.value = training.loss_scale or 2.0**training.initial_loss_scale_power
+            self.value = training.loss_scale or 2.0**rule.initial_loss_scale_power
         self.good = 0  # steps in a row without an overflow since the scale changed
-        self.hysteresis = training.loss_scale_hysteresis  # overflows until the scale is halved
+        self.hysteresis = rule.loss_scale_hysteresis  # overflows until the scale is halved
         self.stuck = 0  # overflows in a row at a scale that cannot fall
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step; called on all ranks with the same `overflow`.
 
-        A dynamic scale doubles after --loss-scale-window steps without an overflow, and halves at
-        an overflow if --loss-scale-hysteresis overflows have come since it last doubled. Raise
-        UserError, which ends the run, if fp16 keeps overflowing at the smallest or a fixed scale.
+        Raise UserError, which ends the run, if fp16 keeps overflowing at the smallest or a fixed
+        scale.
         """
-        training = self.training
+        rule = self.rule
         # A step without an overflow: perhaps the scale doubles.
         if not overflow:
             self.good += 1
             self.stuck = 0
-            if self.dynamic and self.good == training.loss_scale_window:
+            if self.dynamic and self.good == rule.loss_scale_window:
                 self.value *= 2
                 self.good = 0
-                self.hysteresis = training.loss_scale_hysteresis
+                self.hysteresis = rule.loss_scale_hysteresis
             return
         # An overflow: the scale is halved, or cannot fall.
         self.good = 0
         self.hysteresis -= 1
-        if not self.dynamic or self.value <= training.min_loss_scale:
+        if not self.dynamic or self.value <= rule.min_loss_scale:
             self.stuck += 1
         elif self.hysteresis <= 0:
-            self.value = max(self.value / 2, training.min_loss_scale)
-        if training.precision == "fp16" and self.stuck >= training.max_overflows:
+            self.value = max(self.value / 2, rule.min_loss_scale)
+        if self.training.precision == "fp16" and self.stuck >= rule.max_overflows:
             kind = "smallest" if self.dynamic else "fixed"
             raise UserError(
                 f"gradients overflowed in {self.stuck} steps in a row at the {kind} loss scale "
@@ -83,4 +84,4 @@ class LossScale:
         self.stuck = int(state.get("stuck", 0))
         if self.dynamic and "hysteresis" in state:
             self.hysteresis = int(state["hysteresis"])
-            self.value = max(float(state["loss_scale"]), self.training.min_loss_scale)
+            self.value = max(float(state["loss_scale"]), self.rule.min_loss_scale)

@@ -9,7 +9,7 @@ planner/hardware.py applies the same rule to the machine that a plan is made for
 
 import torch
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config
 from distributed.context import Context
 from distributed.store import StoreExchange, first_given

@@ -2,15 +2,16 @@
 
 A master is the copy of weights in fp32 or fp64 that is updated; the weights are the masters rounded
 to the compute precision. An update rule holds the optimizer state of some masters of this rank and
-updates the masters by their gradients. It has no communication; optim/buckets.py makes the masters
-and zero.py calls the rule. Parameters belong to three families, and a rule updates masters of one
+updates the masters by their gradients. Only Muon's communicates; optim/buckets.py makes the masters
+and zero.py calls the rule. Parameters belong to four families, and a rule updates masters of one
 family:
 
     plain     AdamW, SGD, and parameters that the rules below do not update: flat sections, which
               may begin anywhere in a parameter
+    muon      Muon: flat sections too; their matrices meet at owners (optim/matrix_owners.py)
     blocks    8-bit AdamW: flat sections that begin at a multiple of BLOCK in every parameter
-    matrices  Adafactor and Muon: whole matrices, each of which has one owner; the matrices of two
-              experts are separate
+    matrices  Adafactor: whole matrices, each of which has one owner; the matrices of two experts
+              are separate
 
 A kind is the name of one state tensor in a checkpoint, for example "exp_avg" (`state_kinds`).
 """
@@ -24,17 +25,16 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Training
 from optim import precision
 from parallel import ParamSpec
 
 if TYPE_CHECKING:
     from optim.adam8bit import Adam8bit
+    from optim.muon import Muon
 
 BLOCK = precision.BLOCK
-# The factor of the old momentum in Muon; its author's value, and torch's default.
-MUON_MOMENTUM = 0.95
 
 
 def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
@@ -42,18 +42,22 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
 
     samples: the number of samples trained on before the step. total: the number in the whole run.
     The rate rises linearly for lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine
-    or linear fall to min_lr at lr_decay_samples (default: total), or wsd (arXiv 2404.06395):
-    constant, and then a linear fall to min_lr over the last lr_wsd_decay_samples before
-    lr_decay_samples (default: a tenth of these).
+    or linear fall to the final rate at lr_decay_samples (default: total), or wsd (arXiv
+    2404.06395): constant, and then a fall to the final rate over the last lr_wsd_decay_samples
+    before lr_decay_samples (default: a tenth of these), which is linear or as 1 - sqrt(share done)
+    (arXiv 2405.18392), or inverse-square-root: lr * sqrt(lr_warmup_samples / samples), never below
+    the final rate.
     """
     peak = training.lr
-    low = training.min_lr
+    low = training.final_lr
     end = training.lr_decay_samples or total
     # In the warmup the rate is that of the step's last sample, so that no step has the rate 0.
     if samples < training.lr_warmup_samples:
         return peak * (samples + batch) / (training.lr_warmup_samples + batch)
     if training.lr_schedule == "constant":
         return peak
+    if training.lr_schedule == "inverse-square-root":
+        return max(low, peak * math.sqrt(training.lr_warmup_samples / max(1, samples)))
     if samples >= end:
         return low
     begin = training.lr_warmup_samples  # the number of samples at which the rate begins to fall
@@ -63,21 +67,24 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     share = max(0.0, (samples - begin) / max(1, end - begin))
     if training.lr_schedule == "cosine":
         return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
+    if training.lr_schedule == "wsd" and training.lr_wsd_decay_style == "1-sqrt":
+        share = math.sqrt(share)
     return low + (peak - low) * (1 - share)
 
 
 def family(optimizer: str, spec: ParamSpec) -> str:
-    """Return the family of the parameter that `spec` describes: plain, blocks or matrices.
+    """Return the family of the parameter that `spec` describes: plain, muon, blocks or matrices.
 
     optimizer: the value of --optimizer. 8-bit AdamW leaves the embedding's matrices and all vectors
-    to AdamW with 32 bits. Muon leaves to AdamW all parameters but the matrices of blocks. Adafactor
-    updates all parameters, vectors too, by one rule.
+    to AdamW with 32 bits. Muon leaves to AdamW all parameters that do not say how they divide into
+    matrices: those of embedding and head, norms, biases and routers. Adafactor updates all
+    parameters, vectors too, by one rule.
     """
     is_matrix = spec.decay  # weight decay applies to matrices only
     if optimizer == "adamw8bit" and is_matrix and not spec.name.startswith("embedding."):
         return "blocks"
-    if optimizer == "muon" and is_matrix and spec.name.startswith("blocks."):
-        return "matrices"
+    if optimizer == "muon" and spec.matrices is not None:
+        return "muon"
     return "matrices" if optimizer == "adafactor" else "plain"
 
 
@@ -104,8 +111,15 @@ def interchangeable(optimizer: str) -> str:
     return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
 
+def rate_factor(training: Training, group: str) -> float:
+    """Return the factor of the learning rate for the family `group`: that of --muon-adamw-lr."""
+    if training.optimizer != "muon" or group == "muon" or training.muon_adamw_lr is None:
+        return 1.0
+    return training.muon_adamw_lr / training.lr
+
+
 def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> "UpdateRule":
-    """Return the rule of --optimizer for master tensors of the family `group`.
+    """Return the rule of --optimizer for master tensors of the family `group`, but Muon's.
 
     Called once for each update set (zero.py). decay: whether weight decay applies to these tensors.
     Raise UserError if the optimizer's package is not installed.
@@ -314,7 +328,7 @@ def _library(t: Training, group: str) -> _Library:
     Muon and 8-bit AdamW leave the family plain to AdamW.
     """
     optim = torch.optim
-    # The state tensors of SGD or Muon, by kind. None: the optimizer keeps no tensor of this kind
+    # The state tensors of SGD, by kind. None: the optimizer keeps no tensor of this kind
     # for these options, and a checkpoint has zeros in its place.
     kinds = dict[str, _StateTensor | None]()
     if t.optimizer == "apex":
@@ -325,11 +339,6 @@ def _library(t: Training, group: str) -> _Library:
         kinds["momentum_buffer"] = _StateTensor("momentum_buffer") if t.sgd_momentum else None
         make = partial(optim.SGD, momentum=t.sgd_momentum)
         return _Library("torch.optim.SGD", make, lambda master: kinds)
-    if group == "matrices":
-        # A checkpoint has AdamW's kinds for Muon too: its momentum is "exp_avg".
-        kinds |= {"exp_avg": _StateTensor("momentum_buffer"), "exp_avg_sq": None}
-        muon = partial(optim.Muon, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
-        return _Library("torch.optim.Muon on the blocks' matrices", muon, lambda master: kinds)
     return _Library("torch.optim.AdamW, fused", _FusedAdamW, _moments)
 
 
@@ -359,4 +368,4 @@ def _fused_adam() -> Callable[..., Any]:
     return make
 
 
-UpdateRule: TypeAlias = "_TorchOptimizerRule | Adam8bit"
+UpdateRule: TypeAlias = "_TorchOptimizerRule | Adam8bit | Muon"

@@ -5,6 +5,7 @@ job             the argument of every formula: model, layout, training options a
 op_costs        seconds of GEMMs, attention, memory traffic, collectives
 time_terms      every term of a step's seconds; step_time adds them, with the simulated schedule
 memory_terms    every term of a GPU's bytes; memory adds them for each pipeline rank
+muon_terms      seconds and bytes of Muon's iteration and of its exchange of matrices
 risk            intervals, and the probability that a layout does not fit
 enumeration     every layout that train.py takes, as a table of columns
 closed_form     seconds and bytes of every row, without its schedule

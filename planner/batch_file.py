@@ -13,7 +13,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.messages import UserError, write_file
+from config.errors import UserError
+from config.paths import write_file
 from planner.hardware import Machine
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "scripts" / "train.slurm"

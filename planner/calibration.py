@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.messages import UserError, write_file
+from config.errors import UserError
+from config.paths import write_file
 from planner.hardware import Machine
 from planner.questions import Answer
 from planner.run_files import Run

@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict
 
 from config import schema
-from config.messages import UserError
+from config.errors import UserError
 from planner import cost, layouts
 from planner.layout_table import notes, ranked_lines, risk_of_fitting, where_it_fits
 from planner.questions import Answer, Question

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_batch, check_sharding, check_split, with_dp
 from planner.hardware import Machine
@@ -33,6 +33,12 @@ ZERO_STAGES = (1, 0, 2, 3)  # of equally fast layouts, the first ZeRO stage in t
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 # `selective` is not varied, because it saves no memory: a flash kernel always recomputes scores.
 RECOMPUTATIONS = ("none", "full")
+NOT_VARIED = (
+    "pad_vocab_multiple",
+    "overlap_param_gather",
+    "sync_each_batch",
+    "reshard_after_forward",
+)
 VARIED = ("micro_batch_size", "zero", "recompute", "sequence_parallel")  # columns of a Table
 # The values of these fields in all measured runs: a layout with them is called plain.
 PLAIN = {"schedule": "1f1b", "cp": 1}
@@ -179,10 +185,8 @@ class Table:
         columns["virtual_stages"] = virtual_stages[self.way][:, None]
         for name in VARIED:
             columns[name] = getattr(self, name)[:, None]
-        first = self.ways[0]  # these two fields are not varied, so all ways have the same values
-        constants: dict[str, Any] = {
-            name: getattr(first, name) for name in ("pad_vocab_multiple", "overlap_param_gather")
-        }
+        first = self.ways[0]  # these fields are not varied, so all ways have the same values
+        constants: dict[str, Any] = {name: getattr(first, name) for name in NOT_VARIED}
         layouts = Columns(**columns | constants)
         return Job(self.asked.model, layouts, self.asked.training, self.asked.machine)
 

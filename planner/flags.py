@@ -16,7 +16,8 @@ from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from config.messages import UNITS, Parser, UserError
+from config.cli import UNITS, Parser
+from config.errors import UserError
 from planner import hardware, risk
 
 DEFAULT_TOP = 20  # the number of lines of a table without --top

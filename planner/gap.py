@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config.command_line import to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config, Layout, coordinates, rows_along
 from config.validation import check_split
 from planner import compare, hardware, run_files

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config.batch_schedule import Level
-from config.messages import UserError, write_file
+from config.errors import UserError
+from config.paths import write_file
 from config.schema import Config, Layout
 from planner import duration_questions
 from planner.duration_questions import DAY

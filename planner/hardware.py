@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config.command_line import read_toml
-from config.messages import UserError, nearest
+from config.errors import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
 FITTED, FAMILIES = "fitted", "families"  # the two files in FOLDER that describe no machine
@@ -69,7 +69,7 @@ class Software:
     """Coefficients of the training program; the defaults follow from Trine's code on GPUs.
 
     Another program, whose formulas differ from Trine's, is a subclass with a method for each such
-    formula: see `planner.job.term`, and benchmarks/engines.py for the programs of published runs.
+    formula: see `planner.job.term`, and benchmarks/planner/engines.py for other programs.
     """
 
     # Bytes of memory traffic of the loss for each logit: several kernels cast it, and compute the

@@ -19,8 +19,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import numpy as np
 
 from config import block_kinds
-from config.messages import UserError
-from config.model_stats import block_parameters, mlp_parameters
+from config.errors import UserError
+from config.model_stats import block_parameters, mlp_parameters, whole_weights
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine
 
@@ -82,6 +82,12 @@ class Job(NamedTuple):
         return self.layout.zero * (self.shards > 1)
 
     @property
+    def reduces_once(self) -> Column:
+        """Whether gradients are summed whole over a step's micro-batches, and then reduced once."""
+        sums_whole = np.equal(self.layout.sync_each_batch, False) & (self.micro_batches > 1)
+        return (self.zero < 2) | ((self.zero == 3) & sums_whole)
+
+    @property
     def ep(self) -> Column:
         """The number of ranks over which a block's experts are divided; 1 without experts.
 
@@ -109,6 +115,15 @@ class Job(NamedTuple):
         These are all parameters of the block but the experts on ranks outside the group.
         """
         return block_parameters(self.model) - self.experts_elsewhere
+
+    @property
+    def parameters_here(self) -> Column:
+        """The number of parameters of a block on one tensor rank, as if tp divided the norms too.
+
+        tp divides all matrices but those that make the latents of latent attention.
+        """
+        whole = whole_weights(self.model)
+        return (self.block_parameters - whole) / self.layout.tp + whole
 
     @property
     def kinds(self) -> "list[tuple[float, Job]]":

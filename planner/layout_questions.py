@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from config.messages import write_file
+from config.paths import write_file
 from planner import hardware, memory, risk, step_time
 from planner.job import Job
 from planner.questions import BILLION, Answer, Question

@@ -18,7 +18,7 @@ from typing import Any
 
 from config import schema
 from config.command_line import to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config
 from planner import batch_file, cost, hardware, layouts, picture, risk
 from planner.job import Job

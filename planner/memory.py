@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config
-from planner import hardware, memory_terms
+from planner import hardware, memory_terms, muon_terms
 from planner.job import Job, term
 from planner.memory_terms import Parts
 from schedules.long_schedule import LongSchedule, long_layout
@@ -72,6 +72,10 @@ def stages(job: Job) -> list[StageMemory]:
     working = np.zeros(layout.pp)
     # A rank runs one stage at a time, so the largest temporary memory of its stages counts.
     np.maximum.at(working, rank_of, stage_working)
+    # Muon's exchange comes when the activations are gone.
+    exchanged = np.zeros(layout.pp)
+    np.add.at(exchanged, rank_of, muon_terms.exchange_bytes(job, parts))
+    working = np.maximum(working, exchanged - np.array(activations))
     columns = {"activations": activations, "working": working.tolist()}
     by_stage = {"blocks": parts.blocks, "parameters": memory_terms.held_parameters(job, parts)}
     by_stage |= memory_terms.states_of(job, parts)

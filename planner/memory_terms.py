@@ -16,7 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.model_stats import block_norms, head_norm_parameters, norm_parameters, normed_width
+from config.model_stats import (
+    attention_matrices,
+    block_norms,
+    head_norm_parameters,
+    norm_parameters,
+    normed_width,
+)
 from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
 from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
@@ -79,7 +85,8 @@ def held_parameters(job: Job, parts: Parts) -> Column:
     model = job.model
     layout = job.layout
     norms = block_norms(model) * norm_parameters(model) + head_norm_parameters(model)
-    block = (job.block_parameters - norms) / layout.tp + norms
+    norms += model.q_lora_rank + model.kv_lora_rank  # of the latents, if there are any
+    block = job.parameters_here + norms - norms / layout.tp
     vocabulary_matrix = 1.0 * job.vocab_columns * model.hidden
     positions = 0
     if model.positions == "learned":
@@ -92,25 +99,25 @@ def held_parameters(job: Job, parts: Parts) -> Column:
 def laid_out(job: Job, parts: Parts) -> Column:
     """Return the number of elements of the buffers that hold a stage's parameters, with padding.
 
-    With ZeRO a buffer has an equally long section for each rank. Adafactor and Muon update whole
-    matrices, so a section holds whole matrices, and is at least as long as the largest matrix.
+    With ZeRO a buffer has an equally long section for each rank. Adafactor updates whole matrices,
+    those of embedding and head too, so a section holds whole matrices, and is at least as long as
+    the largest matrix.
     """
     model = job.model
     optimizer = job.training.optimizer
     held = held_parameters(job, parts)
-    if optimizer not in ("adafactor", "muon"):
+    if optimizer != "adafactor":
         return held
-    widest = max(model.qkv_width, model.up_width)  # columns of the widest matrix of a block
+    of_mlp = model.up_width  # columns of the widest matrix of a block's MLP
     # Blocks with experts have outside of them only matrices of attention and of the shared MLP.
     if all(kind.model.experts > 1 for _, kind in job.kinds):
-        widest = max(model.qkv_width, model.shared_ffn_hidden * model.up_matrices)
+        of_mlp = model.shared_ffn_hidden * model.up_matrices
     has_blocks = parts.blocks > 0
-    largest = model.hidden * widest * has_blocks  # the numbers of the largest matrix
-    matrices = parts.blocks * (job.block_parameters - job.expert_parameters)  # numbers in matrices
-    if optimizer == "adafactor":  # here the matrices of embedding and head are updated whole too
-        has_vocabulary = parts.embedding | parts.head
-        largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
-        matrices = held - parts.blocks * job.expert_parameters
+    of_attention = max(outs * ins for outs, ins, _ in attention_matrices(model))
+    largest = max(of_attention, model.hidden * of_mlp) * has_blocks  # numbers of a matrix
+    has_vocabulary = parts.embedding | parts.head
+    largest = np.maximum(largest, has_vocabulary * model.hidden * job.vocab_columns)
+    matrices = held - parts.blocks * job.expert_parameters
     sections = held - matrices + np.maximum(matrices, job.shards * largest)
     # The experts have sections of their own, for the fewer ranks that hold the same experts.
     if model.experts > 1:
@@ -132,11 +139,13 @@ def largest_stack(job: Job) -> Column:
 def weights_of(job: Job, parts: Parts, held: Column) -> Column:
     """Return the bytes of a stage's weights in computing precision. held: its parameters.
 
-    At --zero 3 only two blocks are gathered at once: the block that runs, and the next one.
+    At --zero 3 only two blocks are gathered at once, the block that runs and the next one, or with
+    --no-reshard-after-forward all blocks.
     """
     size = job.number_bytes
-    block = job.block_parameters / job.layout.tp
-    gathered = size * (held - parts.blocks * block + 2 * block)
+    block = job.parameters_here
+    freed = np.where(job.layout.reshard_after_forward, (parts.blocks - 2) * block, 0.0)
+    gathered = size * (held - freed)
     masters = 0.0
     # In fp32 the weights are their own masters, so `state_bytes` counts no masters. At --zero 3 the
     # weights counted here are gathered copies, and the shard of masters has to be added.
@@ -149,10 +158,11 @@ def weights_of(job: Job, parts: Parts, held: Column) -> Column:
 def gradients_of(job: Job, held: Column, shard: Column) -> Column:
     """Return the bytes of a GPU's gradients.
 
-    From --zero 2 on, a GPU keeps only the gradients of the parameters that it updates, in FP32.
+    From --zero 2 on, a GPU keeps only the gradients of the parameters that it updates, in FP32; at
+    --zero 3 with --no-sync-each-batch it first sums all of its gradients over the micro-batches.
     held, shard: the numbers of parameters on the GPU, and of those that it updates.
     """
-    return np.where(job.zero < 2, held * gradient_bytes(job), shard * 4.0)
+    return np.where(job.reduces_once, held * gradient_bytes(job), shard * 4.0)
 
 
 def gradient_bytes(job: Job) -> float:
@@ -192,7 +202,7 @@ def state_of_others(job: Job, parts: Parts, held: Column) -> Column:
     optimizer = job.training.optimizer
     if optimizer not in ("muon", "adamw8bit"):
         return 0.0
-    by_adamw = held - parts.blocks * job.block_parameters / job.layout.tp  # outside of blocks
+    by_adamw = held - parts.blocks * job.parameters_here  # outside of blocks
     if optimizer == "adamw8bit" and not job.model.tied:
         by_adamw = by_adamw - parts.head * job.vocab_columns * job.model.hidden
     shards = np.where(job.layout.zero > 0, job.shards, 1)
@@ -232,6 +242,9 @@ def communicators(job: Job) -> tuple[Column, Column]:
     in_a_v = np.equal(layout.schedule, "zb-v")
     pipeline = pipeline + (pp & ~in_a_v & bool(job.model.tied))
     all_ranks = np.greater(job.gpus, 1)
+    # Muon's exchange of matrices needs all ranks of a stage.
+    stage = tp & np.greater(job.shards, 1) & (job.training.optimizer == "muon")
+    free = free + stage
     limited = 1 * np.greater(layout.dp, 1) + replicas + expert_replicas + pipeline + all_ranks
     return free, limited
 
@@ -284,13 +297,17 @@ def block_activations(job: Job, scores: Column) -> Column:
     experts, active = model.mlps
     computed = active * job.rows_over_mean  # MLPs that this GPU computes for each of its tokens
     f = computed * model.ffn_hidden + model.shared_ffn_hidden
-    keys_and_values = model.qkv_width - model.attention_width
+    keys_and_values = 2 * model.kv_heads * model.kernel_head_size
     # Inputs and outputs of two norms. In a parallel block both have the same input: 3, not 4.
     outside = 3 if model.block == "parallel" else 2 * block_norms(model)
     numbers = outside * h / job.sequence_shards
-    numbers = numbers + model.qkv_width / t  # queries, keys and values
-    numbers = numbers + model.attention_width / t  # attention's result
-    numbers = numbers + attention_copies(job) * model.attention_width / t
+    if model.is_latent:
+        numbers = numbers + latent_numbers(job, scores)
+    else:
+        numbers = numbers + model.qkv_width / t  # queries, keys and values
+        numbers = numbers + model.attention_width / t  # attention's result
+        numbers = numbers + attention_copies(job) * model.attention_width / t
+        numbers = numbers + copied_width(job) / t
     numbers = numbers + f * model.up_matrices / t  # the activation's input
     numbers = numbers + f / t  # the activation's result
     numbers = numbers + normed_width(model) / t  # inputs of the norms of queries and keys
@@ -304,6 +321,27 @@ def block_activations(job: Job, scores: Column) -> Column:
     gathered_from = job.cp // job.over_heads - 1
     numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
     return job.number_bytes * job.tokens * numbers + routing_bytes(job)
+
+
+def latent_numbers(job: Job, scores: Column) -> Column:
+    """Return the numbers that latent attention keeps for each token, beside its block's norms.
+
+    scores: whether the kernel's own result is kept; recomputation makes it again. The latents are
+    kept before and after their norms. Queries, keys and values are kept as the kernel takes them
+    (latent_attention.py); if values are padded, so is the result, and its columns without the
+    padding are a copy.
+    """
+    model = job.model
+    t = job.layout.tp
+    latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.qk_rope_head_dim
+    columns = model.heads * model.kernel_head_size
+    result = model.attention_width
+    if model.value_size < model.kernel_head_size:
+        of_heads = 3 * columns + result + scores * columns
+    else:  # values are columns of the last matrix's output, which is kept whole
+        values = model.heads * (model.qk_nope_head_dim + model.v_head_dim)
+        of_heads = 2 * columns + values + (1 + attention_copies(job)) * result
+    return latents / job.sequence_shards + of_heads / t
 
 
 def routing_bytes(job: Job) -> Column:
@@ -455,11 +493,10 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     the two blocks that `weights_of` counts are subtracted.
     """
     size = job.number_bytes
-    layout = job.layout
     matrix = 1.0 * size * job.vocab_columns * job.model.hidden  # bytes of the matrix's gradient
     shares_matrix = parts.embedding & np.bool_(job.model.tied)
     has_gradient = (job.zero >= 2) | shares_matrix
-    not_gathered = np.where(job.zero == 3, 2 * size * job.block_parameters / layout.tp, 0.0)
+    not_gathered = np.where(job.zero == 3, 2 * size * job.parameters_here, 0.0)
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
     chunk_in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from config.command_line import reshape
-from config.messages import UserError
+from config.errors import UserError
 from config.model_stats import parameters
 from config.schema import ModelShape
 from config.validation import check_shape
@@ -78,7 +78,9 @@ def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelSha
     sizes |= {"kv_heads": heads // math.gcd(heads, like.heads // like.kv_heads)}
     if like.ffn_hidden != like.default_ffn():
         sizes["ffn_hidden"] = max(1, round(like.ffn_hidden / like.hidden * hidden / 128)) * 128
-    return reshape(like, sizes | {"head_size": hidden // heads})
+    if not like.is_latent:  # the heads of latent attention stay as wide as they are
+        sizes["head_size"] = hidden // heads
+    return reshape(like, sizes)
 
 
 def smallest(fits: Fits, model: ModelShape, node: int, least: int = 1) -> tuple[int, Ranked]:

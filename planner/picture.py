@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from config import messages
-from config.messages import UserError
+from config import errors
+from config.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ def write(
     A line joins the points of the last group. Raise UserError if the file cannot be written, or
     without matplotlib.
     """
-    with messages.installed("a picture needs matplotlib, `pip install matplotlib`"):
+    with errors.installed("a picture needs matplotlib, `pip install matplotlib`"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from config import schema, validation
 from config.command_line import to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config
 from planner import hardware, layouts, model_sizes
 from planner.enumeration import PLAIN, Asked

@@ -16,8 +16,9 @@ from typing import Any
 
 from config import families
 from config.command_line import build, check_option
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import MOST_OF_ROWS, read_regular
+from config.run_options import DynamicScale
 from config.schema import GROUPS, SCHEDULES, Config, ModelShape
 from planner.hardware import Machine
 from planner.job import Job
@@ -88,7 +89,9 @@ def options_of(path: str) -> dict[str, Any]:
         values = groups.get(group, {})
         known = {field.name for field in fields(GROUPS[group])}
         # An option of another version that was off had no effect on the run.
-        unknown = [name for name, value in values.items() if name not in known and value]
+        # Nor have constants of the loss scale, which were options before.
+        other = {name for name, value in values.items() if value} - known
+        unknown = sorted(other.difference(DynamicScale._fields))
         if unknown:
             raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
         found |= {name: value for name, value in values.items() if name in known}

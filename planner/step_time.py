@@ -350,12 +350,16 @@ def _exposed(job: Job, most: Most, experts: Column) -> Column:
     exposed_share = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
     exposed_gather = np.maximum(gather - forward_hides, gather * exposed_share)
     exposed_gather = np.where(layout.zero > 0, exposed_gather, 0.0)
-    # At --zero 3 each micro-batch gathers the weights twice: in its forward and in its backward,
-    # where the reduction of gradients needs the same links.
-    gather_in_backward = np.where(layout.zero == 3, gather, 0.0)
+    # At --zero 3 each micro-batch gathers the weights twice: in its forward and, unless they are
+    # kept, in its backward, where the reduction of gradients needs the same links.
+    gathers_again = np.equal(layout.zero, 3) & layout.reshard_after_forward
+    gather_in_backward = np.where(gathers_again, gather, 0.0)
     in_backward = gather_in_backward + reduce
     exposed_reduce = np.maximum(in_backward - backward_hides, reduce * exposed_share)
-    # At --zero 3 every micro-batch gathers, and from --zero 2 on every micro-batch reduces.
+    only_gathers = np.maximum(gather_in_backward - backward_hides, 0.0)  # in a backward pass
+    # At --zero 3 every micro-batch gathers. From --zero 2 on every micro-batch reduces, unless
+    # gradients are summed first.
     gathers = np.where(layout.zero == 3, job.micro_batches, 1)
-    reductions = np.where(layout.zero >= 2, job.micro_batches, 1)
-    return gathers * exposed_gather + reductions * exposed_reduce
+    reductions = np.where(job.reduces_once, 1, job.micro_batches)
+    others = np.where(layout.zero == 3, job.micro_batches - reductions, 0)
+    return gathers * exposed_gather + reductions * exposed_reduce + others * only_gathers

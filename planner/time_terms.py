@@ -16,8 +16,8 @@ Symbols: b micro-batch, s sequence, h hidden, f MLP width, V vocabulary, t = tp.
 
 import numpy as np
 
-from config.model_stats import block_norms, normed_width, seen_tokens
-from planner import op_costs
+from config.model_stats import attention_matrices, block_norms, normed_width, seen_tokens
+from planner import muon_terms, op_costs
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.op_costs import Pass
 
@@ -61,14 +61,15 @@ def block_terms(job: Job) -> dict[str, Pass]:
     # them. So the backward gathers them again, which takes half as long as an all-reduce.
     once_more = np.where(job.sequence_parallel, tensor / 2, 0.0)
     host = job.machine.software.host_per_block
+    latent = latent_collectives(job)
     return {
         "products": sum(products(job), Pass(0.0, 0.0)),
         "attention": attention(job),
         "elementwise": op_costs.moved(job.machine, elementwise_bytes(job) * job.tokens),
-        "tensor": Pass(tensor, tensor + once_more),
+        "tensor": Pass(tensor, tensor + once_more) + latent,
         "experts": routing(job),
         "host": Pass(host / 4, host * 3 / 4),
-        "accumulated": Pass(0.0, accumulated(job, job.block_parameters / job.layout.tp)),
+        "accumulated": Pass(0.0, accumulated(job, job.parameters_here)),
     }
 
 
@@ -82,10 +83,16 @@ def matrices(job: Job) -> list[tuple[Column, Column, Column, Column]]:
     model = job.model
     t = job.layout.tp
     h = model.hidden
+    # All but the last matrix of attention are divided by outputs, or whole: with sequence
+    # parallelism a rank then multiplies a whole matrix with its own tokens only.
+    *inner, (_, width, _) = attention_matrices(model)
     sizes = [
-        (job.tokens, model.qkv_width // t, h, 1),
-        (job.tokens, h, model.attention_width // t, 1),
+        (job.tokens, outs // t, ins, 1)
+        if divided
+        else (job.tokens // job.sequence_shards, outs, ins, 1)
+        for outs, ins, divided in inner
     ]
+    sizes.append((job.tokens, h, width // t, 1))
     dense_width = model.shared_ffn_hidden if model.experts > 1 else model.ffn_hidden
     if dense_width:
         columns = dense_width * model.up_matrices
@@ -142,7 +149,7 @@ def core_seconds(job: Job) -> Pass:
     """
     model = job.model
     heads_of_batch = model.heads // job.layout.tp * job.layout.micro_batch_size
-    shape = model.seq_length, model.head_size, heads_of_batch
+    shape = model.seq_length, model.kernel_head_size, heads_of_batch
     return op_costs.attention(job.machine, *shape, job.number_bytes, seen_tokens(model))
 
 
@@ -154,7 +161,8 @@ def gathered(job: Job) -> Column:
     model = job.model
     tp = job.layout.tp
     ranks = job.cp // job.over_heads
-    numbers_of_rank = 2 * model.kv_heads * model.head_size * job.tokens / tp  # of keys and values
+    keys_and_values = 2 * model.kv_heads * model.kernel_head_size
+    numbers_of_rank = keys_and_values * job.tokens / tp
     all_bytes = job.number_bytes * numbers_of_rank * ranks
     # An all-gather takes half as long as an all-reduce.
     return ring_seconds(job, ranks, tp * job.over_heads, all_bytes) / 2
@@ -173,13 +181,17 @@ def elementwise_bytes(job: Job) -> Pass:
     normed = h / job.sequence_shards  # numbers of a token that a norm on this rank reads
     f = active * model.ffn_hidden + model.shared_ffn_hidden
     activation_inputs = f * model.up_matrices
-    rotated = (model.qkv_width + model.attention_width) / 2  # width of queries and keys
+    rotated = (model.heads + model.kv_heads) * model.head_size  # width of queries and keys
+    latents = model.q_lora_rank + model.kv_lora_rank
     norms = block_norms(model)  # each: a read and a write; backward reads two
     moved = Pass(2 * norms * normed, 3 * norms * normed)
     moved += Pass(6 * normed, 6 * normed)  # two residual additions: two reads and a write
     # The MLP's activation reads its inputs and writes f numbers; backward moves f numbers more.
     moved += Pass((activation_inputs + f) / t, (activation_inputs + 2 * f) / t)
     moved += Pass(2.0, 3.0) * (normed_width(model) / t)  # norms of queries and keys
+    moved += Pass(2.0, 3.0) * (latents / job.sequence_shards)  # norms of the latents
+    if model.value_size < model.kernel_head_size:  # values are copied to be as wide as keys
+        moved += Pass(2.0, 2.0) * (model.heads * model.kernel_head_size / t)
     if model.bias:  # a bias's gradient reads the gradient of the product's output
         moved += Pass(0.0, f / t + 2 * h)
     if model.qkv_bias:
@@ -203,6 +215,23 @@ def tensor_collectives(job: Job) -> Column:
     overlap = job.machine.software.overlap_tensor
     hidden_share = np.where(job.layout.splits_backward, 0.0, overlap)  # what products hide
     return sums * tensor_all_reduce(job) * (1 - hidden_share)
+
+
+def latent_collectives(job: Job) -> Pass:
+    """Return the seconds to add to a block's collectives over tp for latent attention, else 0.
+
+    Ordinary attention spreads the hidden state over tp: backward sums its gradient, and with
+    sequence parallelism forward and backward gather it. Latent attention does so with the latents
+    and the shared key, which have fewer numbers: the result is negative.
+    """
+    model = job.model
+    if not model.is_latent:
+        return Pass(0.0, 0.0)
+    spread = (model.q_lora_rank or model.hidden) + model.kv_lora_rank + model.qk_rope_head_dim
+    hidden_share = np.where(job.layout.splits_backward, 0.0, job.machine.software.overlap_tensor)
+    summed = (spread / model.hidden - 1) * tensor_all_reduce(job) * (1 - hidden_share)
+    gathered_forward = np.where(job.sequence_parallel, summed / 2, 0.0)
+    return Pass(gathered_forward, summed)
 
 
 def tensor_all_reduce(job: Job) -> Column:
@@ -308,7 +337,7 @@ def operations(job: Job) -> Column:
 @mean_of_kinds
 def block_weights(job: Job) -> Column:
     """Return the seconds that W takes for a block: half the backward's products, and the adding."""
-    added = accumulated(job, job.block_parameters / job.layout.tp)
+    added = accumulated(job, job.parameters_here)
     return sum(product.backward / 2 for product in products(job)) + added
 
 
@@ -411,7 +440,9 @@ def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str
     return {
         "reduce": collected_seconds(job, held),
         "tied": np.where(tied, tied_seconds(job), 0.0),
-        "optimizer": optimizer_seconds(job, held, shard),
+        "optimizer": optimizer_seconds(job, held, shard)
+        + muon_terms.newton_schulz_seconds(job)
+        + muon_terms.exchange_seconds(job),
         "fixed": job.machine.software.per_step,
     }
 

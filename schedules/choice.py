@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config, Layout, ModelShape
 from schedules.long_schedule import LongSchedule
 from schedules.partition import (

@@ -97,10 +97,10 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
 def attention_scores(model: ModelShape) -> float:
     """Return the FLOPs of one token's attention scores in one block, in the forward pass.
 
-    A token sees half of the s tokens on average. For each it takes 2 FLOPs per column for its
-    score, and 2 to add the value. So the FLOPs are s/2 * 4 * columns.
+    A token sees half of the s tokens on average. For each it takes 2 FLOPs per column of the query
+    for its score, and 2 per column of the value to add the value.
     """
-    return 2.0 * model.seq_length * model.attention_width
+    return model_stats.score_flops(model)
 
 
 def sent_bytes(model: ModelShape) -> float:
@@ -158,9 +158,11 @@ def _kept_widths(model: ModelShape) -> int:
     """Return how many numbers a block keeps for its backward pass, for one token, without norms.
 
     They are queries, keys and values, attention's output (counted twice), and the MLP's units
-    before and after the activation. `mean_of_blocks` calls this for a model with equal blocks.
+    before and after the activation; the latents too, if there are any. `mean_of_blocks` calls this
+    for a model with equal blocks.
     """
-    return model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
+    latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.qk_rope_head_dim
+    return latents + model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
 
 
 def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:

@@ -4,7 +4,7 @@
 #     bash scripts/bench_allreduce.sh                     8 ranks of this machine's CPU, 1 to 2 minutes
 #     bash scripts/bench_allreduce.sh --out FOLDER        the same with arguments of allreduce.py
 #     bash scripts/bench_allreduce.sh srun -n 48 ...      a launcher and its arguments, then --,
-#         -- --tp 8 --pp 6 --line-rate 400                then arguments of benchmarks/allreduce.py
+#         -- --tp 8 --pp 6 --line-rate 400                then arguments of benchmarks/network/allreduce.py
 #
 # Writes runs/allreduce/: allreduce.csv, pairs.csv, calibration.toml.
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 PATH="$PWD/.venv/bin:$PATH"
 if [ $# = 0 ] || [[ $1 == -* && $1 != -- ]]; then # no launcher
-    exec mpirun -n 8 python benchmarks/allreduce.py --device cpu --tp 2 --pp 2 --gpu cpu --rates \
+    exec mpirun -n 8 python benchmarks/network/allreduce.py --device cpu --tp 2 --pp 2 --gpu cpu --rates \
         --pairs --max-bytes $((16 * 1024 * 1024)) --factor 8 --seconds 0.5 "$@"
 fi
 launcher=()
@@ -21,4 +21,4 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 [ "${1:-}" = -- ] && shift
-exec "${launcher[@]}" python benchmarks/allreduce.py "$@"
+exec "${launcher[@]}" python benchmarks/network/allreduce.py "$@"

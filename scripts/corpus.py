@@ -18,12 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import messages  # first: it ends a Python that is too old
+from config import errors  # first: it ends a Python that is too old
 
-with messages.installed():
+with errors.installed():
     import numpy as np
 
-    from config.messages import Parser, UserError, check_folder, exit_with
+    from config.cli import Parser
+    from config.errors import UserError, exit_with
+    from config.paths import check_folder
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
 
@@ -33,7 +35,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     sentence and exit status 2.
     """
     try:
-        with messages.sentences():
+        with errors.sentences():
             main(sys.argv[1:])
     except OSError as error:  # a file that cannot be read, a disk that is full
         exit_with(UserError(str(error)))

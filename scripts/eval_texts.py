@@ -14,10 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import messages  # first: it ends a Python that is too old
+from config import errors  # first: it ends a Python that is too old
 
-with messages.installed():
-    from config.messages import Parser, UserError
+with errors.installed():
+    from config.cli import Parser
+    from config.errors import UserError
     from corpora.encoder import Encoder
     from corpora.tokenizer_files import NAME, load_tokenizer, read_settings
     from scripts.corpus import run

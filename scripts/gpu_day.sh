@@ -17,4 +17,4 @@ python=python3
 case " $* " in
 *" --rehearse "*) [ ! -x .venv/bin/python ] || python=.venv/bin/python ;;
 esac
-exec "$python" benchmarks/gpu_day.py "$@"
+exec "$python" benchmarks/gpu/gpu_day.py "$@"

@@ -10,12 +10,14 @@ from typing import Any
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import messages  # first: it ends a Python that is too old
+from config import errors  # first: it ends a Python that is too old
 
-with messages.installed():
+with errors.installed():
     import numpy as np
 
-    from config.messages import Parser, UserError, check_folder, exit_with
+    from config.cli import Parser
+    from config.errors import UserError, exit_with
+    from config.paths import check_folder
     from numerics.record import read_steps
 
 
@@ -32,7 +34,7 @@ def draw(folder: Path) -> Path:
     ]
     losses = np.array([row["loss"] for row in run.steps])
     check_folder("FOLDER", str(folder))
-    with messages.installed():
+    with errors.installed():
         import matplotlib
 
     matplotlib.use("Agg")  # no display needed

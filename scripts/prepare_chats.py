@@ -25,12 +25,13 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import messages  # first: it ends a Python that is too old
+from config import errors  # first: it ends a Python that is too old
 
-with messages.installed():
+with errors.installed():
     import numpy as np
 
-    from config.messages import Parser, UserError
+    from config.cli import Parser
+    from config.errors import UserError
     from corpora.chat_environment import MARKS_ANSWERS
     from corpora.chat_templates import ChatTemplate
     from corpora.encoder import END, Encoder

@@ -30,12 +30,13 @@ from pathlib import Path
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import messages  # first: it ends a Python that is too old
+from config import errors  # first: it ends a Python that is too old
 
-with messages.installed():
+with errors.installed():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from config.messages import Parser, UserError
+    from config.cli import Parser
+    from config.errors import UserError
     from corpora.encoder import END, Encoder
     from corpora.tokenizer_files import Settings, write_settings
     from scripts.corpus import check_out, run

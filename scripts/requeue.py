@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from scripts import stages
 from supervisor.command import run_options
 from supervisor.decisions import Action, read_entries

@@ -24,6 +24,7 @@ TEXT_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)[^)]*\)")
 PICTURE = re.compile(r"^(!\[([^\]]+)\]\([^)]+\))$(?!\n\n\*)", re.MULTILINE)  # without a caption
 sys.path.insert(0, str(ROOT))
 
+from config.run_options import as_typed  # noqa: E402
 from config.schema import GROUPS  # noqa: E402
 from scripts import help_tables  # noqa: E402
 
@@ -46,7 +47,11 @@ def page_text(page: Path) -> str:
 
 def option_tables() -> str:
     """Return the options of train.py as Markdown: a table for each group, an anchor for each."""
-    parts = ["# train.py", "Options are flags, and keys of the TOML file that `--config` names."]
+    parts = [
+        "# train.py",
+        "Options are flags, and keys of the TOML file that `--config` names. A name without dashes "
+        "is a key alone; `--set KEY=VALUE` gives it on the command line.",
+    ]
     for name, group in GROUPS.items():
         rows = ["| option | values | what it does | default |", "| --- | --- | --- | --- |"]
         for field in dataclasses.fields(group):
@@ -56,7 +61,9 @@ def option_tables() -> str:
             values = ", ".join(map(str, facts["choices"])) or kind.__name__
             default = "" if field.default is None else f"`{field.default}`"
             text = help_tables.escaped(facts["help"])
-            rows.append(f'| <a id="{flag}"></a>`--{flag}` | {values} | {text} | {default} |')
+            rows.append(
+                f'| <a id="{flag}"></a>`{as_typed(field)}` | {values} | {text} | {default} |'
+            )
         parts += [f"## {name}", (group.__doc__ or "").splitlines()[0], "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpointing import folders
 from checkpointing.index import Index
-from config import messages, validation
+from config import errors, validation
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import read_regular
 
 # Options that sbatch may not be given, since the stage sets them; long and short.
@@ -145,5 +145,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with messages.sentences():
+    with errors.sentences():
         main(sys.argv[1:])

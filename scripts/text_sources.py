@@ -37,7 +37,7 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 from corpora.hdf5_files import check_stored, member
 

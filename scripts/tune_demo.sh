@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 PATH="$PWD/.venv/bin:$PATH"
 out=runs/tune-demo
-[ -f $out/calibration.toml ] || mpirun -n 8 python benchmarks/allreduce.py --device cpu --tp 2 --pp 2 \
+[ -f $out/calibration.toml ] || mpirun -n 8 python benchmarks/network/allreduce.py --device cpu --tp 2 --pp 2 \
     --gpu cpu --rates --operations all-reduce --max-bytes $((2 * 1024 * 1024)) --factor 8 \
     --seconds 0.3 --out $out
 exec python tune.py --gpu cpu --calibration $out/calibration.toml --gpus 8 \

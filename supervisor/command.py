@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.cli import Parser
 from config.command_line import read_toml
-from config.messages import Parser, UserError
+from config.errors import UserError
 from config.run_options import Run
 from distributed.launch import SlurmJob, slurm_job
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.messages import printable
+from config.errors import printable
 from config.regular_files import MOST_OF_ROWS, read_regular
 from supervisor.evidence import LOST, REFUSED, SPIKE, Evidence
 from telemetry.row_file import RowFile, read_rows

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.messages import NO_ROOM
+from config.errors import NO_ROOM
 from config.regular_files import MOST_OF_OBJECT, open_regular, read_regular
 from distributed.run_lock import free_bytes
 from telemetry.row_file import read_object, read_rows
@@ -91,7 +91,7 @@ class Evidence:
 
 
 def end_file(out: str) -> Path:
-    """Return the file into which a rank writes how it ends (messages.leave_end).
+    """Return the file into which a rank writes how it ends (errors.leave_end).
 
     out: the run's folder. The session removes the file before it starts the ranks.
     """

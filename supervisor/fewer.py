@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from config.command_line import to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import GROUPS, Config, Layout
 from config.validation import refusal
 from planner import hardware, layouts, risk

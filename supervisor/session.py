@@ -21,19 +21,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import psutil
 
-from config.messages import UserError, environment_with_end
+from config.errors import UserError, environment_with_end
 from distributed.parent_death import signal_at_parents_death
 from distributed.run_lock import in_use
 from supervisor import evidence
 from supervisor.command import Command, answering_nodes, silent_nodes
 from supervisor.decisions import Action, Decision, Journal, decide, say
-
-if TYPE_CHECKING:
-    from supervisor.fewer import Fewer
+from supervisor.fewer import Fewer
 
 STOPPED_EARLY = 75  # exit status of ranks that have saved and ended before the last step
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask the run to save and end
@@ -184,7 +181,7 @@ class Session:
     not asked for that.
     """
 
-    def __init__(self, command: Command, limit: int, fewer: "Fewer | None" = None):
+    def __init__(self, command: Command, limit: int, fewer: Fewer | None = None):
         """Read the run's journal, and take over the signals; no ranks are started yet.
 
         limit: the most restarts in an hour. fewer: finds layouts for fewer nodes, or None.
@@ -316,7 +313,7 @@ class Session:
                 self.processes.save()
         return evidence.case_is_written(self.command.out, before)
 
-    def _on_fewer(self, decision: Decision, fewer: "Fewer") -> Decision:
+    def _on_fewer(self, decision: Decision, fewer: Fewer) -> Decision:
         """Return a decision to restart on the remaining nodes, if there is a layout for them.
 
         decision: the decision to queue the job, because nodes are left out and too few remain. If

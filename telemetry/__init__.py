@@ -8,9 +8,7 @@ row_file        rows that wait in memory while the disk is full
 pass_times      seconds of the passes, for --schedule auto
 run_time        an estimate of the time of a run on CPUs, before its first step
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
-loss_monitor    loss spikes and losses that are not finite
-spikes          acts on a spike before the weights change: --on-spike
-loss_reports    the row and the line of a spike, the error of a diverged run
+loss_monitor    loss spikes, what --on-spike does about them, losses that are not finite
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard and Weights & Biases
 audit           replicas repeat a micro-batch and compare every product

@@ -34,13 +34,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing import folders
-from checkpointing.checkpoints import Checkpoints
+from checkpointing.save import Checkpointer
 from checkpointing.state import Progress, checkpoints_folder
-from config.messages import NodeError
+from config.errors import NodeError
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.schema import Config, coordinates
 from data import Batch
 from distributed.collectives import MAX, Group
+from distributed.store import StoreExchange
 from model import Stage
 from parallel import DeferredGradients, ParamFactory
 from telemetry.log import Log
@@ -131,10 +132,19 @@ class Captured:
 class Audit:
     """The audits of one run; every rank has one and calls the same methods."""
 
-    def __init__(self, state: Any, checkpoints: Checkpoints, log: Log, done: Progress, last: int):
+    def __init__(
+        self,
+        state: Any,
+        checkpoints: Checkpointer,
+        exchange: StoreExchange,
+        log: Log,
+        done: Progress,
+        last: int,
+    ):
         """Register the hooks that capture micro-batches; on rank 0, open audits.jsonl.
 
-        state: the trainer's TrainState. done: the progress so far. last: the run's last step.
+        state: the trainer's TrainState. exchange: passes values between all ranks. done: the
+        progress so far. last: the run's last step.
         """
         self.config: Config = state.config
         self.factory: ParamFactory = state.factory
@@ -142,6 +152,7 @@ class Audit:
         self.mesh = self.factory.mesh
         self.stages: dict[int, Stage] = state.pipeline.stages
         self.checkpoints = checkpoints
+        self.exchange = exchange
         self.log = log
         self.last = last
         self.rows: RowFile | None = None
@@ -149,7 +160,7 @@ class Audit:
             path = Path(self.config.run.out, "audits.jsonl")
             self.rows = RowFile(str(path), log.note)
             # An audit has covered the checkpoints up to this step; later ones may be wrong.
-            checkpoints.covered = last_clean(path, done.iteration)
+            checkpoints.writer.covered = last_clean(path, done.iteration)
             self.rows.write({"iteration": done.iteration})
         self.micro_batch = -1  # number of the micro-batch to capture in this step; -1: none
         self.passes: Counter[int] = Counter()  # by stage, the forward passes so far in this step
@@ -294,7 +305,7 @@ class Audit:
         row = {"iteration": iteration, "results": results, "finding": finding, "time": when}
         self.rows.write(row)
         if not finding:  # checkpoints up to this step count as right
-            self.checkpoints.covered = iteration
+            self.checkpoints.writer.covered = iteration
 
     def _end(self, iteration: int, results: Results, differing: tuple[int, bool] | None) -> None:
         """Set uncovered checkpoints aside and raise NodeError with the finding. Collective.
@@ -308,8 +319,7 @@ class Audit:
             names = [*results.names, "the number of products"]
             report = place, tied, names[min(place, len(results.names))]
         axes = self.config.layout.axes
-        exchange = self.checkpoints.exchange
-        found = exchange.agree(report, lambda reports: named(reports, axes), "audit")
+        found = self.exchange.agree(report, lambda reports: named(reports, axes), "audit")
         culprits = {rank: name for rank, _, name in found}  # by rank, its first wrong result
         nodes = self.log.context.nodes
         descriptions = [f"rank {rank} on {nodes[rank]} ({name})" for rank, name in culprits.items()]
@@ -324,10 +334,10 @@ class Audit:
             self.rows.finish()
             parent = checkpoints_folder(self.config)
             why = f"the audit after iteration {iteration} found wrong results"
-            line = folders.set_aside(parent, self.checkpoints.covered, why, wrong=True)
+            line = folders.set_aside(parent, self.checkpoints.writer.covered, why, wrong=True)
             self.log.note(line or "all checkpoints are covered by audits")
         # Wait for rank 0's files: the launcher ends all ranks when one rank ends.
-        exchange.agree(None, lambda answers: None, "audited")
+        self.exchange.agree(None, lambda answers: None, "audited")
         raise NodeError(finding, {nodes[rank] for rank in culprits}, "audit", list(culprits))
 
 

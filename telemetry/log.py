@@ -7,7 +7,7 @@ rank 0 writes. The files of a run, in the folder --out:
     log.txt         all that this class prints
     metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
-    spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py, spikes.py)
+    spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py)
     audits.jsonl    the audits of --audit-every (audit.py)
     trackers.json   identifier of the run in W&B, which a resumed run continues
 """
@@ -23,14 +23,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 from checkpointing.state import Progress
 from config import model_stats
-from config.messages import NOT_WRITTEN, VERSION, UserError
+from config.cli import VERSION
+from config.errors import NOT_WRITTEN, UserError
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config
 from distributed.context import Context
@@ -39,10 +40,8 @@ from telemetry import log_lines, parts, step_stats
 from telemetry.log_lines import FORMULA, Steps
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
+from telemetry.trackers import Tracker, open_trackers
 from zero import StepResult
-
-if TYPE_CHECKING:
-    from telemetry.trackers import Tracker
 
 # Without --log-every, log lines are at least so many seconds apart: a line for each step would fill
 # disks.
@@ -231,7 +230,7 @@ class Log:
         self.note(line)
         self.printed = Printed(self.printed.lines + 1, 0, time.monotonic())
 
-    def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
+    def skip(self, iteration: int, consumed: int, batch: int) -> None:
         """Write the row and the log line of a step that --skip-samples leaves out.
 
         consumed: the run's samples after the step. batch: the number of samples left out.
@@ -410,8 +409,6 @@ class Log:
             self.text.writelines(line + "\n" for line in early)
             self.text.flush()
             if self.config.run.tensorboard or self.config.run.wandb:
-                from telemetry.trackers import open_trackers
-
                 self.trackers = open_trackers(self.config)
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None

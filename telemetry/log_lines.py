@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from config.families import export_note
 from config.schema import Config
 from schedules import partition, simulation
 from schedules.orders import of_layout
@@ -153,8 +154,6 @@ def at_start(
     lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
     lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
     if config.run.saves:
-        from config.families import export_note  # only runs that save need this module
-
         # The note is a warning if the checkpoints cannot be exported to Hugging Face's format.
         note = export_note(config.model)
         if note:
@@ -195,6 +194,11 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
         options += ", sequence parallel"
     if layout.overlap_param_gather:
         options += ", weights gathered in the forward pass"
+    if layout.zero == 3:
+        often = "in every micro-batch" if layout.sync_each_batch else "once a step"
+        options += f", gradients reduced {often}"
+        if not layout.reshard_after_forward:
+            options += ", weights kept from forward to backward pass"
     return (
         f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
         f"{axes} x dp {layout.dp}, zero {layout.zero}, "

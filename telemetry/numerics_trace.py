@@ -256,6 +256,8 @@ class NumericsTrace:
         about |= {"activations": self.activations, "parameters": self.parameters}
         about |= {"kinds": self.kinds, "response_step": self.response_step}
         about["optimizer"] = config.training.optimizer
+        if config.training.optimizer == "muon":
+            about["muon_dtype"] = config.training.muon_dtype
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
         folder = os.path.join(config.run.out, "numerics")
         path = os.path.join(folder, f"step-{self.iteration:06d}.npz")

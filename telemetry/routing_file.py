@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.messages import UserError
+from config.errors import UserError
 from config.regular_files import open_regular
 from config.schema import Config
 from corpora.mapped_files import read_header

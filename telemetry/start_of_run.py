@@ -7,19 +7,16 @@ Collective over all ranks; trainer.py calls it before it builds anything.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
 
+from checkpointing.folders import Chosen
 from config.past import Past, new_run
 from config.schema import Config
 from distributed.context import Context
 from distributed.store import StoreExchange
 from telemetry.parts import run_of
 
-if TYPE_CHECKING:
-    from checkpointing.resumed import Chosen
 
-
-def find_past(config: Config, context: Context) -> tuple[Config, Optional["Chosen"], list[str]]:
+def find_past(config: Config, context: Context) -> tuple[Config, Chosen | None, list[str]]:
     """Return the run's configuration with its past, the checkpoint of --resume, and log lines.
 
     The past is the one that rank 0 reads for all ranks: another node may not see the newest

@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass, fields
 import psutil
 import torch
 
-from checkpointing.checkpoints import Checkpoints
+from checkpointing.save import Checkpointer
 from config.schema import Config, Layout, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.mesh import Mesh
@@ -116,7 +116,7 @@ class StatsExchange:
         mesh: Mesh,
         device: torch.device,
         conditions: StopConditions,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpointer,
     ):
         """Prepare for the exchanges after the steps.
 

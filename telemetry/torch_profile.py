@@ -3,7 +3,8 @@
     python train.py ... --torch-profile 20     writes OUT/torch_step_20_rank_R.json
     chrome://tracing or ui.perfetto.dev        opens it
 
-The first rank of every pipeline stage writes a file.
+The first rank of every pipeline stage writes a file. The file of an earlier start is renamed to
+NAME.1 (or .2, ...).
 """
 
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from config.run_options import unused_number
 from telemetry.log import Log
 
 
@@ -51,6 +53,8 @@ class TorchProfile:
         self.finish_sending()
         self.profiler.stop()
         with self.log.without(self.path):
+            if os.path.exists(self.path):  # an earlier start of the run has profiled this step
+                os.rename(self.path, f"{self.path}.{unused_number([self.path])}")
             # If the file cannot be written, `open` says why, and export_chrome_trace does not.
             open(self.path, "w").close()
             self.profiler.export_chrome_trace(self.path)

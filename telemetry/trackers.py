@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from config import families
-from config.messages import UserError, write_file
+from config.errors import UserError
+from config.paths import write_file
 from config.schema import Config
 
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")

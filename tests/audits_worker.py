@@ -1,5 +1,5 @@
 """Audits with planned wrong products, many in one start of ranks, for tests/test_audit.py and
-benchmarks/audit.py.
+benchmarks/faults/audit.py.
 
     mpirun -n 4 python tests/audits_worker.py jobs.json results.json
 
@@ -22,11 +22,12 @@ import golden_worker
 
 import data
 import trainer
-from checkpointing.checkpoints import Checkpoints
+from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import validation
-from config.messages import NodeError
+from config.errors import NodeError
 from distributed.context import Context
+from distributed.store import StoreExchange
 from telemetry.audit import Audit
 
 NO_FAULT = {"product": -1, "rank": -1}
@@ -49,8 +50,10 @@ class Audited:
             optimizer, mesh = self.state.optimizer, self.state.factory.mesh
             about = (self.config, mesh, optimizer, context, self.samples, print, None)
             log = SimpleNamespace(context=context, note=lambda line: None)
-            checkpoints = Checkpoints(*about)
-            self.audit = Audit(self.state, checkpoints, log, Progress(), self.config.total_steps)
+            checkpoints = Checkpointer(*about)
+            exchange = StoreExchange(context.store, context.rank, context.size, "audits")
+            last = self.config.total_steps
+            self.audit = Audit(self.state, checkpoints, exchange, log, Progress(), last)
 
     def step(self) -> None:
         """Do one training step."""
@@ -78,7 +81,7 @@ class Audited:
 
     def everywhere(self, value) -> list:
         """Every rank's value."""
-        return self.audit.checkpoints.exchange.gather("test", value)
+        return self.audit.exchange.gather("test", value)
 
 
 def run_job(job: dict, context: Context) -> dict:

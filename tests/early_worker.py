@@ -28,7 +28,7 @@ def _import() -> None:
 
 
 def _mistake() -> None:
-    from config.messages import UserError
+    from config.errors import UserError
 
     raise UserError("planted: no such device")
 
@@ -66,12 +66,12 @@ def plant(moment: str, fail: Callable[[], None]) -> None:
     if moment == "imports":
         sys.meta_path.insert(0, Fails("distributed.mesh", fail))
         return
-    from distributed import rendezvous, start_checks
+    from distributed import preflight, rendezvous
 
     functions = {
         "before": (rendezvous, "find_local"),
         "meeting": (rendezvous, "open_store"),
-        "after": (start_checks, "introduce"),
+        "after": (preflight, "introduce"),
     }
     module, name = functions[moment]
     original = getattr(module, name)

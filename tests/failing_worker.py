@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import Run
 from config.schema import Layout
 from distributed.context import start

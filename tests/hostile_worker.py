@@ -24,7 +24,7 @@ import checkpoint
 import trainer
 from checkpointing.save import Checkpointer
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 4, "seq_length": 16, "vocab_size": 61}
 PROCESSES = 4

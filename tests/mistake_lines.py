@@ -53,7 +53,7 @@ OF_RUNS = {
 --save-switch '' | no value, after '--save-switch': is a variable not set?
 --kill-switch dir | --kill-switch dir is a folder, not a file that may appear
 --kill-switch a-file | --kill-switch a-file exists: remove it to train
---experts 2 --no-router-normalised --no-bias --record-routing f --pin-routing g | --record-routing
+--experts 2 --experts-per-token 2 --no-bias --record-routing f --pin-routing g | --record-routing
 LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é | are not ascii
 --sample-every 2 --sample-prompt '' | no value, after '--sample-prompt': is a variable not set?
 --sample-every 2 --sample-prompt text | --sample-prompt 'text': no tokenizer was found beside
@@ -72,7 +72,7 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --model shapes/missing/config.json | shapes/missing/config.json has no 'num_hidden_layers'
 --model shapes/words/config.json | shapes/words/config.json: --hidden takes a whole number, not
 --model shapes/huge/config.json | --vocab-size must be below 2^63, not a number of 71 bits
---model shapes/text/config.json | shapes/text/config.json: --norm-eps takes a number, not 'inf'
+--model shapes/text/config.json | shapes/text/config.json: norm_eps takes a number, not 'inf'
 --model shapes/negative/config.json | shapes/negative/config.json: --layers must be at least 1, not
 --model shapes/kv/config.json | shapes/kv/config.json: kv-heads(3) does not divide heads(4)
 --model shapes/dynamic/config.json | rotary positions are scaled by 'dynamic'; here: none, linear

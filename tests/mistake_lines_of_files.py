@@ -115,27 +115,27 @@ dir dir | unrecognized arguments: dir
 """,
     "benchmarks": """
 @/benchmarks/
-allreduce.py | one rank has nothing to exchange: start this with mpirun or srun
-allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter, all-gather
-allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1: --max-bytes is at
-allreduce.py --seconds nan | --seconds must be a number above 0, not nan
-allreduce.py --min-bytes 1Q | --min-bytes takes a whole number, not '1Q'
-allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
-allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
-allreduce.py --out a-file | --out a-file: cannot write in
-check_rows.py | the following arguments are required: file
-check_rows.py nowhere.csv | cannot read nowhere.csv: No such file or directory
-check_rows.py a-file | a-file has no rows
-check_rows.py binary.toml | binary.toml is not a CSV file
-plan_accuracy.py --rows nowhere.csv | cannot read nowhere.csv: No such file or directory
-plan_accuracy.py --rows binary.toml | binary.toml is not a CSV file
-plan_accuracy.py --row x | cannot read x: No such file or directory
-tune_replay.py nowhere.csv | cannot read nowhere.csv: No such file or directory
-tune_replay.py a-file | a-file has no rows
-tune_replay.py --tables binary.toml | --tables needs ROWS.csv
-tune_replay.py --gain -1 | --gain must be at least 0 and below 1000, not -1.0
-precision.py | the following arguments are required: folder
-precision.py a-file | FOLDER a-file: cannot write in
+network/allreduce.py | one rank has nothing to exchange: start this with mpirun or srun
+network/allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter
+network/allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1
+network/allreduce.py --seconds nan | --seconds must be a number above 0, not nan
+network/allreduce.py --min-bytes 1Q | --min-bytes takes a whole number, not '1Q'
+network/allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
+network/allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
+network/allreduce.py --out a-file | --out a-file: cannot write in
+planner/check_rows.py | the following arguments are required: file
+planner/check_rows.py nowhere.csv | cannot read nowhere.csv: No such file or directory
+planner/check_rows.py a-file | a-file has no rows
+planner/check_rows.py binary.toml | binary.toml is not a CSV file
+planner/plan_accuracy.py --rows nowhere.csv | cannot read nowhere.csv: No such file or directory
+planner/plan_accuracy.py --rows binary.toml | binary.toml is not a CSV file
+planner/plan_accuracy.py --row x | cannot read x: No such file or directory
+planner/tune_replay.py nowhere.csv | cannot read nowhere.csv: No such file or directory
+planner/tune_replay.py a-file | a-file has no rows
+planner/tune_replay.py --tables binary.toml | --tables needs ROWS.csv
+planner/tune_replay.py --gain -1 | --gain must be at least 0 and below 1000, not -1.0
+layouts/precision.py | the following arguments are required: folder
+layouts/precision.py a-file | FOLDER a-file: cannot write in
 """,
     "supervise.py": """
 @/supervise.py

@@ -18,7 +18,7 @@ import golden_worker
 
 import trainer
 from config import run_options, schema, validation
-from distributed import start_checks
+from distributed import preflight
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.placement import placement_warnings
@@ -35,7 +35,7 @@ def outcome(case: dict, context: Context) -> dict:
 
     def warm_up(state: trainer.TrainState, samples) -> None:
         """Load the kernels as a run does."""
-        if start_checks.warms_up(state.config, context.device.type):
+        if preflight.warms_up(state.config, context.device.type):
             trainer.warm_up(state, samples, 0)
 
     try:

@@ -13,9 +13,11 @@ import data
 import trainer
 from config import schema as configuration
 from config import validation
+from config.run_options import DynamicScale
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.store import StoreExchange
+from optim.loss_scale import LossScale
 from telemetry.replica_check import differing_replicas
 
 CHECKS: list[str] = []
@@ -57,9 +59,10 @@ def check_overflow(
         precision=precision,
         sequence_parallel=True,
         global_batch_size=4,
-        initial_loss_scale_power=10,
-        loss_scale_hysteresis=1,
     )
+    # The first overflow halves the scale.
+    rule = DynamicScale(initial_loss_scale_power=10, loss_scale_hysteresis=1)
+    run.optimizer.scale = LossScale(run.config.training, rule)
     samples = data.Synthetic(61, 16, 1234)
     for turn in range(context.size):
         before = [p.detach().clone() for p in run.stages.parameters()]

@@ -12,7 +12,7 @@ import torch
 
 from config import validation
 from config.command_line import parse
-from config.messages import NodeError, UserError
+from config.errors import NodeError, UserError
 from distributed import preflight
 from distributed.context import start
 from distributed.launch import discover

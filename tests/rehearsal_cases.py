@@ -3,9 +3,9 @@
 SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 2"
 SMALL += " --global-batch-size 64 --precision bf16 "
 LLAMA = "--kv-heads 4 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
-EXPERTS = LLAMA + "--qk-norm head --experts 16 --experts-per-token 8 --ffn-hidden 256 "
+EXPERTS = LLAMA + "--set qk_norm=head --experts 16 --experts-per-token 8 --ffn-hidden 256 "
 EXPERTS += "--vocab-size 1024 --micro-batch-size 8 "
-BLOOM = "--positions alibi --embedding-norm "
+BLOOM = "--positions alibi --set embedding_norm=true "
 NOW_AND_THEN = "--sample-every 5 --sample-prompt 1"
 
 # Name: ranks, and words of the command line.

@@ -57,7 +57,7 @@ def main() -> None:
     device_guard.load()
     import torch
 
-    from config.messages import UserError
+    from config.errors import UserError
     from emulator.fake_devices import fake_devices
     from emulator.recording import recording_context
 

@@ -13,7 +13,8 @@ import trainer
 import zero
 from config import validation
 from config.command_line import parse
-from distributed import job_store, rendezvous
+from distributed import rendezvous
+from distributed import store as job_store
 from distributed.launch import discover
 from watchdog import heartbeat
 

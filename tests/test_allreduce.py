@@ -5,13 +5,11 @@ wrong.
 import csv
 import math
 
-import allreduce
-import bandwidth
 import pytest
 import ranks
-import timed_collectives
-from bandwidth import Measured, bus_factor, calibration, fit
 
+from benchmarks.network import allreduce, bandwidth, timed_collectives
+from benchmarks.network.bandwidth import Measured, bus_factor, calibration, fit
 from planner import hardware
 
 
@@ -104,7 +102,9 @@ def test_on_real_ranks(tmp_path):
 
     Measured speeds are not tested: benchmarks/results has the comparison.
     """
-    words = "benchmarks/allreduce.py --device cpu --tp 2 --gpu cpu --rates --pairs --factor 128"
+    words = (
+        "benchmarks/network/allreduce.py --device cpu --tp 2 --gpu cpu --rates --pairs --factor 128"
+    )
     words += " --max-bytes 4194304 --seconds 0.5 --trials 10 --warm-ups 2"
     done = ranks.fork_ranks(4, *words.split(), "--out", str(tmp_path), timeout=120)
     assert done.status == 0, done.err

@@ -14,7 +14,7 @@ from supervised_runs import ONE_THREAD, SHAPE, decisions, in_slurm, wait_for_idl
 
 from checkpointing import folders
 from config.command_line import build
-from config.messages import UserError
+from config.errors import UserError
 from config.validation import check
 from telemetry.audit import last_clean, named, vote
 

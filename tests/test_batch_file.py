@@ -11,7 +11,7 @@ from ranks import ROOT, start
 import plan
 from config import validation
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 
 MODEL = "--model gpt2-1.5b --global-batch-size 64"
 

@@ -11,7 +11,7 @@ from ranks import ROOT
 from test_chats import END, folder, prepare  # noqa: F401 (a fixture)
 from tokenizers import Tokenizer
 
-from config.messages import UserError
+from config.errors import UserError
 from corpora import chat_environment, chat_templates
 from corpora.chat_templates import ChatTemplate
 from corpora.token_files import IndexedDataset
@@ -189,6 +189,10 @@ HOSTILE = {
     "endless loops": (NESTED.replace("BODY", ""), r"takes more than \d+ s"),
     "endless text": (NESTED.replace("BODY", "x" * 99), "needs too much memory|takes more than"),
     "a huge text": ("{{ 'x' * 10 ** 10 }}", "needs too much memory"),
+    "a text for which a tokenizer has no memory": (
+        "{{ 'x' * 5_000_000 }}",
+        r"writes 5,000,000 characters, more than 4,194,304",
+    ),
     "a huge text of a message": ("{{ messages[0].content * 10 ** 10 }}", "needs too much memory"),
     "a text that doubles": (
         "{% set n = namespace(x='aa') %}"
@@ -231,7 +235,7 @@ MEASURED = """
 import re, resource, sys
 from pathlib import Path
 from corpora.chat_templates import ChatTemplate
-from config.messages import UserError
+from config.errors import UserError
 try:
     with ChatTemplate(sys.argv[1]) as template:
         template.render([{"role": "user", "content": "ab"}])

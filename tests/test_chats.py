@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import data
 from checkpointing import hf_export, model_record
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from corpora.chat_templates import ChatTemplate
 from corpora.objectives import NO_TARGET, Objective

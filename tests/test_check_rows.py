@@ -1,15 +1,14 @@
-"""benchmarks/check_rows.py: if this failed, measured rows that cannot be would be fitted on."""
+"""check_rows.py of benchmarks: if this failed, measured rows that cannot be would be fitted on."""
 
 import json
 import subprocess
 import sys
 
-import check_rows
-import published_rows
 import pytest
 from ranks import ROOT
 
-from config.messages import UserError
+from benchmarks.planner import check_rows, published_rows
+from config.errors import UserError
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 ANOMALIES = [
@@ -53,7 +52,7 @@ def test_check_rows_prints_findings_as_text_and_as_data(capsys):
     assert len(lines) == len(found) + 1 > 20
     assert set(found[0]) == {"row_id", "kind", "text"}
     assert lines[-1].startswith(f"{len(found)} findings in ")
-    program = str(ROOT / "benchmarks" / "check_rows.py")
+    program = str(ROOT / "benchmarks/planner/check_rows.py")
     words = [sys.executable, program, "nowhere.csv"]
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 2

@@ -20,7 +20,7 @@ import trainer
 from checkpointing import folders, save
 from checkpointing.state import Progress
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 
 SEED = 20261120
 KILLS, CHANGES, ROUNDS = 20, 300, 5

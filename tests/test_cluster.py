@@ -122,7 +122,7 @@ def watches_left(test: Path) -> list[int]:
         found = []
         for process in psutil.process_iter(["cmdline", "environ"]):
             words, environ = process.info["cmdline"] or [], process.info["environ"] or {}
-            if "start_watch" in " ".join(words) and environ.get("TEST") == str(test):
+            if "early_end" in " ".join(words) and environ.get("TEST") == str(test):
                 found.append(process.pid)
         if not found or time.monotonic() > until:
             return found

@@ -24,9 +24,9 @@ import trainer
 from attention import Attention, attention_kernel
 from config import validation
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
-from distributed import compiler, start_checks
+from distributed import preflight
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from loss import cross_entropy
@@ -59,11 +59,11 @@ def test_every_layout_equals_the_single_rank_that_compiles_nothing(compiled, num
     [("cuda", [], True), ("cuda", ["--compile"], False), ("cpu", [], False)],
 )
 def test_a_run_on_a_gpu_is_told_of_compile(monkeypatch, capsys, device, words, told):
-    monkeypatch.setattr(start_checks.placement, "placement_warnings", lambda *of_ranks: [])
+    monkeypatch.setattr(preflight.placement, "placement_warnings", lambda *of_ranks: [])
     context = SimpleNamespace(
         size=1, rank=0, device=torch.device(device), places=[], nodes=["a"], job_nodes=None
     )
-    start_checks.introduce(parse(["--model", "gpt2-124m", *words]), context, "")
+    preflight.introduce(parse(["--model", "gpt2-124m", *words]), context, "")
     assert ("--compile made steps" in capsys.readouterr().out) == told
 
 
@@ -98,7 +98,7 @@ def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, mo
     )
     for module in (parallel, loss):
         monkeypatch.setattr(module, "compile_kernel", lambda function, _=False: function)
-    monkeypatch.setattr(start_checks, "check_compiler", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_compiler", lambda *_: None)
     words = (
         "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 5 --device cpu "
     )
@@ -119,9 +119,9 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
     words += f" --global-batch-size 4 --micro-batch-size 1 --no-watchdog --out {tmp_path}"
     config = validation.check(parse(words.split()), 1)
     two_stages = validation.check(parse([*words.split(), "--pp", "2"]), 2)
-    assert start_checks.warms_up(two_stages, "cuda")
-    assert not start_checks.warms_up(two_stages, "cpu")
-    assert not start_checks.warms_up(config, "cuda")
+    assert preflight.warms_up(two_stages, "cuda")
+    assert not preflight.warms_up(two_stages, "cpu")
+    assert not preflight.warms_up(config, "cuda")
     passes, train = [], Pipeline.train
 
     def counted(pipeline, batches, micro_batches, loss_weight):
@@ -129,7 +129,7 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
         return train(pipeline, batches, micro_batches, loss_weight)
 
     monkeypatch.setattr(Pipeline, "train", counted)
-    monkeypatch.setattr(start_checks, "warms_up", lambda config, device: True)
+    monkeypatch.setattr(preflight, "warms_up", lambda config, device: True)
     trainer.main(config, Launch("python"))
     assert passes == [1, 4, 4]
     assert "warmed up by the passes of a micro-batch in " in (tmp_path / "log.txt").read_text()
@@ -152,17 +152,17 @@ def test_attention_that_is_compiled_on_gpus_says_what_is_missing_at_the_start(ma
     kernel = attention_kernel(ModelShape(**shape, positions=positions), factory, 1, masked)
     monkeypatch.delenv("CC", raising=False)
     tools = {"gcc": "/usr/bin/gcc"}
-    monkeypatch.setattr(compiler.shutil, "which", tools.get)
-    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight.shutil, "which", tools.get)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
     of = "masks" if masked else "ALiBi"
     sentence = f"torch flex_attention, of {of} needs triton on GPUs, and n2 has none: pip install"
     with pytest.raises(UserError, match=sentence):
-        start_checks.check_compiler({"attention": kernel}, "cuda", "n2")
+        preflight.check_compiler({"attention": kernel}, "cuda", "n2")
     tools.clear()
     with pytest.raises(UserError, match=f"of {of} needs a compiler, and n2 has no gcc: install"):
-        start_checks.check_compiler({"attention": kernel}, "cuda", "n2")
+        preflight.check_compiler({"attention": kernel}, "cuda", "n2")
     plain = {"attention": "torch scaled_dot_product_attention, math"}
-    start_checks.check_compiler(plain, "cuda", "n2")
+    preflight.check_compiler(plain, "cuda", "n2")
 
 
 def test_a_rehearsal_runs_uncompiled_and_says_so():

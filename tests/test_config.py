@@ -5,17 +5,18 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 from ranks import ROOT
 
-from config import messages
+from config import errors
+from config.cli import VERSION, whole_number
 from config.command_line import parse, parse_request, to_words
-from config.messages import VERSION, UserError, whole_number
-from config.needs import is_met
+from config.errors import UserError
 from config.schema import GROUPS, Config, ModelShape
-from config.validation import check
+from config.spelling import preset
+from config.validation import check, is_met
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
 
@@ -56,7 +57,8 @@ USELESS = (ROOT / "tests" / "data" / "useless_options.txt").read_text().splitlin
 def test_an_option_that_changes_nothing_is_refused_and_says_what_it_needs(line):
     words, needed, helps = line.split(" | ")
     short = f"{BASE} --seq-length 8 --vocab-size 64"
-    flag, *value = words.split(" --")[0].split()
+    flag, *value = words.removeprefix("--set ").replace("=", " ").split(" --")[0].split()
+    value = [] if value == ["true"] else value
     with pytest.raises(UserError) as caught:
         parse(f"{short} {words}".split())
     assert str(caught.value).startswith(" ".join([flag, *value, "needs", needed]))
@@ -67,11 +69,12 @@ def test_every_option_that_needs_another_is_tried_and_says_nothing_at_its_defaul
     options = [field for group in GROUPS.values() for field in fields(group)]
     named = [field.name for field in options if field.metadata["needs"]]
     for field in options:
-        for need in field.metadata["needs"]:
-            is_met(configure(BASE), need)  # an error if it names no option
-    tried = {words.split()[0].removeprefix("--no-").lstrip("-") for words in USELESS}
-    assert {name.replace("_", "-") for name in named} == tried
-    same = "--sgd-momentum 0.9 --max-positions 32 --positions alibi --async-save --loss-scale 0"
+        if needs := field.metadata["needs"]:
+            is_met(configure(BASE), needs)  # an error if it names no option
+    firsts = {words.removeprefix("--set ").partition("=")[0].split()[0] for words in USELESS}
+    tried = {word.removeprefix("--no-").lstrip("-").replace("-", "_") for word in firsts}
+    assert set(named) == tried
+    same = "--sgd-momentum 0.9 --set max_positions=32 --positions alibi --async-save --loss-scale 0"
     assert configure(f"{BASE} {same} --seq-length 32").model.max_positions == 32
 
 
@@ -81,11 +84,11 @@ def test_what_a_file_has_beside_a_model_is_a_note_not_a_mistake(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(old))
     request = parse_request(["--resume", str(tmp_path), "--steps", "3"])
     assert check(request.config, 1).model.rotary_scaling == "linear:2"
-    note = "--rotary-scaling linear:2 of the model changes nothing with --positions alibi"
+    note = "rotary_scaling linear:2 of the model changes nothing with --positions alibi"
     assert request.notes == (note,)
     assert parse_request(["--model", "llama-2-7b", "--steps", "3"]).notes == ()
     (note,) = parse_request(["--model", "llama-3-8b", "--positions", "alibi"]).notes
-    assert note.startswith("--rotary-base 500000 of the model changes nothing")
+    assert note.startswith("rotary_base 500000 of the model changes nothing")
 
 
 EXPERTS = "--layers 2 --hidden 64 --heads 4 --steps 3 --experts 8"
@@ -117,7 +120,55 @@ def test_the_words_of_a_model_leave_out_what_follows_from_others():
         config = configure(words)
         short = to_words(config.model)
         assert configure(f"{' '.join(short)} --steps 3").model == config.model
-        assert not {"--head-size", "--qkv-bias", "--bias", "--experts-per-token"} & set(short)
+        assert not {"--set", "--bias", "--experts-per-token"} & set(short)
+
+
+KEYS = {
+    "norm_eps": 1e-3,
+    "head_size": 24,
+    "qkv_bias": True,
+    "rotary_scaling": "llama3:8:1:4:8192",
+    "rotary_fraction": 0.5,
+    "router_groups": 2,
+    "expert_interval": 2,
+}
+
+
+def test_keys_without_flags_come_from_a_run_file_or_from_set_and_go_into_words(tmp_path):
+    """A preset with one key changed; a key of --set overrides the file's."""
+    for n, text in enumerate(
+        (
+            '[model]\nmodel = "gpt2-124m"\nnorm_eps = 0.001\n[training]\nsteps = 3\n',
+            'model = "gpt2-124m"\nnorm-eps = 0.001\n[training]\nsteps = 3\n',
+        )
+    ):
+        (tmp_path / f"{n}.toml").write_text(text)
+        model = configure(f"--config {tmp_path}/{n}.toml").model
+        assert model == replace(preset("gpt2-124m"), norm_eps=1e-3)
+        model = configure(f"--config {tmp_path}/{n}.toml --set norm_eps=2e-3").model
+        assert model.norm_eps == 2e-3
+    lines = [f"{key} = {json.dumps(value)}" for key, value in KEYS.items()]
+    (tmp_path / "keys.toml").write_text("\n".join(["[model]", *lines]))
+    base = f"{BASE} --positions rotary --experts 4"
+    written = configure(f"{base} --config {tmp_path}/keys.toml")
+    assert {key: getattr(written.model, key) for key in KEYS} == KEYS
+    assert check(written, 1).model == written.model
+    words = to_words(written.model)
+    assert words.index("--set") == len(words) - len(KEYS) - 1
+    assert configure(f"{' '.join(words)} --steps 3").model == written.model
+    given = parse_request(f"{base} {' '.join(words[words.index('--set') :])}".split()).given
+    assert given >= KEYS.keys()
+
+
+def test_the_help_has_a_flag_for_each_option_but_for_the_keys_of_run_files(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help", "all"])
+    text = capsys.readouterr().out
+    flags = set(re.findall(r"--[a-z][\w-]+", text))
+    for field in (field for group in GROUPS.values() for field in fields(group)):
+        is_flag = "--" + field.name.replace("_", "-") in flags
+        assert is_flag == (not field.metadata["file_only"]), field.name
+        assert not field.metadata["file_only"] or field.name in text
 
 
 # Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh with smaller sizes: its 34 options.
@@ -137,7 +188,9 @@ def test_megatrons_example_is_understood_with_a_note_of_our_names():
     assert len({word for word in words if word.startswith("--")}) == 34
     request = parse_request(words)
     config = check(request.config, 1)
-    ours = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --max-positions 32 --init-std 0.006"
+    ours = (
+        "--layers 2 --hidden 64 --heads 4 --seq-length 32 --set max_positions=32 --init-std 0.006"
+    )
     ours += (
         " --global-batch-size 8 --rampup-batch-size 4 4 16 --steps 50 --precision fp16 --lr 6e-5"
     )
@@ -255,16 +308,16 @@ def test_what_is_left_to_the_machine_is_on_where_it_is_right(words, ranks, on_gp
 
 
 def test_control_characters_are_shown_as_escapes():
-    assert messages.printable("Grüße, \U0001f468\u200d\U0001f469!\n\tmore") == (
+    assert errors.printable("Grüße, \U0001f468\u200d\U0001f469!\n\tmore") == (
         "Grüße, \U0001f468\u200d\U0001f469!\n\tmore"
     )
-    assert messages.printable("\x1b]0;a\x07\r\x9b\u202e\ud800") == r"\x1b]0;a\x07\r\x9b\u202e\ud800"
-    assert messages.printable("a\nb", keep="") == r"a\nb"
+    assert errors.printable("\x1b]0;a\x07\r\x9b\u202e\ud800") == r"\x1b]0;a\x07\r\x9b\u202e\ud800"
+    assert errors.printable("a\nb", keep="") == r"a\nb"
 
 
 def test_an_error_shows_control_characters_of_files_as_escapes(capsys):
     with pytest.raises(SystemExit):
-        messages.exit_with(UserError("the file says \x1b[2J"))
+        errors.exit_with(UserError("the file says \x1b[2J"))
     assert capsys.readouterr().err == "error: the file says \\x1b[2J\n"
 
 

@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import relative_difference
-from ranks import mpirun
+from ranks import fork_ranks
 from test_golden import check_lines
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 import attention_masks
-from attention import _attend, query_places, recompute
-from attention_masks import visible
+from attention import attend, query_places, recompute
+from attention_masks import range_mask
+from distributed import context_parallel
 from distributed.collectives import Group
 from distributed.context_parallel import chunk_kernel
 
@@ -67,7 +68,7 @@ def test_gathered_keys_make_no_matrix_of_scores():
     length, group = 4096, OneRank(4)
     own = group.share(length, 2, torch.float32)
     with Largest() as largest:
-        mixed = _attend(*own, None, group)
+        mixed = attend(*own, None, group)
         mixed.sum().backward()
     assert mixed.isfinite().all()
     assert 0 < largest.most <= 2 * 2 * 2 * 8 * length  # keys and values, repeated for each head
@@ -76,7 +77,9 @@ def test_gathered_keys_make_no_matrix_of_scores():
 @pytest.mark.parametrize(
     ("capability", "dtype", "width", "kernel"),
     [
-        ((9, 0), torch.bfloat16, 64, "flash_attention"),
+        ((9, 0), torch.bfloat16, 64, "cudnn_attention"),
+        ((9, 0), torch.float16, 128, "cudnn_attention"),
+        ((9, 0), torch.bfloat16, 256, "flash_attention"),
         ((8, 0), torch.float16, 256, "flash_attention"),
         ((7, 5), torch.float16, 64, "efficient_attention"),
         ((7, 0), torch.float16, 64, "efficient_attention"),
@@ -88,8 +91,68 @@ def test_gathered_keys_make_no_matrix_of_scores():
 def test_gathered_keys_take_flash_where_it_runs(monkeypatch, capability, dtype, width, kernel):
     """Before Ampere torch has another kernel, in which each head needs a key of its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     q = SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(2, 4, 32, width))
     assert chunk_kernel(q) == kernel
+
+
+def test_without_cudnn_hopper_takes_flash_attention(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=(2, 4, 32, 64))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert chunk_kernel(q) == "flash_attention"
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert chunk_kernel(q) == "flash_attention"
+
+
+def like_cudnn(monkeypatch) -> list[str]:
+    """cuDNN's operations with their arguments and shapes, computed by torch's CPU kernels."""
+    aten, calls = torch.ops.aten, []
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def run(query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal):
+        assert attn_bias is None
+        assert compute_log_sumexp
+        calls.append("forward")
+        mixed, sums = forward(query, key, value, dropout_p, is_causal)
+        lengths = query.shape[2], key.shape[2]
+        return mixed, sums[..., None], None, None, *lengths, None, None, None
+
+    def run_backward(grad, q, k, v, out, logsumexp, seed, offset, bias, *rest):
+        starts, starts_of_keys, most, most_keys, dropout_p, is_causal = rest
+        assert (bias, starts, starts_of_keys) == (None, None, None)
+        assert (most, most_keys) == (q.shape[2], k.shape[2])
+        assert logsumexp.shape == (*q.shape[:3], 1)
+        calls.append("backward")
+        return backward(grad, q, k, v, out, logsumexp[..., 0], dropout_p, is_causal)
+
+    names = [f"_scaled_dot_product_cudnn_attention{end}" for end in ("", "_backward")]
+    ops = SimpleNamespace(**dict(zip(names, (run, run_backward))))
+    monkeypatch.setattr(context_parallel.torch.ops, "aten", ops)
+    return calls
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("before", [1, 8, 24])
+def test_two_calls_of_cudnn_are_attention_with_a_mask(monkeypatch, before, heads):
+    own = 8
+    shapes = (2, heads, own, 16), (2, heads, before + own, 16), (2, heads, before + own, 16)
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    mask = torch.ones(own, before + own, dtype=torch.bool).tril(before)
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    weights = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, tensors, weights)
+    with monkeypatch.context() as patch:
+        calls = like_cudnn(patch)
+        mixed = context_parallel.attend_in_two_calls(*tensors, context_parallel.CUDNN)
+        found = torch.autograd.grad(mixed, tensors, weights)
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+    plain = context_parallel.attend_in_two_calls(*tensors, context_parallel.CPU_FLASH)
+    for one, other in zip((mixed, *found), (expected, *wanted), strict=True):
+        assert relative_difference(one, other, other.abs().max().item()) < 1e-12
+    assert torch.equal(mixed, plain)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -104,7 +167,7 @@ def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, ma
     if masked:
         starts, stops = torch.zeros(2, length, dtype=torch.int64), torch.arange(length) + 1
         places = query_places(group, length, own[0].device)
-        bias = visible(starts, stops.repeat(2, 1), None, torch.bfloat16, places)
+        bias = range_mask(starts, stops.repeat(2, 1), None, torch.bfloat16, places)
 
     def noting(run):
         def noted(*values):
@@ -115,7 +178,7 @@ def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, ma
 
     for owner, name in (attention_masks, "masked_attention"), (attention, "causal_attention"):
         monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
-    run = partial(recompute, _attend) if again else _attend
+    run = partial(recompute, attend) if again else attend
     run(*own, bias, group).sum().backward()
     assert group.calls == ["all_gather"] * (1 + again) + ["reduce_scatter"]
     assert types == {torch.bfloat16}
@@ -141,8 +204,8 @@ def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
     before, after = str(tmp_path / "cp"), str(tmp_path / "one")
     saved = f"{before}/checkpoints/step_00000002"
     done = [
-        mpirun(2, *both, before, "--cp", "2", "--save-every", "2"),
-        mpirun(1, *both, after, "--resume", saved),
+        fork_ranks(2, *both, before, "--cp", "2", "--save-every", "2"),
+        fork_ranks(1, *both, after, "--resume", saved),
     ]
     assert [outcome.status for outcome in done] == [0, 0], done
     assert "tp 1 x pp 1 x cp 2 x dp 1" in done[0].out

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from test_data import write_corpus
 
-from config.messages import UserError
+from config.errors import UserError
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from scripts import corpus
 
@@ -32,7 +32,7 @@ def test_merge_and_split_keep_every_document(tmp_path, capsys):
 
 
 def test_a_changed_pair_is_seen(tmp_path, capsys):
-    """benchmarks/data_cases.py, of which test_sample_order.py runs some, has more changes."""
+    """benchmarks/peers/data_cases.py, of which test_sample_order.py runs some, has more changes."""
     write_corpus(f"{tmp_path}/a", [5, 0, 10, 3])
     run(capsys, "merge", "--out", tmp_path / "c", tmp_path / "a")
     assert "checksums equal" in run(capsys, "verify", tmp_path / "c")

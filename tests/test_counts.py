@@ -6,12 +6,12 @@ import itertools
 import math
 from dataclasses import replace
 
-import published_rows
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import ROOT
 
+from benchmarks.planner import published_rows
 from config.model_stats import (
     block_parameters,
     embedding_parameters,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import data
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout
 from corpora.sample_order import GPTSamples
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter

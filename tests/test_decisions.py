@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import start
 
 from checkpointing.state import room_for_saves
-from config.messages import UserError
+from config.errors import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence
 from supervisor.command import run_options
@@ -331,13 +331,13 @@ def test_decisions_of_the_future_do_not_count_for_ever(tmp_path, monkeypatch):
 
 REFUSED = """
 import sys
-from config.messages import NodeError
+from config.errors import NodeError
 from config.run_options import Run
 from distributed.context import start
 from distributed.launch import Launch
 context = start(Launch("python"), Run(watchdog=False))
 with context.failing_loudly():
-    context.take(sys.argv[1])
+    context.lock_folder(sys.argv[1])
     raise NodeError("preflight: the device of rank 3 (n2) failed: ECC", {"n2"})
 """
 

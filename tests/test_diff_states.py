@@ -9,7 +9,7 @@ import pytest
 from ranks import fork_ranks
 
 import runs
-from config.messages import UserError
+from config.errors import UserError
 from numerics import diff, states
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 61 --device cpu"

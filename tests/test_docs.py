@@ -2,9 +2,10 @@
 
 import re
 
-import pictures
 import pytest
 from ranks import ROOT
+
+from benchmarks.planner import pictures
 
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))

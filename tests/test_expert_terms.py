@@ -1,8 +1,9 @@
 """If this failed, plans of experts would miss costs, or public rows by more than is written."""
 
-import expert_rows
 import pytest
 from ranks import ROOT
+
+from benchmarks.planner import expert_rows
 
 # ---- Public rows ---------------------------------------------------------------------------------
 

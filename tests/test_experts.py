@@ -26,7 +26,7 @@ import data
 import parallel
 import trainer
 from config import schema, validation
-from config.messages import UserError
+from config.errors import UserError
 from corpora.token_files import IndexedDatasetWriter
 from distributed.mesh import Mesh
 from distributed.token_exchange import order_by_expert
@@ -43,7 +43,7 @@ from parallel import ParamFactory
 WITHOUT_A_LINE = {
     *("hidden", "heads", "seq_length", "lr", "adam_eps", "pad_vocab_multiple", "dp"),
     *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
-    *("skip_samples", "max_overflows"),
+    "skip_samples",
 }
 SHAPE = {
     "precision": "fp64",
@@ -76,7 +76,14 @@ def test_every_option_with_experts_equals_the_single_rank_run(tmp_path):
 def test_every_option_has_a_line_with_experts():
     """Each option that changes what is computed, and each of its choices, occurs under a layout."""
     values: dict[str, set] = {}
-    for feature in ("experts", "experts_drawn", "experts_options"):
+    for feature in (
+        "experts",
+        "experts_drawn",
+        "experts_options",
+        "latent",
+        "attention_kinds",
+        "zero3",
+    ):
         for case in itertools.chain.from_iterable(lines_of(feature).values()):
             for name, value in case.items():
                 values.setdefault(name, set()).add(str(value))
@@ -423,18 +430,18 @@ def test_one_kernel_computes_what_a_product_for_each_expert_does(counts, dtype, 
         ({"experts_per_token": 9}, r"experts-per-token\(9\) is more than experts\(8\)"),
         ({"ep": 3}, r"ep\(3\) does not divide experts\(8\)"),
         ({"ep": 8}, r"ep\(8\) does not divide the ranks of a stage: dp\(4\) \* cp\(1\) \* tp"),
-        ({"router_groups": 3}, r"router-groups\(3\) does not divide experts\(8\)"),
-        ({"router_groups_per_token": 2}, "is more than router-groups"),
+        ({"router_groups": 3}, r"router_groups\(3\) does not divide experts\(8\)"),
+        ({"router_groups_per_token": 2}, "is more than router_groups"),
         ({"router_groups": 8}, r"experts-per-token\(2\) is more than there are in 1 groups of 1"),
-        ({"experts_per_token": 1}, r"experts-per-token\(1\) with --router-normalised: the weight"),
-        ({"shared_gate": True}, "--shared-gate is of the shared MLP: give --shared-ffn-hidden N"),
-        ({"shared_ffn_hidden": 9, "tp": 2}, r"tp\(2\) does not divide shared-ffn-hidden\(9\)"),
+        ({"experts_per_token": 1}, r"experts-per-token\(1\) with router_normalised: the weight"),
+        ({"shared_gate": True}, "shared_gate is of the shared MLP: give shared_ffn_hidden"),
+        ({"shared_ffn_hidden": 9, "tp": 2}, r"tp\(2\) does not divide shared_ffn_hidden\(9\)"),
         ({"experts": 1, "experts_per_token": 1, "ep": 2}, "--ep needs --experts N"),
         (
             {"expert_interval": 5},
             r"expert-interval\(5\) leave no block of layers\(4\) with experts",
         ),
-        ({"first_dense_layers": 4}, r"first-dense-layers\(4\) and expert-interval\(1\) leave no"),
+        ({"first_dense_layers": 4}, r"first_dense_layers\(4\) and expert_interval\(1\) leave no"),
         ({"first_dense_layers": 1, "ffn_hidden": 90, "tp": 4}, r"does not divide ffn-hidden\(90\)"),
         ({"experts": 1}, "--experts-per-token needs --experts N, with N above 1"),
         ({"experts": 1, "experts_per_token": 1, "balance": "bias"}, "--balance needs --experts N"),

@@ -16,7 +16,7 @@ import torch
 import checkpoint
 import sample
 from checkpointing import hf_export
-from config.messages import UserError
+from config.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

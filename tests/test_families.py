@@ -13,7 +13,7 @@ from test_golden import check_lines
 from checkpointing import hf_export
 from config import families, model_stats, schema, validation
 from config.command_line import parse, parse_request
-from config.messages import UserError
+from config.errors import UserError
 from config.spelling import LACKS, PRESETS, preset
 from data import Batch
 from distributed.mesh import Mesh
@@ -47,6 +47,13 @@ BY_KIND = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 QWEN_MOE = LLAMA | EXPERTS
+# DeepSeek's latent attention: sizes that no default has. Values are wider or narrower than keys.
+LATENT = NEW_NAMES | {"num_key_value_heads": 6, "intermediate_size": 80, "n_routed_experts": 8}
+LATENT |= {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
+LATENT |= {"v_head_dim": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+MOONLIGHT = LATENT | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}
+MOONLIGHT |= {"rms_norm_eps": 1e-5, "rope_theta": 5e4, "eos_token_id": None}
 CASES = {
     "gpt2": {"n_positions": S} | OLD_NAMES,
     "gpt2 relu": {"n_positions": S, "activation_function": "relu", "n_inner": 80} | OLD_NAMES,
@@ -86,6 +93,13 @@ CASES = {
     "qwen2_moe every second": QWEN_MOE
     | {"shared_expert_intermediate_size": 56, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     "olmoe": LLAMA | {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None},
+    "deepseek_v2": LATENT,  # as V2-Lite
+    "deepseek_v2 scaled": LATENT
+    | {"q_lora_rank": 28, "routed_scaling_factor": 1.5, "first_k_dense_replace": 0}
+    | {"rope_parameters": LINEAR, "v_head_dim": 24},
+    "deepseek_v3": LATENT | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2},
+    "deepseek_v3 moonlight": MOONLIGHT,
+    "deepseek_v3 weights": MOONLIGHT | {"norm_topk_prob": False, "v_head_dim": 16},
 }
 
 
@@ -96,6 +110,9 @@ def their_model(case: str, dtype: torch.dtype = torch.float32):
     torch.manual_seed(1)
     for p in theirs.parameters():  # their own initialisation would leave biases untried
         p.data = torch.randn_like(p, dtype=dtype) * 0.15 + (p.dim() == 1)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # it moves the choice of experts
+            buffer.data = torch.randn_like(buffer) * 0.15
     return theirs.eval()
 
 
@@ -171,7 +188,7 @@ def test_logits_and_gradients_equal_transformers(case, dtype, tolerance, recompu
     loss.backward()
     reference.backward()
     parameters = {p.spec.name: p for p in stage.parameters()}
-    gradients = {k: p.grad for k, p in theirs.named_parameters()}
+    gradients = {k: p.grad for k, p in theirs.named_parameters()} | dict(theirs.named_buffers())
     for name, gradient in convert(theirs, gradients).items():
         p = parameters[name]
         if not p.requires_grad:
@@ -348,14 +365,14 @@ def test_a_shape_that_no_family_has_is_one_sentence_with_the_nearest():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rotary_scaling": "linear"}, "--rotary-scaling is none, linear:FACTOR, llama3:"),
+        ({"rotary_scaling": "linear"}, "rotary_scaling is none, linear:FACTOR, llama3:"),
         ({"rotary_scaling": "llama3:8:4:1:512"}, "LOW must be below HIGH"),
         ({"rotary_scaling": "linear:nan"}, "with numbers above 0"),
         ({"positions": "rotary", "rotary_fraction": 0.4}, "is 3$"),
         ({"positions": "rotary", "rotary_fraction": 0.1}, "2 or more: .* is 0"),
         (
             {"heads": 5},
-            r"heads\(5\) does not divide hidden\(48\): give --heads 4 or 6, or a --head-size",
+            r"heads\(5\) does not divide hidden\(48\): give --heads 4 or 6, or a head_size",
         ),
     ],
 )

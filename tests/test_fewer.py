@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout
 from distributed.launch import SlurmJob
 from supervisor import fewer

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from ranks import fork_one, start_ranks
+from ranks import fork_one, fork_ranks
 
 import plan
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from distributed.store import StoreExchange
 from planner import gap, run_files
 from schedules import orders, partition, simulation
@@ -204,7 +204,7 @@ def test_the_gap_of_one_rank_on_a_gpu_has_costs_of_a_gpu(tmp_path, monkeypatch):
 def test_planted_causes_are_found(tmp_path, cause, planted, words, capsys):
     """In real runs; the sleeps are long, so that they stay the largest on a busy machine."""
     program = ["tests/gap_worker.py", json.dumps(planted), *SHAPE.split(), *words.split()]
-    done = start_ranks(2, *program, "--out", str(tmp_path))
+    done = fork_ranks(2, *program, "--out", str(tmp_path))
     assert done.status == 0, done.err
     assert f"python plan.py gap {tmp_path}" in done.out
     rows = [json.loads(line) for line in (tmp_path / "times.jsonl").read_text().splitlines()]

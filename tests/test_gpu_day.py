@@ -4,13 +4,12 @@ import json
 import sys
 from pathlib import Path
 
-import gpu
-import gpu_day
-import gpu_models
 import pytest
 import test_nccl
-from gpu_day import Part
 from ranks import none_left, start
+
+from benchmarks.gpu import gpu, gpu_day, gpu_models
+from benchmarks.gpu.gpu_day import Part
 
 SLEEP = "import time; time.sleep(600)"
 # Finds something, starts a process in a session of its own, and is not done in time.
@@ -119,7 +118,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("program", ["gpu_models.py"])
 def test_models_are_measured_as_train_py_runs_them(program):
     """With its allocator and its number of queues, which torch reads when it is loaded."""
-    outcome = start([sys.executable, "-c", PREPARED, f"benchmarks/{program}"])
+    outcome = start([sys.executable, "-c", PREPARED, f"benchmarks/gpu/{program}"])
     assert (outcome.status, outcome.out) == (7, "32 expandable_segments:True\n"), outcome.err
 
 

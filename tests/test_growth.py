@@ -16,7 +16,7 @@ import plan
 from config import validation
 from config.batch_schedule import Level
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout
 from planner import growth
 from scripts import stages

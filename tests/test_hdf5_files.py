@@ -11,7 +11,7 @@ import pytest
 from ranks import ROOT
 from test_prepare_data import prepare
 
-from config.messages import UserError
+from config.errors import UserError
 
 TOKENS = np.arange(100) % 250
 
@@ -135,7 +135,7 @@ def test_a_hostile_array_takes_little_memory(case, tmp_path):
     words = ["--out", str(tmp_path / "c"), "--tokenizer", "bytes", str(tmp_path / "c.h5")]
     code = (
         "import re, resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (20, 20));"
-        "from config.messages import UserError; from scripts.prepare_data import main\n"
+        "from config.errors import UserError; from scripts.prepare_data import main\n"
         "try: main(sys.argv[1:])\nexcept UserError: pass\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])"
     )

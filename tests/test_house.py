@@ -36,6 +36,7 @@ ROWS = (
     ("zero",),
     ("optim",),
     ("model",),
+    ("latent_attention",),
     ("attention",),
     ("local_attention",),
     ("attention_masks",),
@@ -87,7 +88,7 @@ def files() -> dict[str, Path]:
 
 
 def outside_files() -> list[Path]:
-    return [path for folder in OUTSIDE for path in sorted((ROOT / folder).glob("*.py"))]
+    return [path for folder in OUTSIDE for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @cache

@@ -15,8 +15,8 @@ import pytest
 import ranks
 from ranks import ROOT
 
-from config import launcher
-from config.messages import VERSION
+from config import console
+from config.cli import VERSION
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --steps 2 --device cpu"
 
@@ -123,7 +123,7 @@ def test_every_wing_is_installed_and_every_command_has_its_program():
     folders -= {"tests", "benchmarks"}
     assert sorted(packages) == sorted(["trine", *(f"trine.{name}" for name in folders)])
     for name in declared():
-        stem = name.removeprefix(launcher.PREFIX).replace("-", "_")
+        stem = name.removeprefix(console.PREFIX).replace("-", "_")
         assert (ROOT / f"{stem}.py").exists() or (ROOT / "scripts" / f"{stem}.py").exists()
 
 
@@ -134,19 +134,22 @@ def test_every_program_that_the_pages_name_has_a_command():
     named = set(re.findall(r"python (?:scripts/)?(\w+)\.py", text))
     named |= set(re.findall(r"python -m watchdog\.(\w+)", text)) - {"monitor"}
     without = {"size", "test_all"}
-    missing = {f"{launcher.PREFIX}{name.replace('_', '-')}" for name in named - without}
+    missing = {f"{console.PREFIX}{name.replace('_', '-')}" for name in named - without}
     assert missing - set(declared()) == set()
 
 
 BENCH = [
-    ("", "mpirun -n 8 python benchmarks/allreduce.py --device cpu --tp 2 .* --seconds 0.5"),
+    ("", "mpirun -n 8 python benchmarks/network/allreduce.py --device cpu --tp 2 .* --seconds 0.5"),
     (
         "--out a --tp 4",
-        "mpirun -n 8 python benchmarks/allreduce.py .* --seconds 0.5 --out a --tp 4",
+        "mpirun -n 8 python benchmarks/network/allreduce.py .* --seconds 0.5 --out a --tp 4",
     ),
-    ("srun -n 48 -- --tp 8 --out a", "srun -n 48 python benchmarks/allreduce.py --tp 8 --out a"),
-    ("srun -n 48", "srun -n 48 python benchmarks/allreduce.py"),
-    ("-- --device cpu", "python benchmarks/allreduce.py --device cpu"),
+    (
+        "srun -n 48 -- --tp 8 --out a",
+        "srun -n 48 python benchmarks/network/allreduce.py --tp 8 --out a",
+    ),
+    ("srun -n 48", "srun -n 48 python benchmarks/network/allreduce.py"),
+    ("-- --device cpu", "python benchmarks/network/allreduce.py --device cpu"),
 ]
 
 

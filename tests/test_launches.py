@@ -18,9 +18,9 @@ from ranks import (
     start,
 )
 
-from config.messages import UserError
+from config.errors import UserError
 from distributed import launch as launch_of_rank
-from distributed.launch import BY_VARIABLES, Launch, check_launch, discover
+from distributed.launch import BY_VARIABLES, Launch, Local, check_launch, discover, find_local
 
 # The start of a run alone.
 START = [
@@ -91,6 +91,22 @@ def test_variables_for_torch_start_ranks():
     assert discover(PYTORCHJOB | {"RANK": "0", "WORLD_SIZE": "1"}) == Launch("python")
     # A launcher that is known goes first.
     assert discover(PYTORCHJOB | {"PMI_RANK": "0", "PMI_SIZE": "4"}).launcher == "mpirun"
+
+
+@pytest.mark.parametrize(
+    ("local", "place"),
+    [
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Local(1, 2, True, 2, 1)),
+        ({"LOCAL_RANK": "0"}, Local(0, 1, False, 1, 0)),
+        ({}, Local(0, 1, False, 1, 0)),
+    ],
+    ids=["two on the node", "one with its number", "one"],
+)
+def test_ranks_by_variables_know_their_places(local, place, monkeypatch):
+    """Else two ranks of a node would take the same GPU."""
+    environment = PYTORCHJOB | local
+    monkeypatch.setattr(launch_of_rank.os, "environ", environment)
+    assert find_local(discover(environment)) == place
 
 
 @pytest.mark.parametrize(

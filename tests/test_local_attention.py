@@ -17,7 +17,7 @@ import local_attention
 from attention import KeyValueCache, attention_kernel
 from config import model_stats
 from config.block_attention import flags_of, pattern_of
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.mesh import Mesh

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from config.messages import UserError
+from config.errors import UserError
+from config.run_options import DynamicScale
 from config.schema import Training
 from optim.loss_scale import LossScale
 
@@ -21,8 +22,7 @@ def grad_scaler():
     return grad_scaler
 
 
-def training(**options) -> Training:
-    return Training(steps=1, precision="fp16", max_overflows=10**6, **options)
+FP16 = Training(steps=1, precision="fp16")
 
 
 @settings(max_examples=100)
@@ -30,14 +30,7 @@ def training(**options) -> Training:
     st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)
 )
 def test_the_scale_moves_as_megatrons(grad_scaler, overflows, hysteresis, window, power):
-    ours = LossScale(
-        training(
-            initial_loss_scale_power=power,
-            loss_scale_hysteresis=hysteresis,
-            loss_scale_window=window,
-            min_loss_scale=1.0,
-        )
-    )
+    ours = LossScale(FP16, DynamicScale(power, window, hysteresis, max_overflows=10**6))
     with pytest.MonkeyPatch.context() as patch:  # theirs asks for a GPU
         cpu_tensor = torch.tensor
         patch.setattr(torch, "tensor", lambda *a, device=None, **k: cpu_tensor(*a, **k))
@@ -51,15 +44,8 @@ def test_the_scale_moves_as_megatrons(grad_scaler, overflows, hysteresis, window
 
 
 def test_a_run_that_overflows_at_the_smallest_scale_ends_and_says_so():
-    scale = LossScale(
-        Training(
-            steps=1,
-            precision="fp16",
-            initial_loss_scale_power=2,
-            loss_scale_hysteresis=1,
-            max_overflows=3,
-        )
-    )
+    rule = DynamicScale(initial_loss_scale_power=2, loss_scale_hysteresis=1, max_overflows=3)
+    scale = LossScale(FP16, rule)
     for _ in range(2):  # 4 -> 2 -> 1
         scale.update(True)
     scale.update(True)
@@ -71,7 +57,8 @@ def test_a_run_that_overflows_at_the_smallest_scale_ends_and_says_so():
 
 
 def test_a_fixed_scale_stays():
-    scale = LossScale(Training(steps=1, precision="fp16", loss_scale=128.0, max_overflows=2))
+    fixed = Training(steps=1, precision="fp16", loss_scale=128.0)
+    scale = LossScale(fixed, DynamicScale(max_overflows=2))
     for overflow in (False, True, False):
         scale.update(overflow)
     assert scale.value == 128.0

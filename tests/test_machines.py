@@ -2,7 +2,7 @@
 
 import pytest
 
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, Training
 from config.spelling import preset
 from planner import hardware, step_time

@@ -19,9 +19,9 @@ import attention_masks
 import data
 import trainer
 from attention import attention_kernel
-from attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
+from attention_masks import alibi_score, alibi_slopes, range_mask, visible_blocks
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import Data
 from config.schema import ModelShape
 from corpora.objectives import Objective
@@ -210,8 +210,8 @@ def test_blocks_are_those_of_the_dense_mask(draws, size, batch, objective):
     block, cp = draws.draw(st.sampled_from([4, 16, 128])), draws.draw(st.integers(1, 3))
     places = torch.arange(size)
     own = Group(tuple(range(cp if size % (2 * cp) == 0 else 1))).balanced_shard(places, 0)
-    dense = visible(*bounds, None, torch.float64, own).dense[:, 0]
-    assert torch.equal(dense, visible(*bounds, None, torch.float64).dense[:, 0, own])
+    dense = range_mask(*bounds, None, torch.float64, own).dense[:, 0]
+    assert torch.equal(dense, range_mask(*bounds, None, torch.float64).dense[:, 0, own])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_masks, "BLOCK", block)
         blocks = visible_blocks(*(bound[:, own] for bound in bounds), size)
@@ -241,7 +241,7 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
     q, k, v = torch.randn(2, 4, 200, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 16)
     slopes = alibi_slopes(4) if alibi else None
     own = Group(tuple(range(cp)), cp - 1).balanced_shard(torch.arange(200), 0)
-    mask, q = visible(*bounds, slopes, torch.float32, own), q[:, :, own]
+    mask, q = range_mask(*bounds, slopes, torch.float32, own), q[:, :, own]
     expected = attention_masks.masked_attention(q, k, v, mask)
     score = alibi_score(slopes.float(), own if cp > 1 else None) if alibi else None
     blocks = visible_blocks(*(bound[:, own] for bound in bounds), 200)

@@ -13,7 +13,7 @@ from ranks import fork_ranks
 import checkpoint
 from checkpointing.index import Index
 from checkpointing.merge import shares_of
-from config.messages import UserError
+from config.errors import UserError
 
 WORDS = ["--layers", "2", "--hidden", "32", "--heads", "4", "--seq-length", "16"]
 WORDS += ["--vocab-size", "61", "--global-batch-size", "4", "--lr", "1e-2", "--steps", "6"]

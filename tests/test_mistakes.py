@@ -12,8 +12,9 @@ import ranks
 from mistake_cases import CASES
 from ranks import ROOT
 
-from config import command_line, messages, validation
-from config.messages import UserError, check_file
+from config import command_line, paths, validation
+from config.errors import UserError
+from config.paths import check_file
 from distributed.placement import threads_asked_for
 from planner import memory
 
@@ -62,7 +63,7 @@ def test_an_old_python_and_a_missing_package_are_sentences(program):
     assert ("pip install numpy" if program == "plan.py" else "scripts/setup.sh") in done.err
 
 
-@pytest.mark.parametrize("program", [*ENTRIES, *SCRIPTS, "config/messages.py"])
+@pytest.mark.parametrize("program", [*ENTRIES, *SCRIPTS, "config/errors.py"])
 def test_an_old_python_reads_as_far_as_the_sentence(program):
     ast.parse((ROOT / program).read_text(), feature_version=(3, 7))
 
@@ -81,7 +82,7 @@ def test_an_output_that_cannot_be_written_is_a_sentence_and_no_reader_is_none():
 
 
 def test_closed_standard_streams_are_replaced_so_that_no_file_gets_their_numbers(tmp_path):
-    code = "import os; from config import messages; file = os.open('.', 0); print(file)"
+    code = "import os; from config import errors; file = os.open('.', 0); print(file)"
     show = f"{code}; os.write(3, str(file).encode())"
     with open(tmp_path / "out", "wb") as file:
         shell = ["bash", "-c", 'exec "$@" 3>&1 <&- >&- 2>&-', "bash", sys.executable, "-c", show]
@@ -99,14 +100,14 @@ def test_the_first_of_a_list_of_threads_counts(monkeypatch, text, threads):
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
-    messages.check_folder("--out", str(tmp_path))
-    messages.check_folder("--out", str(tmp_path / "a" / "b"))
+    paths.check_folder("--out", str(tmp_path))
+    paths.check_folder("--out", str(tmp_path / "a" / "b"))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match=r"cannot write in .*: File name too long"):
-        messages.check_folder("--out", str(tmp_path / ("x" * 300)))
+        paths.check_folder("--out", str(tmp_path / ("x" * 300)))
     (tmp_path / "link").symlink_to(tmp_path / "link")
     with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
-        messages.check_folder("--out", str(tmp_path / "link" / "run"))
+        paths.check_folder("--out", str(tmp_path / "link" / "run"))
 
 
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
@@ -131,10 +132,10 @@ def test_a_switch_may_be_in_a_folder_that_the_run_makes(tmp_path, flag):
     words = "--layers 4 --hidden 64 --heads 4 --vocab-size 100 --steps 1"
     for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
         given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(folder / "stop")]
-        messages.check_paths(command_line.parse(given))
+        paths.check_paths(command_line.parse(given))
     given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(tmp_path / "a-b" / "x")]
     with pytest.raises(UserError, match=f"{flag} .* can never appear: there is no folder .*a-b"):
-        messages.check_paths(command_line.parse(given))
+        paths.check_paths(command_line.parse(given))
 
 
 def test_only_what_certainly_does_not_fit_is_refused():

@@ -8,7 +8,7 @@ from attention import attention_kernel
 from attention_masks import alibi_slopes
 from checkpointing.hf_export import hf_config
 from config import schema as configuration
-from config.messages import UserError
+from config.errors import UserError
 from data import Batch
 from distributed.mesh import Mesh
 from model import Stage

@@ -21,7 +21,7 @@ from checkpointing import hf_export, model_record
 from config import families
 from config.block_attention import flags_of
 from config.command_line import make_model, parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from corpora.encoder import Encoder
 from corpora.tokenizer_files import load_tokenizer, read_settings
@@ -38,6 +38,9 @@ SIZES = dict.fromkeys(families.FAMILIES, NEW) | {
     "gpt2": OLD,
     "gpt_neox": NEW | {"num_attention_heads": 6},
     "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 6},
+    # As many heads as there are key/value heads by default, and a block with experts.
+    "deepseek_v3": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 128},
+    "deepseek_v2": NEW | {"num_experts_per_tok": 3},
 }
 
 
@@ -187,6 +190,19 @@ def test_a_tuned_model_keeps_all_that_came_with_it(tmp_path):
         assert texts[0] == texts[1], file
     for file in ("tokenizer.json", further):
         assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
+
+
+def test_an_imported_model_without_an_end_ends_at_no_token_of_its_tokenizer(tmp_path):
+    """transformers ends a text at the ids of the configs alone."""
+    write("Mistral-7B-v0.1", tmp_path / "hf", PROMPT)
+    for file in ("config.json", "generation_config.json"):
+        if (path := tmp_path / "hf" / file).exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
+    asked = [str(tmp_path / "in"), "--prompt", "a", "--max-tokens", "2", "--device", "cpu"]
+    task = sample.prepare_task(sample.parse(asked), 1)
+    assert task.text.ends
+    assert task.ends == ()
 
 
 def test_longer_samples_lengthen_the_context(tmp_path):

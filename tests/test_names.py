@@ -7,7 +7,7 @@ import rehearse
 import tune
 from config import validation
 from config.command_line import parse_request
-from config.messages import UserError
+from config.errors import UserError
 from config.spelling import PRESETS, means_preset, preset
 from planner import hardware
 from tuner.session import Session
@@ -196,7 +196,7 @@ def test_a_preset_by_its_own_name_has_no_note():
         # Another vocabulary than that of version 0.1; longer rotary waves than those of the preset.
         ("mistralai/Mistral-7B-v0.3", "did you mean 'mistral-7b'"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "did you mean 'qwen3-30b-a3b'"),
-        ("deepseek-ai/DeepSeek-V3", "and there is no such file; train.py --help model lists them"),
+        ("deepseek-ai/DeepSeek-V3", "and there is no such file; did you mean 'deepseek-v2-lite'"),
         ("mixtral-8x7", "did you mean 'mixtral-8x7b' or"),
     ],
 )

@@ -24,6 +24,12 @@ GONE = {
     ".config.run.node_mtbf_hours",
     ".config.run.memory_snapshot",
     ".config.training.decrease_batch_size_if_needed",
+    # Constants of fp16's loss scale (config.run_options.DynamicScale).
+    ".config.training.initial_loss_scale_power",
+    ".config.training.loss_scale_window",
+    ".config.training.loss_scale_hysteresis",
+    ".config.training.min_loss_scale",
+    ".config.training.max_overflows",
 }
 
 

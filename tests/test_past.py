@@ -16,7 +16,7 @@ from small_corpora import END, write_chats, write_corpora
 import data
 from checkpointing.resumed import has_order_of
 from config.command_line import parse_request
-from config.inherited import Inherited, inherited
+from config.inherited import Inherited, changed_constants, inherited
 from config.past import Past, from_text, to_text
 from config.schema import GROUPS, Config
 from config.validation import check
@@ -99,16 +99,27 @@ def expected_rate(schedule: str, done: int, total: int, high=1e-3, low=1e-5) -> 
         return low + (high - low) * (1 + math.cos(math.pi * share)) / 2
     if schedule == "linear":
         return high - (high - low) * share
-    tail = total // 10  # wsd: a linear fall over the last tenth
-    return high - (high - low) * max(0.0, done - (total - tail)) / tail
+    if schedule == "inverse-square-root":
+        return high / math.sqrt(done)
+    tail = total // 10  # wsd: a fall over the last tenth
+    share = max(0.0, done - (total - tail)) / tail
+    return high - (high - low) * (math.sqrt(share) if schedule == "wsd-1-sqrt" else share)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+SCHEDULES = {
+    **{name: name for name in ("cosine", "linear", "wsd")},
+    "wsd-1-sqrt": "wsd --lr-wsd-decay-style 1-sqrt",
+    "inverse-square-root": "inverse-square-root --lr-warmup-samples 1",
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("source", DATA)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_resumed_run_has_the_rates_and_samples_of_the_formula(change, source, schedule, corpora):
     before, after, steps, size = CHANGES[change]
-    words = f"--steps 40 --global-batch-size 8 --lr 1e-3 --min-lr 1e-5 --lr-schedule {schedule} "
+    words = "--steps 40 --global-batch-size 8 --lr 1e-3 --min-lr 1e-5 "
+    words += f"--lr-schedule {SCHEDULES[schedule]} "
     if change == "data options" and source == "random":
         pytest.skip("random tokens have no split")
     first = first_start(words + before + " " + DATA[source].format(corpora))
@@ -138,6 +149,17 @@ def test_a_resumed_run_has_the_rates_and_samples_of_the_formula(change, source, 
     ours.sample(consumed - 1)
 
 
+def test_the_final_rate_is_a_tenth_unless_the_run_had_another():
+    """What a run.json says stands: runs from before had 3e-5 written into it, whatever --lr was."""
+    first = first_start("--steps 40 --lr 1e-5")
+    assert first.training.final_lr == pytest.approx(1e-6)
+    assert resumed(first, 20, "--lr 1e-4").training.final_lr == pytest.approx(1e-5)
+    old = first_start("--steps 40 --lr 1e-3 --min-lr 3e-5")
+    for words in ("", "--lr 1e-3", "--lr 1e-4"):
+        assert resumed(old, 20, words).training.final_lr == 3e-5
+    assert resumed(old, 20, "--min-lr 1e-6").training.final_lr == 1e-6
+
+
 def test_the_sizes_of_several_resumes_add_up():
     run = first_start("--steps 40 --global-batch-size 8")
     for steps, batch in ((10, 2), (15, 32), (16, 4)):
@@ -149,6 +171,14 @@ def test_the_sizes_of_several_resumes_add_up():
     assert again.total_samples == run.total_samples
     assert len(again.past.starts) == 4
     assert len(resumed(again, 30, "").past.starts) == 4  # the same sizes are no further start
+
+
+@pytest.mark.parametrize("batch", [2, 32])
+def test_a_start_that_has_no_step_to_do_has_the_batch_size_of_its_options(batch):
+    """It is described and checked as any start is, and ends."""
+    run = first_start("--steps 40 --global-batch-size 8")
+    over = resumed(run, 40, f"--global-batch-size {batch} --stop-at-samples 320")
+    assert [level.batch for level in over.levels] == [batch]
 
 
 @given(
@@ -252,17 +282,19 @@ FROM_THE_CHECKPOINT = [
     "lr_warmup_samples",
     "lr_decay_samples",
     "lr_wsd_decay_samples",
+    "lr_wsd_decay_style",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
+    "ema",
     "sgd_momentum",
-    "initial_loss_scale_power",
+    "muon_momentum",
+    "muon_qkv",
+    "muon_scale",
+    "muon_dtype",
+    "muon_adamw_lr",
     "loss_scale",
-    "loss_scale_window",
-    "loss_scale_hysteresis",
-    "min_loss_scale",
-    "max_overflows",
     "clip_grad",
     "init_std",
     "balance",
@@ -280,7 +312,7 @@ FROM_THE_CHECKPOINT = [
     "mask_eod_loss",
     "answers_only",
 ]
-OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "cache"]
+OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_ema", "cache"]
 
 
 def test_every_option_of_training_and_data_is_classified():
@@ -324,6 +356,11 @@ def test_a_note_names_what_comes_from_the_checkpoint(corpora):
     named = f"lr 0.001, eod-token {END}, reset-attention, answers-only"
     assert note == f"taken from STEP: global-batch-size 8, {named}"
     assert Inherited().note == ""
+    saved["training"] |= {"loss_scale_window": 500, "min_loss_scale": 1.0, "max_overflows": None}
+    changed = changed_constants(saved)
+    assert changed == ("loss_scale_window 500 (now 1000)",)
+    note = Inherited(folder="STEP", changed=changed).note
+    assert note == "not taken, since they are constants now: loss_scale_window 500 (now 1000)"
     off = resumed(first, 4, "--no-answers-only --no-reset-attention")
     assert not off.data.answers_only
     assert off.data.eod_token == END

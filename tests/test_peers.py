@@ -1,4 +1,4 @@
-"""benchmarks/peers.py: if this failed, speeds of programs that compute different things would be
+"""peers.py of benchmarks: if this failed, speeds of programs that compute different things would be
 compared.
 """
 
@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from peer_sides import LOSS_ERROR, NORM_ERROR, Side, SideError, check_equal
 from ranks import start
 
-BENCHMARK = [sys.executable, "benchmarks/peers.py"]
+from benchmarks.peers.peer_sides import LOSS_ERROR, NORM_ERROR, Side, SideError, check_equal
+
+BENCHMARK = [sys.executable, "benchmarks/peers/peers.py"]
 END = "nothing to read"
 # A rank that gives the answer it was started with, whatever it is asked, or ends.
 ECHO = f"""

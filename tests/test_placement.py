@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import start_ranks
 
-from config.messages import UserError, number_ranges
+from config.errors import UserError, number_ranges
 from config.run_options import Run
 from config.schema import Layout
 from distributed import gpus, placement, rendezvous
@@ -54,8 +54,10 @@ def test_fewer_gpus_than_ranks():
 def test_two_ranks_on_one_gpu():
     """Each sees one GPU; only the identifiers of all ranks show that it is the same."""
     gpus.check_gpus(places("aabb", gpus="wxyz"))
-    with pytest.raises(UserError, match=r"ranks 2, 3 on node b have the same GPU \(y\), of 2"):
+    with pytest.raises(UserError, match=r"ranks 2, 3 on node b .* \(y\), of 2 .*") as e:
         gpus.check_gpus(places("aabb", gpus="wxyy"))
+    # --gpus-per-task would hide the other ranks' GPUs, which NCCL needs to see.
+    assert "give srun --gpus-per-node=2 --gpu-bind=none, or share" in str(e.value)
 
 
 def test_the_switch_of_the_nccl_tests(monkeypatch):
@@ -161,6 +163,9 @@ def test_a_rank_on_the_wrong_socket_is_named(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     (folder / "local_cpulist").write_text("0-3,8-11\n")
     near = gpus.near_cores(torch.device("cuda", 0), str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a fake GPU of a rehearsal
+    assert gpus.near_cores(torch.device("cuda", 0), str(tmp_path)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert near == "0-3,8-11"
     assert gpus.near_cores(torch.device("cuda", 0), str(tmp_path / "none")) is None
 

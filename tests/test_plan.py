@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from ranks import ROOT
 
 import plan
 from config.command_line import parse_request, to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import ModelShape
 from config.spelling import preset
 from config.validation import check_any_length
@@ -127,8 +128,25 @@ def test_a_plain_layout_is_recommended_where_the_plan_cannot_tell_it_from_the_fi
     assert "recommended" not in held.text
 
 
+@pytest.mark.parametrize(
+    ("plain", "compared", "is_recommended"),
+    [(1.05, 1.2, True), (1.07, 1.2, False), (1.05, 1.31, False)],
+    ids=["near", "slower", "slower at the slowest network"],
+)
+def test_a_plain_layout_is_recommended_only_where_it_is_near_on_every_network(
+    plain, compared, is_recommended
+):
+    def line(seconds: float, at_slowest: float, name: str) -> SimpleNamespace:
+        told = SimpleNamespace(seconds=seconds, compared=at_slowest, interval=(0.9, 1.3))
+        return SimpleNamespace(layout=name, prediction=told)
+
+    simple = line(plain, compared, "plain")
+    found = layout_table._recommended(line(1.0, 1.1, "fast"), [simple])
+    assert (found is simple) == is_recommended
+
+
 @pytest.mark.parametrize("more", ["", " --price-per-gpu-hour 2 --rampup-batch-size 96 96 9600"])
-@pytest.mark.parametrize("cp", ["", " --seq-length 65536 --max-positions 65536 --cp 4"])
+@pytest.mark.parametrize("cp", ["", " --seq-length 65536 --set max_positions=65536 --cp 4"])
 def test_the_table_fits_a_terminal(cp, more):
     """A terminal has 120 columns. The data has the layout's flags and each stage's memory."""
     line = "layouts --model 1b3 --gpu a100-80 --gpus 16 --global-batch-size 192"

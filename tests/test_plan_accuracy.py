@@ -3,16 +3,14 @@
 import statistics
 from dataclasses import replace
 
-import engines
-import plan_accuracy as accuracy
-import published_cases
-import published_rows
 import pytest
 from ranks import ROOT
-from source_accuracy import off_by
-from stated_rows import StatedRow
 
-from config.messages import UserError
+from benchmarks.planner import engines, published_cases, published_rows
+from benchmarks.planner import plan_accuracy as accuracy
+from benchmarks.planner.source_accuracy import off_by
+from benchmarks.planner.stated_rows import StatedRow
+from config.errors import UserError
 
 VALUES = {c.name: c.value for c in engines.constants()}
 FIGURES = ("in-sample", "held out")

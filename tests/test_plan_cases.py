@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks import plan_cases
+from benchmarks.planner import plan_cases
 
 SEED, CASES = 7, 12
 # Questions whose fastest layout was once not found, or was found and not the first.

@@ -7,7 +7,7 @@ import pytest
 
 import plan
 from config import block_kinds, model_stats
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from planner import hardware, layouts, memory, op_costs, questions, step_time
@@ -189,7 +189,7 @@ def test_a_config_json_of_experts(tmp_path, capsys):
             assert found["parameters"] == total
             assert found["active"] == pytest.approx(active, rel=0.02)
     line = f"layouts --model {tmp_path}/mixtral --seq-length 4096 --gpu h100 --nodes 8"
-    given = MIXTRAL.replace("--experts", "--rotary-base 1e6 --experts", 1)
+    given = MIXTRAL.replace("--experts", "--set rotary_base=1e6 --experts", 1)
     found, expected = ask(line).data, ask(f"layouts {given} --gpu h100 --nodes 8").data
     assert found["ranked"] == expected["ranked"]
     assert "train.py cannot" not in capsys.readouterr().err

@@ -9,7 +9,7 @@ from ranks import ROOT
 
 import plan
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.validation import check_any_length
 from planner import calibration, compare, hardware, questions, run_files
 from planner.job import Job

@@ -3,14 +3,13 @@
 import dataclasses
 from dataclasses import replace
 
-import engines
 import pytest
-import row_engines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner import engines, row_engines
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset
 from config.validation import check
@@ -44,7 +43,7 @@ def test_mixed_precision_costs_18_bytes_and_zero_shards_12():
 
 
 def test_sections_of_whole_matrices_are_as_long_as_the_largest():
-    """rehearse.py measured 0.824, 1.648 and 0.206 GB. Muon's matrices of 8 blocks are even."""
+    """rehearse.py measured 0.824, 1.648 and 0.206 GB. Muon's sections may cut matrices."""
     model, layout = ModelShape(2, 1024, 16, vocab_size=50257), Layout(dp=8)
     adafactor = training(64, precision="bf16", optimizer="adafactor")
     (found,) = memory.stages(Job(model, layout, adafactor, A100))
@@ -53,15 +52,15 @@ def test_sections_of_whole_matrices_are_as_long_as_the_largest():
     assert found.parameters < 80e6
     (whole,) = memory.stages(Job(model, Layout(dp=8, zero=0), adafactor, A100))
     assert whole.weights == pytest.approx(2 * found.parameters)
-    even = dataclasses.replace(model, layers=8)
     muon = training(64, precision="bf16", optimizer="muon")
-    assert memory.stages(Job(even, layout, muon, A100))[0].weights < 2.01 * 153e6
+    (flat,) = memory.stages(Job(model, layout, muon, A100))
+    assert flat.weights == pytest.approx(2 * found.parameters)
 
 
 def test_all_experts_of_a_block_are_in_one_section():
-    """rehearse.py measured 0.159 GB of gradients with Adafactor, 0.163 with Muon."""
+    """rehearse.py measured 0.159 GB of gradients with Adafactor; Muon's are AdamW's 0.154."""
     model = ModelShape(4, 512, 8, vocab_size=512, bias=False, experts=8, experts_per_token=2)
-    for name, gradients in (("adafactor", 0.159e9), ("muon", 0.163e9)):
+    for name, gradients in (("adafactor", 0.159e9), ("muon", 0.154e9)):
         options = training(8, precision="bf16", optimizer=name)
         (found,) = memory.stages(Job(model, Layout(dp=8, ep=2), options, A100))
         assert found.gradients == pytest.approx(gradients, rel=0.01), name
@@ -277,6 +276,11 @@ def test_the_communicators_of_the_plan_are_those_of_the_mesh():
                 mesh_of_run(replace(config, layout=own), context)
                 free, limited = memory_terms.communicators(Job(model, own, training(64), A100))
                 assert free + limited == len(context.roles), (fields, name, ep, context.roles)
+                muon = replace(config.training, optimizer="muon")  # its ranks of a stage meet
+                with_muon = Communicators(size)
+                mesh_of_run(replace(config, layout=own, training=muon), with_muon)
+                planned = Job(model, own, training(64, optimizer="muon"), A100)
+                assert sum(memory_terms.communicators(planned)) == len(with_muon.roles)
                 unlimited = {"tp", "cp", "heads", "kv", "experts"}
                 assert free == len([role for role in context.roles if role in unlimited])
                 assert not unlimited & set(MOST_CTAS)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plan
-from benchmarks.plan_cases import least_of
+from benchmarks.planner.plan_cases import least_of
 from config import command_line, validation
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
 from planner import hardware, layouts, memory, memory_terms, risk
@@ -107,9 +107,22 @@ def test_the_command_has_a_launcher_a_length_and_data_for_any_number_of_gpus(gpu
     assert data["launcher"] == launcher
     assert data["command"][-4:] == ["--data", "synthetic", "--steps", "1000"]
     validation.check(command_line.parse(data["command"][2:]), gpus)  # train.py's own check
+    own = plan.ask(f"{line} --data synthetic --steps 7".split()).data["command"]
+    assert own.count("--data") == own.count("synthetic") == 1
     data = plan.ask(f"{line} --data my/corpus --steps 7".split()).data
     assert data["command"].count("--data") == data["command"].count("--steps") == 1
     assert "my/corpus" in data["command"]
+
+
+def test_what_the_command_has_by_default_is_said_below_it():
+    """Else a run would train on random tokens, or with a batch that nobody has chosen."""
+    line = "layouts --model gpt2-124m --gpus 8"
+    below = plan.ask(line.split()).text.partition("\nthe first: ")[2].splitlines()[1]
+    assert "random tokens: give the prefix of your corpus; --steps 1000 is an example" in below
+    assert "the planner's default): give --global-batch-size or --batch-tokens" in below
+    given = " --global-batch-size 512 --steps 9 --data my/corpus"
+    said = plan.ask((line + given).split()).text.partition("\nthe first: ")[2]
+    assert "give" not in said
 
 
 # ------------------------------------------------------------------------------------------------

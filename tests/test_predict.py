@@ -5,13 +5,12 @@ import math
 import random
 import statistics
 
-import engines
 import handmade_schedules as handmade
 import pytest
-import row_engines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner import engines, row_engines
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from config.spelling import preset

@@ -11,7 +11,7 @@ import torch
 from test_data import VOCAB, config_of, write_corpus
 
 import trainer
-from config.messages import UserError
+from config.errors import UserError
 from config.schema import Config, Layout, ModelShape, Training
 from config.validation import check
 from corpora import prefetch

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from ranks import mpirun
 
 from config.command_line import parse
-from config.messages import NodeError
+from config.errors import NodeError
 from distributed import preflight
 from distributed.placement import Place
-from distributed.preflight import Peers
-from distributed.start_checks import checks_nodes
+from distributed.preflight import Peers, checks_nodes
 
 EXPECTED = {
     "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],

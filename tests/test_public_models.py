@@ -9,8 +9,8 @@ from test_sample import numbers, run_here
 
 import checkpoint
 from config.command_line import make_model
+from config.errors import UserError
 from config.families import TOKENS, from_config, unread
-from config.messages import UserError
 
 transformers = pytest.importorskip("transformers")
 PROMPT = [5, 17, 60, 40]

@@ -9,7 +9,7 @@ from ranks import ROOT
 
 from config import validation
 from config.command_line import parse
-from config.messages import UserError
+from config.errors import UserError
 
 
 def lines() -> Iterator[tuple[str, int, str]]:

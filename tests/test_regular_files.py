@@ -15,8 +15,8 @@ from ranks import ROOT
 
 import runs
 from config.command_line import read_toml
+from config.errors import UserError
 from config.families import read_object
-from config.messages import UserError
 from config.regular_files import open_regular, read_regular
 from corpora.mapped_files import MappedFile
 from corpora.tokenizer_files import load_tokenizer
@@ -24,7 +24,7 @@ from numerics import spikes, traces
 from numerics.record import read
 from planner.run_files import rows_of
 from supervisor.decisions import read_entries
-from telemetry.spikes import earlier_steps
+from telemetry.loss_monitor import earlier_steps
 from tuner.trials import TrialStore
 
 DEMO = ROOT / "tests/data"
@@ -250,11 +250,13 @@ def test_what_files_say_moves_no_terminal(run, capsys):
     spike = {"iteration": 2, "loss": 9.0, "of": f"loss{ESCAPE}"}
     spike |= {"samples": [{"text": [{"prefix": f"corpus{ESCAPE}", "document": 1}]}]}
     broken = [{"iteration": 1}, spike | {"samples": 3}, spike | {"before": []}]
-    lines = [json.dumps(row) + "\n" for row in [spike, *broken]]
+    broken.append(spike | {"loss": "9"})
+    infinite = spike | {"loss": None}  # a loss that is not finite is null, and still a spike
+    lines = [json.dumps(row) + "\n" for row in [spike, infinite, *broken]]
     (run / "spikes.jsonl").write_text("".join(lines))
     assert runs.run_command(["diff", str(run), "--spikes"]) == 1
     shown = capsys.readouterr().out
-    assert "3 rows of spikes.jsonl are no spikes" in shown
+    assert "4 rows of spikes.jsonl are no spikes" in shown
     assert r"documents 1 of corpus\x1b]0;TITLE\x07\u202e" in shown
     other = run.with_name("other")
     other.mkdir()
@@ -268,7 +270,8 @@ def test_what_files_say_moves_no_terminal(run, capsys):
     assert r"option optimizer: adamw in A, adamw\x1b" in shown
     assert "\x1b" not in shown
     assert "\u202e" not in shown
-    assert spikes.compare(run)["left_out"] == 3
+    found = spikes.compare(run)
+    assert ([row["loss"] for row in found["spikes"]], found["left_out"]) == ([9.0, None], 4)
 
 
 # ---- Trials --------------------------------------------------------------------------------------

@@ -8,16 +8,14 @@ import io
 import re
 from pathlib import Path
 
-import published_rows
 import pytest
-import row_table
-import stated_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import ROOT
-from row_table import Cells, Row
 
-from config.messages import UserError
+from benchmarks.planner import published_rows, row_table, stated_rows
+from benchmarks.planner.row_table import Cells, Row
+from config.errors import UserError
 
 PUBLIC = ROOT / "benchmarks" / "data" / "public"
 PLAIN = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?|\.[0-9]+")

@@ -1,9 +1,9 @@
-"""Runs that showed a defect: if this failed, what benchmarks/run_cases.py found is back."""
+"""Runs that showed a defect: if this failed, what benchmarks/layouts/run_cases.py found is back."""
 
 import pytest
 
-from benchmarks.drawn_runs import Case
-from benchmarks.run_cases import Runner
+from benchmarks.layouts.drawn_runs import Case
+from benchmarks.layouts.run_cases import Runner
 
 SMALL = {"layers": 4, "hidden": 16, "heads": 4, "seq-length": 8, "vocab-size": 61, "steps": 4}
 SMALL |= {"global-batch-size": 4, "precision": "fp64", "save-every": 2}

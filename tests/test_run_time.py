@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
+import trainer
 from config import model_stats, validation
 from config.command_line import parse
+from distributed.launch import Launch
 from telemetry import run_time
 
 GPT2 = "--model gpt2-124m --steps 1000 --global-batch-size 64 --data synthetic --precision fp32"
@@ -26,6 +28,22 @@ def test_a_long_run_on_cpus_is_announced_with_its_days(monkeypatch):
     assert "s for a step of 64 samples, " in line
     assert "d " in line.partition("for the run")[0]  # days
     assert "on the CPUs of 4 ranks (40 GFLOP/s" in line
+
+
+def test_the_time_is_printed_before_the_first_step(tmp_path, monkeypatch, capsys):
+    """A resumed run that has a step to do prints it too, one that has none does not."""
+    asked = []
+    monkeypatch.setattr(
+        run_time, "estimate", lambda config, context, *left: asked.append(left) or "TIME"
+    )
+    words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --device cpu --steps"
+    for steps, is_told in (("2", True), ("2", False), ("3", True)):
+        options = [*words.split(), steps, "--global-batch-size", "4", "--save-every", "1"]
+        options += ["--resume", "auto", "--no-watchdog", "--out", str(tmp_path)]
+        trainer.main(validation.check(parse(options), 1), Launch("python"))
+        before_first_step = capsys.readouterr().out.partition("\n step ")[0]
+        assert ("TIME" in before_first_step.splitlines()) == is_told
+    assert asked == [(8, 4), (4, 4)]
 
 
 def test_a_short_run_and_a_gpu_print_nothing():

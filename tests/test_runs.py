@@ -16,7 +16,7 @@ from ranks import ROOT, fork_one
 from test_run_lock import holder
 
 import runs
-from config.messages import UserError
+from config.errors import UserError
 from config.model_stats import model_flops
 from numerics import chart, table
 from numerics.record import differing, find, read

@@ -18,7 +18,7 @@ import checkpoint
 import decoding
 import sample
 from config import validation
-from config.messages import UserError
+from config.errors import UserError
 from corpora import text
 from corpora.encoder import END
 from decoding import Choice, choose
@@ -95,6 +95,16 @@ EXPERTS = ROTARY | {
     "balance": "bias",
     "balance_rate": 0.05,
 }
+# Latents of all tokens are cached on each tensor rank; v is wider than the key.
+LATENT = ROTARY | {
+    "norm": "rmsnorm",
+    "bias": False,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
 WHILE_TRAINING = [
     {"tp": 2, "pp": 2},
     {"tp": 2, "pp": 2, "sequence_parallel": True, "zero": 0},
@@ -105,6 +115,8 @@ WHILE_TRAINING = [
     EXPERTS | {"tp": 2, "ep": 4, "sequence_parallel": True},
     EXPERTS | {"pp": 2, "ep": 2, "zero": 2},
     EXPERTS | {"cp": 2, "ep": 4, "zero": 3},
+    LATENT | {"tp": 2, "pp": 2, "sequence_parallel": True},
+    LATENT | {"tp": 2, "cp": 2, "zero": 3},
 ]
 
 
@@ -159,7 +171,7 @@ def test_control_characters_of_a_tokenizer_do_not_reach_the_terminal(runs, tmp_p
     (tmp_path / "tokenizer.json").write_text(letters(before="\x1b[2J").to_str())
     command = ["sample.py", str(runs["llama"]), "--tokenizer", str(tmp_path / "tokenizer.json")]
     command += ["--prompt", "a", "--temperature", "0", "--max-tokens", "9", "--device", "cpu"]
-    done = ranks.mpirun(1, *command)
+    done = ranks.fork_one(*command)
     assert done.status == 0, done.err
     assert "\x1b" not in done.out
     assert done.out.startswith(r"\x1b[2Ja")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from ranks import ROOT
 from test_data import VOCAB, write_corpus
 
-from benchmarks.data_cases import REASONS, compare_all
-from benchmarks.megatron_data import Megatron
-from config.messages import UserError
+from benchmarks.peers.data_cases import REASONS, compare_all
+from benchmarks.peers.megatron_data import Megatron
+from config.errors import UserError
 from corpora import sample_order
 from corpora.sample_order import GPTSamples, split_ranges
 
@@ -131,7 +131,7 @@ def test_the_stable_order_of_a_longer_run_begins_with_that_of_a_shorter_one(case
 
 
 # ------------------------------------------------------------------------------------------------
-# Random runs; benchmarks/data_cases.py has more of them
+# Random runs; benchmarks/peers/data_cases.py has more of them
 # ------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from ranks import fork_ranks
 from checkpointing import file_format, folders, save, writer
 from checkpointing.index import Index
 from checkpointing.state import Progress
-from config.messages import SaveError, UserError
+from config.errors import SaveError, UserError
 from distributed.stop_conditions import RequestedAction
 
 

@@ -3,8 +3,8 @@
 import math
 
 import pytest
-import tune_replay
 
+from benchmarks.planner import tune_replay
 from tuner.search import Search
 
 

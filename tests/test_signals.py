@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks import signals as moments
+from benchmarks.faults import signals as moments
 from distributed import stop_conditions
 from distributed.stop_conditions import Signals, outlook
 from watchdog.flight_recorder import FlightRecorder
@@ -16,7 +16,7 @@ from watchdog.monitor import Monitor
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(101, 109))
 def test_a_signal_at_a_random_moment_is_answered_and_ends_the_run(seed):
-    """All kinds of steps, one and two ranks; benchmarks/signals.py sends forty."""
+    """All kinds of steps, one and two ranks; benchmarks/faults/signals.py sends forty."""
     result = moments.send(*moments.draw(seed), limit=120.0)
     assert result.wrong() == "", result.text[-3000:]
 

@@ -2,10 +2,12 @@
 
 import re
 import sys
+from dataclasses import fields
 
 import pytest
 from ranks import ROOT, start
 
+from config.run_options import as_typed
 from config.schema import GROUPS
 from scripts import help_tables, site_pages
 
@@ -19,8 +21,7 @@ def pages(tmp_path_factory):
 
 def test_the_pages_have_every_option_and_every_linked_file(pages):
     text = (pages / "reference" / "train.md").read_text()
-    options = [name for group in GROUPS.values() for name in group.__dataclass_fields__]
-    flags = [f"--{name.replace('_', '-')}" for name in options]
+    flags = [as_typed(field) for group in GROUPS.values() for field in fields(group)]
     assert [flag for flag in flags if flag not in text] == []
     listed = re.findall(r": (\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), re.MULTILINE)
     assert [name for name in listed if not (pages / name).exists()] == []

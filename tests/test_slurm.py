@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from ranks import ROOT, Job, fork_ranks, none_left, srun_command, start
 from supervised_runs import write_batch
+from test_switches import check_stopped, run
 
 from config import validation
 from config.command_line import parse
@@ -292,3 +294,19 @@ def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
     later = Journal(str(tmp_path), "7.3")
     later.add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
     assert requeue.decide(137, tmp_path, next_job, "7", 3)[0]
+
+
+@pytest.mark.slow
+def test_srun_forwards_usr1_and_scancel_is_sigterm(tmp_path, slurm):
+    """srun forwards SIGUSR1; scancel sends SIGTERM to the ranks, as the time limit does."""
+    with run(srun_command(2), tmp_path / "usr1", "--tp", "2") as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        job.send(signal.SIGUSR1)
+        assert job.status() == 75
+        check_stopped(job, "SIGUSR1")
+    name = "to-be-cancelled"
+    with run(srun_command(2, f"--job-name={name}"), tmp_path / "term", "--pp", "2") as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        subprocess.run(["scancel", f"--name={name}"], check=True)
+        assert job.status() == 75
+        check_stopped(job, "SIGTERM")

@@ -16,12 +16,11 @@ import data
 import trainer
 from checkpointing.index import Index
 from config.command_line import parse
-from config.messages import number_ranges
+from config.errors import number_ranges
 from config.validation import check
 from corpora.token_files import IndexedDatasetWriter
 from numerics import spikes
-from telemetry.loss_monitor import WINDOW
-from telemetry.spikes import earlier_steps, layer_of, sketch
+from telemetry.loss_monitor import WINDOW, earlier_steps, layer_of, sketch
 
 # The samples 180 to 183, step 46, hold random tokens.
 PLANTED = "180:184"
@@ -122,13 +121,22 @@ def test_a_spike_is_recorded_or_skipped(tmp_path, corpus):
 LAYOUTS = ["--tp 2", "--pp 2", "--zero 3", "--tp 2 --sequence-parallel", "--cp 2"]
 
 
+EXACT = ["--on-spike", "skip", "--precision", "fp64", "--lr-schedule", "constant"]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory) -> Path:
+    """The folder of a run on one rank that skips a spike."""
+    folder = tmp_path_factory.mktemp("one")
+    assert train(folder, *EXACT).status == 0
+    return folder
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_decides_alike(tmp_path, layout):
-    words = ["--on-spike", "skip", "--precision", "fp64", "--lr-schedule", "constant"]
-    assert train(tmp_path / "one", *words).status == 0
-    outcome = train(tmp_path / "two", *words, *layout.split(), ranks=2)
+def test_every_layout_decides_alike(on_one_rank, tmp_path, layout):
+    outcome = train(tmp_path / "two", *EXACT, *layout.split(), ranks=2)
     assert outcome.status == 0, outcome.err
-    (one,) = rows(tmp_path / "one")
+    (one,) = rows(on_one_rank)
     (two,) = rows(tmp_path / "two")
     for a, b in ((one, two), (one["before"], two["before"])):
         assert b["layer_norms"] == pytest.approx(a["layer_norms"], rel=1e-9)

@@ -7,15 +7,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import check_rows
-import plan_accuracy as accuracy
 import pytest
-import source_accuracy
-import stated_rows
 from ranks import ROOT
-from source_accuracy import Guess
 
-from config.messages import UserError
+from benchmarks.planner import check_rows, source_accuracy, stated_rows
+from benchmarks.planner import plan_accuracy as accuracy
+from benchmarks.planner.source_accuracy import Guess
+from config.errors import UserError
 from planner import hardware
 from schedules.partition import stage_specs
 

@@ -50,8 +50,10 @@ def test_a_profile_ends_after_the_messages_of_its_step(tmp_path):
     trace.profiler = types.SimpleNamespace(
         stop=lambda: done.append("stopped"), export_chrome_trace=lambda path: done.append("written")
     )
+    (tmp_path / "torch_step_2_rank_0.json").write_text("of an earlier start")
     trace.after(2)
     assert done[:3] == ["sent", "stopped", "written"]
+    assert (tmp_path / "torch_step_2_rank_0.json.1").read_text() == "of an earlier start"
 
 
 def test_a_step_lasts_until_the_device_has_done_it(monkeypatch):

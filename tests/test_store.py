@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from ranks import ROOT
 
-from config.messages import NodeError, UserError
-from distributed import job_store
+from config.errors import NodeError, UserError
+from distributed import store as job_store
 from distributed.store import NoAnswer, StoreExchange
 
 ENOUGH, SHORT = 60.0, 2.0  # seconds until a rank is considered lost
@@ -149,7 +149,7 @@ def test_a_world_of_one_needs_no_store():
 # Rank 0 of a hundred, in a process that may open 64 files; its store's address, then it waits.
 RANK_0 = """
 import resource, sys
-from distributed import job_store
+from distributed import store as job_store
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 job_store.allow_open_files(100)
 server = job_store.Server("127.0.0.1", 100)

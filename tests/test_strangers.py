@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ranks import Job, fork_ranks, mpi_command
 from strangers import HOST, Strangers
 
-from config.messages import UserError
-from distributed import job_store
+from config.errors import UserError
+from distributed import store as job_store
 from watchdog import handshake, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.handshake import Process
@@ -159,10 +159,10 @@ def test_a_stranger_does_not_take_the_place_of_a_late_rank():
         for stranger in strangers:
             stranger.add("met", 5)
             stranger.set(replayed.announcement(1), "")
-        time.sleep(10 * job_store.PAUSE)
+        time.sleep(10 * job_store.SECONDS_BETWEEN_LOOKS)
         for key in strangers[0].list_keys():  # rank 0's announcement too: it comes again
             strangers[0].delete_key(key)
-        time.sleep(10 * job_store.PAUSE)
+        time.sleep(10 * job_store.SECONDS_BETWEEN_LOOKS)
         assert strangers[0].compare_set(job_store.SECRET, "", "") == b""
         assert not first.done()
         del stranger

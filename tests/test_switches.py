@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,6 @@ from ranks import (
     mpi_command,
     none_left,
     openmpi_command,
-    srun_command,
     start,
 )
 
@@ -169,22 +167,6 @@ def test_open_mpi(tmp_path, openmpi):
 
 
 # ---- Other launchers -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_srun(tmp_path, slurm):
-    """srun forwards SIGUSR1; scancel sends SIGTERM to the ranks, as the time limit does."""
-    with run(srun_command(2), tmp_path / "usr1", "--tp", "2") as job:
-        job.wait_for(lambda: len(job.rows) > 1)
-        job.send(signal.SIGUSR1)
-        assert job.status() == 75
-        check_stopped(job, "SIGUSR1")
-    name = "to-be-cancelled"
-    with run(srun_command(2, f"--job-name={name}"), tmp_path / "term", "--pp", "2") as job:
-        job.wait_for(lambda: len(job.rows) > 1)
-        subprocess.run(["scancel", f"--name={name}"], check=True)
-        assert job.status() == 75
-        check_stopped(job, "SIGTERM")
 
 
 @pytest.mark.slow
@@ -409,6 +391,6 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
 
     run._train_or_skip = advance
     run.checkpoints = SimpleNamespace(after_step=after_step, saving=False, close=lambda: None)
-    run.write_samples = lambda iteration, last: None
+    run.samples_of_text = None
     assert run.run()
     assert requests == [(2, True, True), (3, False, False)]

@@ -20,7 +20,7 @@ import zstandard
 from ranks import ROOT
 from test_prepare_data import prepare, read
 
-from config.messages import UserError
+from config.errors import UserError
 from scripts import text_sources
 
 DOCUMENTS = [f'Grüße {number},\n"x"' for number in range(20)]

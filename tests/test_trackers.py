@@ -8,7 +8,7 @@ import pytest
 from ranks import fork_one
 
 from config import command_line
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import TRACKED_RUNS
 from corpora.token_files import IndexedDatasetWriter
 from telemetry import trackers

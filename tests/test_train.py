@@ -16,7 +16,7 @@ from ranks import fork_one, fork_ranks, mpi_command, start
 import trainer
 from checkpointing import folders
 from config import schema as configuration
-from config.messages import VERSION
+from config.cli import VERSION
 from corpora.token_files import IndexedDatasetWriter
 from distributed import garbage, placement
 
@@ -124,10 +124,45 @@ def test_the_learning_rate_warms_up_and_falls():
         ("linear", {"lr_decay_samples": 500}, (25, 50, 100), (0.55, 0.1, 0.1)),
         ("constant", {}, (0, 100), (1.0, 1.0)),
         ("wsd", {"lr_wsd_decay_samples": 200}, (0, 80, 90, 100), (1.0, 1.0, 0.55, 0.1)),
+        (
+            "wsd",
+            {"lr_wsd_decay_samples": 400, "lr_wsd_decay_style": "1-sqrt"},
+            (0, 60, 70, 80, 100),
+            (1.0, 1.0, 0.55, 0.1 + 0.9 * (1 - math.sqrt(0.5)), 0.1),
+        ),
+        ("linear", {"min_lr": None}, (0, 50, 100), (1.0, 0.55, 0.1)),
     ):
         found = rates(lr_schedule=schedule, **options)
         assert found == sorted(found, reverse=True)
         assert [found[place] for place in places] == pytest.approx(expected)
+
+
+def test_the_curves_are_those_of_transformers():
+    """Warm-ups differ: ours counts the step's last sample. From its end on the curves are equal."""
+    from transformers import get_inverse_sqrt_schedule, get_wsd_schedule
+
+    def theirs(make, **options) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        scheduler = make(optimizer, num_warmup_steps=10, **options)
+        rates = []
+        for _ in range(100):
+            rates.append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+        return rates[10:]
+
+    def ours(**options) -> list[float]:
+        given = {"global_batch_size": 1, "lr": 1.0, "lr_warmup_samples": 10, "min_lr": 0.0}
+        training = configuration.Training(**given | options)
+        return [trainer.learning_rate(training, step, 100, 1) for step in range(10, 100)]
+
+    inverse = theirs(get_inverse_sqrt_schedule)
+    assert ours(lr_schedule="inverse-square-root") == pytest.approx(inverse)
+    decay = {"num_stable_steps": 60, "num_decay_steps": 30}
+    for style, name in (("linear", "linear"), ("1-sqrt", "1-sqrt")):
+        wsd = theirs(get_wsd_schedule, decay_type=name, **decay)
+        found = ours(lr_schedule="wsd", lr_wsd_decay_samples=30, lr_wsd_decay_style=style)
+        assert found == pytest.approx(wsd), style
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks(tmp_path):

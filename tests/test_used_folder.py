@@ -12,7 +12,7 @@ from small_corpora import END, write_chats
 import checkpoint
 import sample
 from checkpointing import folders
-from config.messages import UserError
+from config.errors import UserError
 from numerics import diff, record
 
 WORDS = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --device cpu --no-watchdog"

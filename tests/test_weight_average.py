@@ -10,7 +10,7 @@ from ranks import fork_ranks
 
 import checkpoint
 from checkpointing.index import Index
-from config.messages import UserError
+from config.errors import UserError
 
 SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--seq-length", "16"]
 SMALL += ["--vocab-size", "61", "--global-batch-size", "8", "--lr", "1e-2", "--steps", "5"]

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from config.command_line import check_option, to_words
-from config.messages import UserError
+from config.errors import UserError
 from config.run_options import Run
 from config.schema import GROUPS, Config, Layout
 from config.validation import refusal

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from config import command_line
-from config.messages import UserError, check_folder
+from config.errors import UserError
+from config.paths import check_folder
 from planner import hardware
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, trials

@@ -27,7 +27,7 @@ from typing import Any, cast, get_origin
 
 import psutil
 
-from config.messages import UserError, printable
+from config.errors import UserError, printable
 from config.regular_files import MOST_OF_ROWS, read_regular
 from tuner import search_space
 from tuner.search import LEAST_NOISE

@@ -11,7 +11,7 @@ An action is a part of a step or of another phase: F (a forward pass), B, optimi
 An operation is a collective or a message. Each rank numbers the operations of a group, so a rank
 that never entered the operation in which the others wait has a lower count than they have. The
 training thread writes and the watchdog's thread reads without locks: a count may be out of date by
-a microsecond. benchmarks/watchdog.py measures the cost.
+a microsecond. benchmarks/costs/watchdog.py measures the cost.
 
 Over gloo a wait blocks the host until the operation is done. Over NCCL a wait returns at once and
 makes the device's stream wait; a CUDA event behind the wait shows whether the stream has passed it.

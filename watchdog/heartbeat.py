@@ -69,7 +69,7 @@ def start_monitor(
     Called by rank 0. host: the address at which the ranks reach this node. size: the number of
     ranks. limit: --hang-timeout in seconds. key: the secret by which the monitor recognises the
     ranks. The process gets a new session, so that it survives this rank. It needs fewer open files
-    than rank 0, whose limit job_store.py has checked.
+    than rank 0, whose limit store.py has checked.
     """
     listener = socket.create_server((host, 0), backlog=max(128, size))
     number = listener.fileno()
@@ -389,7 +389,7 @@ class MemoryReader:
     """Reads the memory of this process and of its node, for the heartbeats.
 
     The files stay open, which makes a reading 5x faster. psutil could read the memory too, but
-    start_watch.py imports this file where there are no packages.
+    early_end.py imports this file where there are no packages.
     """
 
     def __init__(self) -> None:

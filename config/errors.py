@@ -1,0 +1,197 @@
+"""Errors in the user's input: one printed line, exit status 2, never a traceback.
+
+Everything that reads input of the user (flags, files, data) raises `UserError`; the entry points
+print it with `exit_with`. `printable`, `nearest` and `number_ranges` are for the words of errors.
+
+Programs import this module first: it exits under a Python that is too old for other modules. The
+code before that exit runs under Python 3.6 too.
+"""
+
+import contextlib
+import difflib
+import errno
+import json
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+# Numbers of the errors of writing to a file on a full disk, or to a pipe that no process reads.
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
+# Texts of the errors of a full disk: no space left, disk quota exceeded.
+NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+# Characters that turn the direction of a text (Unicode Bidirectional Algorithm, UAX 9, 2.1 to 2.4).
+TURNS_TEXT = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+# The environment variable with the file into which a rank writes how it ends (`leave_end`).
+END_FILE = "TRINE_END_FILE"
+SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    is_old = f"error: Trine needs Python 3.11 or newer, and {sys.executable} is"
+    sys.stderr.write(f"{is_old} {sys.version.split()[0]}: {SET_UP}\n")
+    sys.exit(2)
+
+for stream in ("stdin", "stdout", "stderr"):
+    # A stream is None if the shell closed it (>&-). The next opened file would get its descriptor
+    # number, and so what is printed. /dev/null takes this number.
+    if getattr(sys, stream) is None:
+        setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115 (stays open on purpose)
+
+
+class UserError(Exception):
+    """An error that the user can correct, with one sentence. status: the program's exit status."""
+
+    status = 2
+
+
+class SaveError(UserError):
+    """The result of a finished run cannot be saved; status 1, since the options are right."""
+
+    status = 1
+
+
+class NetworkError(UserError):
+    """Ranks cannot reach one another; status 1, since the options are right: try again."""
+
+    status = 1
+
+
+class NodeError(UserError):
+    """An error after which the supervisor may start the run again, without the named nodes.
+
+    nodes: the nodes that the supervisor leaves out; perhaps none. kind, ranks: the kind of fault
+    and its ranks, for the file that the supervisor reads (OUT/hang/case.json).
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        nodes: Iterable[str],
+        kind: str = "preflight",
+        ranks: Sequence[int] = (),
+    ):
+        """Keep what the supervisor reads: nodes to leave out, the fault's kind and its ranks."""
+        super().__init__(sentence)
+        self.nodes = sorted(nodes)
+        self.kind = kind
+        self.ranks = list(ranks)
+
+
+@contextlib.contextmanager
+def installed(how: str = SET_UP) -> Iterator[None]:
+    """In a block with imports, print one error line and exit if a package is not installed.
+
+    The program exits with status 2. how: the end of the line, which tells how to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {how}"))
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """In a block with a whole program, turn a UserError into one error line and its exit status.
+
+    An output that cannot be written is such an error too. If no process reads the output any more
+    (`| head`), nothing is printed.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as mistake:
+        exit_with(mistake)
+    except OSError as error:
+        if error.errno not in NOT_WRITTEN or error.filename is not None:
+            raise
+        # At its exit Python writes the text that is still buffered, which would fail again: so
+        # standard output is led to /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        is_read = error.errno != errno.EPIPE  # False: nobody reads the output any more
+        unwritten = UserError(f"cannot write the output: {error.strerror}")
+        exit_with(unwritten, prints=is_read, delay=0.0)
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    r"""Return the text with control characters, except those in `keep`, as escapes such as \x1b.
+
+    Text from files or models could otherwise move a terminal's cursor, change its title, or change
+    the direction of the text that follows.
+    """
+    if text.isprintable():
+        return text
+    shown = []
+    for character in text:
+        is_control = unicodedata.category(character) in ("Cc", "Cs")  # controls, surrogates
+        if (is_control or character in TURNS_TEXT) and character not in keep:
+            character = character.encode("unicode_escape").decode("ascii")
+        shown.append(character)
+    return "".join(shown)
+
+
+def nearest(name: str, known: Iterable[str], at_least: float = 0.6, most: int = 1) -> str:
+    """Return `; did you mean ...?` with known names that are like `name`, or an empty string.
+
+    Known names that have `name` between dashes are taken first, the shortest three: for "norm",
+    "embedding-norm" and others. If there is none, up to `most` names are taken that have at least
+    the similarity `at_least`, difflib's measure from 0 to 1.
+    """
+    containing = [candidate for candidate in known if f"-{name}-" in f"-{candidate}-"]
+    names = sorted(containing, key=len)[:3]
+    if not names:
+        names = difflib.get_close_matches(name, [*known], most, at_least)
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
+    """Return whole numbers as 0-3,8, the form of Slurm and taskset; `between` separates ranges."""
+    parts: list[list[int]] = []  # each part is [first, last] of numbers without a gap
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return between.join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def environment_with_end(path: str) -> dict[str, str]:
+    """Return this process's environment, in which the ranks write how they end into `path`.
+
+    The supervisor starts the launcher with it.
+    """
+    return {**os.environ, END_FILE: path}
+
+
+def leave_end(status: int, error: str = "") -> None:
+    """Leave this rank's exit status and error sentence for the supervisor, if there is one.
+
+    Launchers lose both: srun --kill-on-bad-exit makes 143 of a 2, torchrun makes 1 of everything,
+    and what a rank prints may go into a file of its own. If the file cannot be written, the status
+    of the launcher counts.
+    """
+    path = os.environ.get(END_FILE)
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{os.getpid()}"
+        Path(temporary).write_text(json.dumps({"status": status, "error": error}))
+        os.replace(temporary, path)
+
+
+def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoReturn:
+    """Exit with the error's status, after printing the message if `prints`.
+
+    If several ranks have the same error, only one prints it. A launcher ends the whole job when a
+    rank exits with an error, so the other ranks wait `delay` seconds before they exit, in which the
+    message is printed.
+    """
+    if prints:
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        leave_end(error.status, str(error))
+    else:
+        time.sleep(delay)
+    sys.exit(error.status)
