@@ -313,7 +313,6 @@ def block_activations(job: Job, scores: Column) -> Column:
     numbers = numbers + normed_width(model) / t  # inputs of the norms of queries and keys
     if model.up_matrices == 2:
         numbers = numbers + f / t  # the gate's result (SiLU), which is a kernel of its own in torch
-    numbers = numbers + copied_width(job) / t
     if experts > 1:
         numbers = numbers + computed * h / t  # rows that came to this GPU's experts
         numbers = numbers + active * h / t  # results that came back for this GPU's tokens

@@ -44,6 +44,7 @@ WITHOUT_A_LINE = {
     *("hidden", "heads", "seq_length", "lr", "adam_eps", "pad_vocab_multiple", "dp"),
     *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
     "skip_samples",
+    *("ema", "eval_ema"),  # tests/test_weight_average.py
 }
 SHAPE = {
     "precision": "fp64",
@@ -439,7 +440,7 @@ def test_one_kernel_computes_what_a_product_for_each_expert_does(counts, dtype, 
         ({"experts": 1, "experts_per_token": 1, "ep": 2}, "--ep needs --experts N"),
         (
             {"expert_interval": 5},
-            r"expert-interval\(5\) leave no block of layers\(4\) with experts",
+            r"expert_interval\(5\) leave no block of layers\(4\) with experts",
         ),
         ({"first_dense_layers": 4}, r"first_dense_layers\(4\) and expert_interval\(1\) leave no"),
         ({"first_dense_layers": 1, "ffn_hidden": 90, "tp": 4}, r"does not divide ffn-hidden\(90\)"),

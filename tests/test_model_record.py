@@ -85,6 +85,7 @@ def test_the_window_is_that_of_transformers(name):
     """And the blocks that have it, by any of the fields that say so."""
     config_class = transformers.AutoConfig.for_model(name).__class__
     small = {"vocab_size": 131, "intermediate_size": 40, **NEW, "num_attention_heads": 6}
+    small["num_experts_per_tok"] = 2
     small |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 4}
     for window in (16, None, "gone"):
         for used in (True, False, "gone"):
