@@ -1,6 +1,6 @@
 """Muon over layouts: drawn layouts against one rank, the first update under tp, and its cost.
 
-    python benchmarks/muon.py [--layouts 150] [--seed 2] [--out benchmarks/results/muon.md]
+    python benchmarks/layouts/muon.py [--layouts 150] [--seed 2] [--out benchmarks/results/muon.md]
 
 The cost is processor time on two CPU ranks, of Muon's and of AdamW's updates, beside the counts of
 FLOPs; wall-clock time on a shared machine would say nothing.
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import golden_worker
@@ -111,7 +111,7 @@ def main() -> None:
     lines = [
         "# Muon over layouts",
         "",
-        f"    python benchmarks/muon.py --layouts {options.layouts} --seed {options.seed}",
+        f"    python benchmarks/layouts/muon.py --layouts {options.layouts} --seed {options.seed}",
         "",
         f"Machine: virtual machine, CPU ranks over gloo, one thread each; Python "
         f"{platform.python_version()}, torch {torch.__version__}. Other programs ran on it.",

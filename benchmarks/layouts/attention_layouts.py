@@ -1,6 +1,6 @@
 """How far random layouts of models whose blocks attend in different ways are from one rank.
 
-    python benchmarks/attention_layouts.py --keep RESULTS.jsonl [--minutes 5]
+    python benchmarks/layouts/attention_layouts.py --keep RESULTS.jsonl [--minutes 5]
 
 Draws LAYOUTS layouts, each with its own pattern of windows and rotary positions, sinks, softcaps,
 documents or prefixes, and trains each for STEPS steps in fp64. The largest relative difference of
@@ -17,14 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from kept import machine
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import golden_worker
 from test_golden import POSITIONS, distance, reference, run_cases
 
+from benchmarks.results_file import machine
 from config import validation
 from config.errors import UserError
 
@@ -86,7 +85,7 @@ def report(rows: list[dict]) -> str:
     lines = [
         "# Attention by block in random layouts, against one rank",
         "",
-        "    python benchmarks/attention_layouts.py --keep RESULTS.jsonl",
+        "    python benchmarks/layouts/attention_layouts.py --keep RESULTS.jsonl",
         "",
         f"{machine()}. {STEPS} steps of each layout in fp64; the largest relative",
         "difference of a loss, gradient norm or sum of weights from the run on one rank.",
