@@ -126,6 +126,8 @@ class LatentAttention(nn.Module):
         )
         self.out = RowLinear(factory, f"{name}.out", heads * self.value, h, std, model.bias)
         self._heads_of = factory.compile_for_training(_heads_of)
+        # attend divides scores by the root of the head size: queries get what is missing.
+        self.query_factor = (model.head_size / model.query_scalar) ** 0.5
 
     def forward(
         self,
@@ -144,6 +146,8 @@ class LatentAttention(nn.Module):
         latent = self.kv_a_norm(latent)
         k_rope = spread_to_tp(k_rope, self.mesh.tp, self.factory.sequence_parallel)  # s b r
         q = self.q(q_input)  # s b a(n+r)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         if cache is not None:
             return self.out(self._decode(q, latent, k_rope, rotary, cache))
         sizes = self.nope, self.rope, self.value

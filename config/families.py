@@ -125,6 +125,8 @@ class Family:
             copied |= {"window_rotary_base", "window_rotary_scaling"}
         if self.nope:
             copied.add("rotary_blocks")
+        if "kv_lora_rank" in self.fields and rotary_scaling(model.rotary_scaling)[1]:
+            copied.add("query_scalar")  # by mscale_all_dim
         values = {name: getattr(model, name) for name in copied}
         for name, allowed in self.options.items():  # a value is kept if the family allows it
             value = getattr(model, name)
@@ -347,6 +349,14 @@ def _rope_fields(model: ModelShape, family: Family) -> dict[str, Any]:
     transformers 4 reads rope_scaling, transformers 5 reads rope_parameters.
     """
     scaling = _scaling_fields(model.rotary_scaling)
+    if model.is_latent and scaling.get("factor", 1.0) > 1:
+        # m of `_read_score_scale`, and what is said by the attention factor too.
+        growth = 0.1 * math.log(scaling["factor"])
+        m = (model.head_size / model.query_scalar) ** 0.25
+        scaling["mscale_all_dim"] = float(f"{(m - 1) / growth:.9g}")
+        if "attention_factor" in scaling:
+            above = (scaling["attention_factor"] * m - 1) / growth
+            scaling["mscale"] = float(f"{above:.9g}")
     parameters = scaling | {"rope_theta": model.rotary_base}
     if "rotary_fraction" in family.fields:
         parameters["partial_rotary_factor"] = model.rotary_fraction
@@ -490,10 +500,6 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
     fraction = named.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
     if "rotary_fraction" not in family.fields and fraction not in (None, 1.0):
         lacks.append(f"partial_rotary_factor is {fraction!a:.80}; here it is 1.0")
-    # DeepSeek multiplies the scores of its latent attention by a factor that grows with the length.
-    if "kv_lora_rank" in family.fields and rope.get("mscale_all_dim"):
-        factor = f"mscale_all_dim is {rope['mscale_all_dim']!a:.80}"
-        lacks.append(f"{factor}: scores of latent attention have no such factor here")
     # An option has the value in the file, or the family's default, or is derived from others later.
     for ours, names in family.fields.items():
         given = [name for name in names if named.get(name) is not None]  # the names in this file
@@ -525,7 +531,30 @@ def from_config(config: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         width, count = options.get("expert_ffn_hidden"), options.get("shared_ffn_hidden")
         if isinstance(width, int) and isinstance(count, int):  # other types are refused later
             options["shared_ffn_hidden"] = count * width
+    if "kv_lora_rank" in family.fields:
+        _read_score_scale(rope, options, where)
     return options, lacks
+
+
+def _read_score_scale(rope: dict[str, Any], options: dict[str, Any], where: str) -> None:
+    """Set query_scalar of latent attention, whose scores DeepSeek scales with the rotary positions.
+
+    Scores are multiplied by m^2, m = 0.1 mscale_all_dim ln(factor) + 1: the division by the root of
+    the head size d becomes one by the root of d / m^4. Raise UserError if one is no number.
+    """
+    scale = rope.get("mscale_all_dim")
+    widths: list[Any] = [options.get("qk_nope_head_dim"), options.get("qk_rope_head_dim")]
+    if not scale or options.get("rotary_scaling", "none") == "none" or None in widths:
+        return
+    numbers = (scale, rope.get("factor"), *widths)
+    if not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
+        raise UserError(f"{where}: mscale_all_dim and factor need numbers above 0: {numbers!a:.80}")
+    options["query_scalar"] = sum(widths) / _score_growth(scale, rope["factor"]) ** 4
+
+
+def _score_growth(scale: float, factor: float) -> float:
+    """Return m of `_read_score_scale`; a factor up to 1 changes nothing."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _read_blocks(

@@ -164,7 +164,6 @@ def _check_latent(model: ModelShape) -> None:
         "rotary_blocks": (model.rotary_blocks, "all"),
         "sinks": (model.sinks, False),
         "attention_softcap": (model.attention_softcap, 0.0),
-        "query_scalar": (model.query_scalar, float(head_size)),
     }
     for name, (value, only) in needed.items():
         if value != only:

@@ -36,6 +36,15 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 OPT = NEW_NAMES | {"ffn_dim": 80, "pad_token_id": None}  # else that token's row has no gradient
+# Positions of DeepSeek: the scores grow too.
+SCALED_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+SCALED_YARN |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 8}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 LONG = {"pad_token_id": None, "rope_scaling": {"type": "longrope"} | FACTORS}
@@ -97,6 +106,8 @@ CASES = {
     "deepseek_v2 scaled": LATENT
     | {"q_lora_rank": 28, "routed_scaling_factor": 1.5, "first_k_dense_replace": 0}
     | {"rope_parameters": LINEAR, "v_head_dim": 24},
+    "deepseek_v2 yarn": LATENT | {"rope_parameters": SCALED_YARN},
+    "deepseek_v3 yarn": MOONLIGHT | {"rope_parameters": SCALED_YARN | {"mscale": 0.5}},
     "deepseek_v3": LATENT | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2},
     "deepseek_v3 moonlight": MOONLIGHT,
     "deepseek_v3 weights": MOONLIGHT | {"norm_topk_prob": False, "v_head_dim": 16},

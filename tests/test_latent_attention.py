@@ -175,15 +175,29 @@ def test_a_public_config_is_the_preset(config, name):
         ({"rope_interleave": False}, "rope_interleave is False; here it is True"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8; here it is num_attention_heads"),
         ({"quantization_config": {"fmt": "e4m3"}}, "quantization_config is"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 0.707}},
-            "mscale_all_dim is 0.707: scores of latent attention have no such factor here",
-        ),
     ],
 )
 def test_a_field_that_changes_numbers_is_refused_by_name(changes, sentence):
     _, lacks = families.from_config(MOONLIGHT | changes, "config.json")
     assert sentence in "; ".join(lacks)
+
+
+def test_the_scores_grow_with_the_positions_as_deepseek_has_it():
+    """With the numbers of DeepSeek-V2-Lite: m^2 for a factor of 40, which no layer has twice."""
+    yarn = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    yarn |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+    options, lacks = families.from_config(MOONLIGHT | {"rope_scaling": yarn}, "config.json")
+    assert not lacks
+    model = make_model(options, "config.json")
+    m = 0.1 * 0.707 * math.log(40) + 1
+    assert model.head_size / model.query_scalar == pytest.approx(m**4, rel=1e-12)
+    assert model.rotary_scaling == "yarn:40:32:1:4096:1:1"
+    written = families.to_config(model)["rope_parameters"]
+    assert (written["mscale"], written["mscale_all_dim"]) == (0.707, 0.707)
+    linear = {"type": "linear", "factor": 40.0, "mscale_all_dim": "much"}
+    wrong = MOONLIGHT | {"rope_scaling": linear}
+    with pytest.raises(UserError, match="mscale_all_dim and factor need numbers above 0"):
+        families.from_config(wrong, "config.json")
 
 
 def test_v2_refuses_groups_and_normalised_weights_by_name():
