@@ -210,7 +210,9 @@ def test_a_split_without_rotary_positions_compiles_its_backward_pass_alone(case,
     """The forward pass makes views; one function writes their gradients into one tensor."""
     model = golden_worker.options(SMALL | case).model
     built = [
-        Attention(ParamFactory(Mesh(), compile=compile), "a", model, 0.02, False)
+        Attention(
+            ParamFactory(Mesh(), compile=compile), "a", model, 0.02, False, model.attention_of(0)
+        )
         for compile in (False, True)
     ]
     called = []
