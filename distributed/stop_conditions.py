@@ -48,6 +48,8 @@ HANDLED = (*ENDING, signal.SIGUSR1)
 # launcher may deliver twice, in two ways. A user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
 SECONDS_TO_END = 8.0  # if the function that ends all ranks hangs, this process ends itself then
+# Before the end: the monitor, another process, prints the reason, and MPI_Abort would end it first.
+SECONDS_TO_PRINT = 0.3
 # The number of step durations that are kept for --exit-after-minutes: the next step is expected to
 # take as long as the slowest of these steps.
 STEPS_REMEMBERED = 20
@@ -190,6 +192,7 @@ class Signals:
     def _end_now(self, why: str, status: int, saved: str = "") -> None:
         """Print the reason, and end all ranks at once with this status."""
         self._say(f"{why}: ending at once, without a save{saved}", "end")
+        time.sleep(SECONDS_TO_PRINT)
         # If the end itself hangs, as MPI_Abort may, this ends the process: it needs no lock of
         # Python. Stacks would be written to nowhere.
         with open(os.devnull, "w") as nowhere:
