@@ -10,11 +10,9 @@ are there are not made again, and with --minutes none is begun after that.
 """
 
 import argparse
-import json
 import random
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import golden_worker
 from test_golden import POSITIONS, distance, reference, run_cases
 
-from benchmarks.results_file import machine
+from benchmarks.results_file import add_options, from_options, head
 from config import validation
 from config.errors import UserError
 
@@ -80,16 +78,27 @@ def drawn_case(ranks: int, seed: int) -> dict:
         return case
 
 
+def run(name: str) -> list[dict]:
+    """Train AT_ONCE layouts in one start; a row for each. name: ranks and first seed, `4/20`."""
+    ranks, first = map(int, name.split("/"))
+    seeds = range(first, min(first + AT_ONCE, LAYOUTS[ranks]))
+    cases = [drawn_case(ranks, seed) for seed in seeds]
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_cases(ranks, cases, Path(folder))
+    return [
+        {"name": name, "ranks": ranks, "off": distance(result, reference(case)), "case": case}
+        for case, result in zip(cases, results, strict=True)
+    ]
+
+
 def report(rows: list[dict]) -> str:
     """The text of the results file."""
-    lines = [
-        "# Attention by block in random layouts, against one rank",
-        "",
-        "    python benchmarks/layouts/attention_layouts.py --keep RESULTS.jsonl",
-        "",
-        f"{machine()}. {STEPS} steps of each layout in fp64; the largest relative",
-        "difference of a loss, gradient norm or sum of weights from the run on one rank.",
-        f"{len(rows)} of {sum(LAYOUTS.values())} layouts were run; the limit is {LIMIT:g}.",
+    command = "python benchmarks/layouts/attention_layouts.py --keep RESULTS.jsonl"
+    facts = f"{len(rows)} of {sum(LAYOUTS.values())} layouts were run, {STEPS} steps each, in fp64."
+    lines = head("Attention by block in random layouts, against one rank", command, facts)
+    lines += [
+        "The largest relative difference of a loss, gradient norm or sum of weights from the run",
+        f"on one rank; the limit is {LIMIT:g}.",
         "",
         "| ranks | layouts | with cp | largest difference | over the limit | farthest |",
         "| --: | --: | --: | --: | --: | --- |",
@@ -111,30 +120,12 @@ def report(rows: list[dict]) -> str:
 def main() -> None:
     """Run what is not kept yet, and write the results file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", type=Path, required=True, help="file of the rows")
-    parser.add_argument("--minutes", type=float, default=1e9)
-    given = parser.parse_args()
-    until = time.monotonic() + 60 * given.minutes
-    rows = []
-    if given.keep.exists():
-        rows = [json.loads(line) for line in given.keep.read_text().splitlines()]
-    done = {(row["ranks"], row["seed"]) for row in rows}
-    for ranks, count in LAYOUTS.items():
-        seeds = [seed for seed in range(count) if (ranks, seed) not in done]
-        for first in range(0, len(seeds), AT_ONCE):
-            if time.monotonic() > until:
-                break
-            chosen = seeds[first : first + AT_ONCE]
-            cases = [drawn_case(ranks, seed) for seed in chosen]
-            with tempfile.TemporaryDirectory() as folder:
-                results = run_cases(ranks, cases, Path(folder))
-            for seed, case, result in zip(chosen, cases, results, strict=True):
-                off = distance(result, reference(case))
-                rows.append({"ranks": ranks, "seed": seed, "off": off, "case": case})
-                print(f"{ranks}/{seed} {off:.1e}", flush=True)
-                with open(given.keep, "a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-    RESULTS.write_text(report(rows))
+    add_options(parser)
+    kept = from_options(parser.parse_args())
+    done = {row["name"] for row in kept.rows()}
+    names = [f"{n}/{first}" for n, count in LAYOUTS.items() for first in range(0, count, AT_ONCE)]
+    kept.run(run, [name for name in names if name not in done])
+    RESULTS.write_text(report(kept.rows()))
 
 
 if __name__ == "__main__":
