@@ -158,16 +158,17 @@ class LocalPositions:
 
     def _seen_in(self, batch: Batch | None, window: int) -> Seen:
         """Return what this rank's queries see with a window of so many tokens; 0: no window."""
-        ranges = (None, None) if batch is None else (batch.starts, batch.stops)
-        masked = ranges[0] is not None and ranges[1] is not None
+        starts = None if batch is None else batch.starts
+        stops = None if batch is None else batch.stops
+        masked = starts is not None and stops is not None
         if not masked and window in self._seen:
             return self._seen[window]
         device = self.factory.device
         kv = self.mesh.kv
         places = torch.arange(self.length, device=device)
         places = kv.balanced_shard(places, 0)  # the queries that this rank has
-        if ranges[0] is not None and ranges[1] is not None:
-            starts, stops = ranges[0][:, places], ranges[1][:, places]
+        if starts is not None and stops is not None:
+            starts, stops = starts[:, places], stops[:, places]
         else:
             stops = (places + 1)[None]
             if self.flex:  # its mask is asked about each sample

@@ -70,7 +70,7 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of rotary positions: float64, (s, 1, 1, r) each.
 
-    Only the first r columns of a head are turned (--rotary-fraction). As in Llama, column i forms a
+    Only the first r columns of a head are turned (rotary_fraction). As in Llama, column i forms a
     pair with column i + r/2, so both halves of a table are equal. length: s, the tokens of a text,
     default: of a sample; longrope has other frequencies for long texts.
     """
@@ -91,7 +91,7 @@ def rotary_tables(
 
 
 def _scale_frequencies(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
-    """Return the frequencies after --rotary-scaling, which models trained on fewer tokens need.
+    """Return the frequencies after rotary_scaling, which models trained on fewer tokens need.
 
     kind, numbers: the parts of the option. linear: all frequencies are divided by the factor.
     llama3 (Llama 3.1): a frequency is divided by the factor if it turns less than `low` times in

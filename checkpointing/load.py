@@ -186,6 +186,8 @@ class Loader:
         """
         ours = ("weights", *self.optimizer.state_kinds)
         theirs = tuple(index.kinds)
+        if set(theirs) <= {"weights", EMA}:
+            raise UserError(f"{folder} holds only weights: --load-weights-only begins with them")
         if EMA in ours and EMA not in theirs:
             self.print_line(f"{folder} has no average of weights: --ema begins one here")
             ours = tuple(kind for kind in ours if kind != EMA)
@@ -194,8 +196,6 @@ class Loader:
             theirs = tuple(kind for kind in theirs if kind != EMA)
         here = self.optimizer.state_name
         there = index.attributes("optimizer")["kind"]
-        if theirs == ("weights",) or set(theirs) == {"weights", EMA}:
-            raise UserError(f"{folder} holds only weights: --load-weights-only begins with them")
         if sorted(ours) != sorted(theirs) or here != there:
             raise UserError(
                 f"{folder} has the state of {there} ({', '.join(theirs[1:])}), this run's "

@@ -91,8 +91,8 @@ def merge(
     """
     with ExitStack() as stack:
         indices = [stack.enter_context(Index(folder)) for folder in sources]
-        model = _common_model(indices)
         newest = max(range(len(sources)), key=lambda i: step_of(sources[i]))
+        model = _common_model(indices, newest)
         record = model_record.read(sources[newest])
         if record is None:
             record = model_record.without_tokenizer(model.seq_length)
@@ -110,14 +110,13 @@ def merge(
     return [*lines, f"{target}/{folder_name(progress.iteration)}: their mean, in {dtype}"]
 
 
-def _common_model(indices: Sequence[Index]) -> ModelShape:
+def _common_model(indices: Sequence[Index], newest: int) -> ModelShape:
     """Return the shape of the model that all checkpoints have; UserError if two differ.
 
-    The lengths of samples may differ: no weight depends on them with rotary positions. The newest
-    checkpoint's are returned.
+    The lengths of samples may differ: no weight depends on them with rotary positions. Those of the
+    checkpoint number `newest` are returned.
     """
     models = [make_model(index.attributes("model"), index.path) for index in indices]
-    newest = max(range(len(indices)), key=lambda i: step_of(indices[i].folder))
     first = dataclasses.asdict(models[newest])
     for index, model in zip(indices, models):
         other = dataclasses.asdict(model)
