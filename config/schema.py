@@ -476,9 +476,9 @@ class Layout:
         choices=SCHEDULES,
     )
     schedule_costs: str = option(
-        "counted",
-        "what --schedule auto simulates with: counted FLOPs, measured when the run starts, or six "
-        "numbers: F, B, W of a block and of the head",
+        "planned",
+        "what --schedule auto simulates with: planned seconds, measured when the run starts, or "
+        "six numbers of microseconds: F, B, W of a block and of the head",
     )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2
