@@ -235,6 +235,9 @@ class Training:
         0.001, "update rate of --balance bias, or aux loss coefficient", minimum=0.0
     )
     router_z_loss: float = option(0.0, "router z-loss coefficient", minimum=0.0)
+    z_loss: float = option(
+        0.0, "z-loss coefficient of the output logits, such as 1e-5", minimum=0.0
+    )
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 
     @property
