@@ -153,10 +153,8 @@ def test_megatrons_iterations_count_the_samples_of_a_batch_in_tokens():
             "training",
             {"lr_wsd_decay_style": "linear"},
         ),
-        ("--optimizer adam", "training", {"optimizer": "adamw"}),
-        ("--optimizer dist_muon", "training", {"optimizer": "muon"}),
     ],
-    ids=["wsd", "value alone", "same value", "adam", "muon"],
+    ids=["wsd", "value alone", "same value"],
 )
 def test_values_that_megatron_calls_otherwise(words, group, expected):
     """The flag has the same name in both, so only its value is translated; a note says so."""
