@@ -346,10 +346,19 @@ class Head(nn.Module):
     """
 
     def __init__(
-        self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
+        self,
+        factory: ParamFactory,
+        model: ModelShape,
+        padded: int,
+        embedding: Embedding | None,
+        z_loss: float = 0.0,
     ):
-        """Make final norm and output matrix (`padded` rows). embedding: this rank's, if any."""
+        """Make final norm and output matrix (`padded` rows).
+
+        embedding: this rank's, if any. z_loss: the coefficient of --z-loss.
+        """
         super().__init__()
+        self.z_loss = z_loss
         self.factory = factory
         self.shared = False  # whether the embedding uses this matrix too
         self.softcap = model.logit_softcap  # 0: none
@@ -377,10 +386,15 @@ class Head(nn.Module):
         return (logits / self.softcap).tanh() * self.softcap
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s)."""
+        """Return the loss of each token, (s, b), for x (s, b, h) and labels (b, s).
+
+        In training with --z-loss the result has the z-loss of each token too: (2, s, b).
+        """
         factory = self.factory
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         logits = self.logits(x)
-        return cross_entropy(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
+        tp = factory.mesh.tp
+        return cross_entropy(logits, labels.t(), tp, self.spec, factory.compile, z_loss)
 
 
 def _positions(
@@ -407,9 +421,11 @@ class Stage(nn.Module):
         spec: StageSpec,
         first: "Stage | None" = None,
         masked: bool = False,
+        z_loss: float = 0.0,
     ):
         """Make the parts that `spec` names. first: the pipeline's first stage, if this rank holds
-        it beside this stage. masked: whether each batch says which tokens each token sees.
+        it beside this stage. masked: whether each batch says which tokens each token sees. z_loss:
+        the coefficient of --z-loss.
 
         Raise ValueError if the stage has another number of parameters than `spec` says.
         """
@@ -424,7 +440,7 @@ class Stage(nn.Module):
         self.head: Head | None = None
         if spec.head:
             embedding_stage = self if first is None else first  # has the matrix of a tied head
-            self.head = Head(factory, model, padded, embedding_stage.embedding)
+            self.head = Head(factory, model, padded, embedding_stage.embedding, z_loss)
         # A tied head may use the matrix of the first stage on this rank, which counts it already.
         counted_elsewhere: list[nn.Parameter] = []
         if self.head is not None and first is not None and model.tied:
@@ -450,7 +466,8 @@ class Stage(nn.Module):
     ) -> Tensor:
         """Return the stage's output for x: tokens (b, s) on the first stage, else activations.
 
-        The output is activations, (s, b, h), or on the last stage the sum of the targets' losses.
+        The output is activations, (s, b, h), or on the last stage the sum of the targets' losses;
+        in training with --z-loss, (2,), that sum and the sum of their z-losses.
         The last stage needs the batch, and with masks every stage does. With a cache (decoding), x
         belongs to the tokens after the cached tokens, and the last stage returns this rank's logits
         of the next token: (b, V/tp).
@@ -463,7 +480,8 @@ class Stage(nn.Module):
             return self.head.logits(last_token)[0]
         if batch is None:  # without labels: the last block's output
             return x
-        return self.head(x, batch.labels).sum()
+        losses = self.head(x, batch.labels)
+        return losses.sum() if losses.dim() == 2 else losses.sum((1, 2))
 
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None

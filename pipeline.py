@@ -59,6 +59,8 @@ class Pipeline:
             ranks_of_sequence *= config.layout.tp
         local_length = config.model.seq_length // ranks_of_sequence
         self.shape = (local_length, config.layout.micro_batch_size, config.model.hidden)  # s b h
+        # The shape of a micro-batch's sum of losses in training: with --z-loss there are two.
+        self.losses = (2,) if config.training.z_loss else ()
         self.sending: list[Handle] = []  # sends that the last `run` did not wait for
         self.last_rank = placement(config.layout)[-1]  # pipeline rank that holds the last stage
         # Schedule.rank_of, the ranks of the stages, of schedules whose ranks have been connected.
@@ -74,9 +76,10 @@ class Pipeline:
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
         """Run the forward and backward passes of one step on this rank.
 
-        Return the sum of losses (a scalar) and the number of targets of the replica on the rank
-        that holds the last stage and is first in its tensor group; 0 and 0 on all other ranks. The
-        loss is multiplied by `loss_weight` for the gradients; Optimizer.begin_step returns it.
+        Return the sum of losses (a scalar; with --z-loss, (2,), also the sum of z-losses) and the
+        number of targets of the replica on the rank that holds the last stage and is first in its
+        tensor group; 0 and 0 on all other ranks. The losses are multiplied by `loss_weight` for the
+        gradients; Optimizer.begin_step returns it.
         """
         return self.run(self.schedule(micro_batches), batches, loss_weight)
 
@@ -168,8 +171,9 @@ class Pipeline:
 class Execution:
     """One run of a rank's list of actions, with its messages and kept activations.
 
-    An iteration over the execution does the actions. loss: the sum of the losses so far, float64;
-    targets: the number of targets in that sum.
+    An iteration over the execution does the actions. loss: the sum of the losses so far, float64,
+    in training with --z-loss also that of the z-losses, (2,); targets: the number of targets in
+    that sum.
     """
 
     def __init__(
@@ -189,7 +193,8 @@ class Execution:
         self.actions = schedule.ranks[self.rank]
         self.batches = batches
         self.loss_weight = loss_weight
-        self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        shape = pipeline.losses if torch.is_grad_enabled() else ()
+        self.loss = torch.zeros(shape, dtype=torch.float64, device=pipeline.device)
         self.targets = 0
         # Per (stage, micro-batch): the stage's input and the autograd node of its output, kept
         # until the backward pass. The output itself is freed when it has been sent.
@@ -250,7 +255,8 @@ class Execution:
         if self.is_last(action) and batch is not None:
             self.loss += y.detach()  # the sum of the micro-batch's losses
             self.targets += batch.count
-            y = y * self.loss_weight  # from here the backward pass starts
+            total = y.sum() if y.dim() else y  # with the z-loss, if there is one
+            y = total * self.loss_weight  # from here the backward pass starts
         else:
             self._pass_on(y.detach(), action, stage + 1)
         if torch.is_grad_enabled():

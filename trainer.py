@@ -129,7 +129,9 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     for spec in specs:
         if spec.rank == mesh.pp.rank:
             first_stage = stage_of.get(0)  # a tied head on the same rank uses its embedding
-            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first_stage, masked)
+            stage_of[spec.index] = Stage(
+                factory, config.model, layout, spec, first_stage, masked, training.z_loss
+            )
     stages = nn.ModuleList(stage_of.values())
     pipeline = Pipeline(stage_of, factory, config)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)
@@ -164,9 +166,9 @@ def run_passes(
 ) -> tuple[Tensor, int]:
     """Run the forward and backward passes of the step that starts at sample `consumed`.
 
-    Return this rank's share of the sum of losses (a scalar) and of the number of targets: not 0 on
-    one rank of each replica. keep: whether the next call for this step gets the same micro-batches
-    from the reader. limit: the number of micro-batches to run, 0: all.
+    Return this rank's share of the sum of losses (Pipeline.train) and of the number of targets: not
+    0 on one rank of each replica. keep: whether the next call for this step gets the same
+    micro-batches from the reader. limit: the number of micro-batches to run, 0: all.
     """
     config = state.config
     size = config.batches.batch(consumed)

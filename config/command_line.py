@@ -128,7 +128,7 @@ def parse_request(
     parser = _parser(description)
     flags, unknown = parser.parse_known_args(arguments)
     translation: Translation | None = None  # the arguments in our names, if some are not ours
-    if unknown:  # the arguments may have Megatron-LM's names of options
+    if unknown or _has_other_values(vars(flags)):  # perhaps by Megatron-LM's names
         from config import spelling
 
         translation = spelling.translate(arguments)
@@ -175,6 +175,16 @@ def parse_request(
     if taken.note:
         notes.append(taken.note)
     return Request(config, frozenset(given), tuple(notes), given.get("model"), taken)
+
+
+def _has_other_values(given: Mapping[str, Any]) -> bool:
+    """Return whether an option has a value that is not among its choices.
+
+    given: the values of flags by the option's name.
+    """
+    options = _options()
+    choices = {name: options[name].metadata["choices"] for name in given.keys() & options.keys()}
+    return any(choices[name] and given[name] not in choices[name] for name in choices)
 
 
 def _set_keys(words: Collection[str]) -> dict[str, Any]:

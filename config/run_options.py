@@ -146,7 +146,9 @@ class Training:
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     grad_dtype: str = option(
-        "fp32", "gradient accumulation in 16-bit runs: in fp32, or in bf16 to save memory", choices=("fp32", "bf16")
+        "fp32",
+        "gradient accumulation in 16-bit runs: in fp32, or in bf16 to save memory",
+        choices=("fp32", "bf16"),
     )
     optimizer: str = option(
         "adamw", "update rule; apex: AdamW by NVIDIA's FusedAdam", choices=OPTIMIZERS
@@ -235,6 +237,9 @@ class Training:
         0.001, "update rate of --balance bias, or aux loss coefficient", minimum=0.0
     )
     router_z_loss: float = option(0.0, "router z-loss coefficient", minimum=0.0)
+    z_loss: float = option(
+        0.0, "z-loss coefficient of the output logits, such as 1e-5", minimum=0.0
+    )
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 
     @property
@@ -486,7 +491,9 @@ class Run:
     )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
     save_switch: str = option(None, "save when this file appears, remove it, and continue")
-    watchdog: bool = option(True, "watch all ranks: name the one that hangs or dies, and end the job")
+    watchdog: bool = option(
+        True, "watch all ranks: name the one that hangs or dies, and end the job"
+    )
     hang_timeout: float = option(
         None,
         "seconds without progress that count as a hang, default: 300, or 10 median steps if longer",

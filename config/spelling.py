@@ -89,7 +89,7 @@ def translate(words: list[str]) -> Translation:
 
     words: the command line, with names of theirs and of ours. In the translation, the words that
     were ours already come first. Raise UserError if Trine does not have what an option asks for, or
-    if an option is given by two names. Called if a command line has an unknown flag.
+    if an option is given by two names. Called if a command line has an unknown flag or value.
     """
     # This parser knows only Megatron-LM's options. parse_known_args returns the words that it does
     # not know as the list `ours`: they are flags of Trine and their values.
@@ -178,9 +178,14 @@ def _our_words(name: str, values: list[str], translation: Translation) -> list[s
         if len(values) > 1:
             raise UserError(f"{flag} takes one value, not {' '.join(values)}")
         return ["--set", f"{key}={''.join(values) or 'true'}"]
-    translation.ours[flag] = f"--{NAMES['same'][name]}"
-    our_values = NAMES["values"].get(name, {})  # our value for each of theirs that differs
-    return [translation.ours[flag], *(our_values.get(value, value) for value in values)]
+    our_flag = f"--{NAMES['same'][name]}"
+    translations = NAMES["values"].get(name, {})  # our value for each of theirs that differs
+    our_values = [translations.get(value, value) for value in values]
+    if our_flag != flag:
+        translation.ours[flag] = our_flag
+    elif our_values != values:  # only the value has another name
+        translation.ours[written] = " ".join([our_flag, *our_values])
+    return [our_flag, *our_values]
 
 
 def _number(name: str, values: list[str]) -> float:

@@ -499,4 +499,7 @@ def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     gradients = np.maximum(0.0, matrix + job.activation_bytes - not_gathered) * has_gradient
     logits = 1.0 * job.tokens * job.vocab_columns
     chunk_in_fp32 = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
-    return heads * size * logits + np.maximum(chunk_in_fp32, gradients)
+    kept = size * logits
+    if job.training.z_loss:
+        kept = kept + 4.0 * job.tokens  # each token's log Z, in fp32
+    return heads * kept + np.maximum(chunk_in_fp32, gradients)

@@ -355,6 +355,8 @@ class _Observer:
             # A block's output is the sum of two tensors, which have the same gradient.
             residual, with_gradient = output
             output = residual + with_gradient
+        if name == "loss" and output.dim() == 3:
+            output = output[0]  # beside it is the z-loss of --z-loss
         self._add(name, self.micro_batch, output)
         if with_gradient.requires_grad and name != "loss":
             observe_gradient = partial(self._add, f"gradient of {name}", self.micro_batch)

@@ -135,6 +135,45 @@ def test_megatrons_iterations_count_the_samples_of_a_batch_in_tokens():
     assert parse_request(words).config.training.lr_warmup_samples == 20
 
 
+@pytest.mark.parametrize(
+    ("words", "group", "expected"),
+    [
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters 5",
+            "training",
+            {"lr_wsd_decay_style": "1-sqrt", "lr_wsd_decay_samples": 40, "lr_schedule": "wsd"},
+        ),
+        (
+            "--lr-schedule wsd --lr-wsd-decay-style=minus_sqrt",
+            "training",
+            {"lr_wsd_decay_style": "1-sqrt"},
+        ),
+        (
+            "--lr-schedule wsd --lr_wsd_decay_style linear --num-query-groups 2",
+            "training",
+            {"lr_wsd_decay_style": "linear"},
+        ),
+    ],
+    ids=["wsd", "value alone", "same value"],
+)
+def test_values_that_megatron_calls_otherwise(words, group, expected):
+    """The flag has the same name in both, so only its value is translated; a note says so."""
+    request = parse_request([*SHORT, "--steps", "100", *words.split()])
+    values = vars(getattr(request.config, group))
+    assert {name: values[name] for name in expected} == expected
+    named = any("--lr-wsd-decay-style 1-sqrt" in note for note in request.notes)
+    assert named == ("minus_sqrt" in words)
+
+
+@pytest.mark.parametrize("style", ["exponential", "cosine", "minus-sqrt"])
+def test_a_decay_that_is_not_here_is_refused_with_those_that_are(style):
+    words = ["--steps", "9", "--lr-decay-style", "WSD", "--lr-wsd-decay-style", style]
+    with pytest.raises(
+        UserError, match=f"lr-wsd-decay-style is one of linear, 1-sqrt, not '{style}'"
+    ):
+        parse_request([*SHORT, *words])
+
+
 def test_every_program_takes_a_batch_in_tokens(tmp_path, monkeypatch):
     batch = [*SHORT, "--batch-tokens", "65536", "--gpu", "cpu"]
     assert plan.ask(["layouts", *batch, "--gpus", "2"]).data["global_batch_size"] == 8

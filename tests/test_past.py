@@ -300,6 +300,7 @@ FROM_THE_CHECKPOINT = [
     "balance",
     "balance_rate",
     "router_z_loss",
+    "z_loss",
     "seed",
     "data",
     "split",

@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from config.command_line import check_option, to_words
@@ -28,17 +29,20 @@ from planner.partition_costs import part_costs
 from planner.step_time import Prediction
 from schedules.partition import blocks_per_stage
 
+OF_ZERO_3 = ("sync_each_batch", "reshard_after_forward")  # options of --zero 3 alone
 # A search varies these options of a layout, unless the command line gives them.
 AXES = (
     *("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero"),
     *("sequence_parallel", "schedule", "virtual_stages", "partition"),
+    *OF_ZERO_3,
 )
 # Training options that a trial sets to None: the length of the run and the ramp-up of the batch.
 # They do not change the seconds of a step with the full batch.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
 )
-# Layouts that recompute all blocks are added, up to this share of the number of other layouts.
+# Layouts that recompute all blocks are added, up to this share of the number of other layouts, and
+# as many with each further choice of OF_ZERO_3.
 ALL_BLOCKS = 0.1
 
 
@@ -96,6 +100,8 @@ class Candidate:
             (recomputes and layout.recompute_layers is not None, layout.recompute_layers),
             (layout.ep is not None, f"ep{layout.ep}"),
             (layout.dp * layout.cp > 1, f"zero{layout.zero}"),
+            (not layout.sync_each_batch, "once"),
+            (not layout.reshard_after_forward, "kept"),
             (layout.sequence_parallel, "sp"),
             (has_schedule, layout.schedule),
             (has_schedule and layout.virtual_stages is not None, layout.virtual_stages),
@@ -137,7 +143,9 @@ def candidates(
     # By layout and reason, so that a layout which several tables reject is listed once.
     rejected: dict[tuple, Rejected] = {}
     slower = 0
-    for fixed, share in _tables(config, given):
+    main = list(_tables(config, given))
+    further = list(_further_of_zero_3(config, given))
+    for number, (fixed, share) in enumerate(main + further):
         asked = Asked(config.model, config.training, machine, ranks, fixed)
         # With --schedule auto only the fastest layout of each tp, pp and micro-batch size is taken;
         # otherwise all layouts, up to a share of `most`.
@@ -151,6 +159,8 @@ def candidates(
                 continue
             run = Candidate(replace(config, layout=ranked.layout), ranked.prediction)
             runs.setdefault(_program(config, ranked.layout), run)
+        if number >= len(main):  # what it refuses runs with the first choice, or is rejected there
+            continue
         for entry in answer.rejected:
             rejected[(*sorted(entry.layout.items()), entry.reason)] = entry
     fastest_first = sorted(runs.values(), key=lambda run: run.prediction.seconds)
@@ -166,10 +176,7 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     of `candidates` that the planner may predict. given: values to try, by option.
     """
     # Fixed are the options that a search does not vary, and the values that the user gave.
-    fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
-    fixed["partition"] = choices("partition")  # the planner itself would try only one partition
-    for name, values in given.items():
-        fixed[name] = values[0] if len(values) == 1 else values
+    fixed = _fixed(config, given)
     # The number of recomputed blocks is fixed below, once for each number that the user gave.
     fixed.pop("recompute_layers", None)
     numbers_of_blocks = given.get("recompute_layers")
@@ -189,6 +196,36 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     if "full" in given.get("recompute", ["full"]):
         # Layouts that recompute all blocks, in case that a run needs more memory than predicted.
         yield fixed | {"recompute": ["full"], "recompute_layers": None}, ALL_BLOCKS
+
+
+def _fixed(config: Config, given: dict[str, list]) -> dict[str, Any]:
+    """Return the options of a layout that are fixed, each to a value or to a list of values.
+
+    Of each option of OF_ZERO_3 it is the first value; `_further_of_zero_3` has the others.
+    """
+    fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
+    fixed["partition"] = choices("partition")  # the planner itself would try only one partition
+    for name, values in given.items():
+        fixed[name] = values[0] if len(values) == 1 or name in OF_ZERO_3 else values
+    return fixed
+
+
+def _further_of_zero_3(
+    config: Config, given: dict[str, list]
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield the questions about layouts with --zero 3 and its own options, as `_tables` does.
+
+    There is one for each choice of these options but the first. --zero 3 has no pipeline: without
+    pp 1 or without it in the space there is no question.
+    """
+    if 3 not in given.get("zero", [3]) or 1 not in given.get("pp", [1]):
+        return
+    _, *others = product(*(given.get(name, [True, False]) for name in OF_ZERO_3))
+    fixed = _fixed(config, given) | {"zero": 3, "pp": 1}
+    schedules = [name for name in given.get("schedule", []) if name != "auto"]
+    fixed["schedule"] = schedules or ["1f1b"]  # they are the same without a pipeline
+    for choice in others:
+        yield fixed | dict(zip(OF_ZERO_3, choice, strict=True)), ALL_BLOCKS
 
 
 def choices(option: str) -> list:
@@ -211,11 +248,14 @@ def _program(config: Config, layout: Layout) -> tuple:
     costs = part_costs(config.model, config.training.precision, kind)
     blocks = blocks_per_stage(config.model, layout, costs)
     pipeline = layout.pp > 1
+    sharded = layout.dp * layout.cp > 1
     several_micro_batches = config.training.global_batch_size > layout.micro_batch_size * layout.dp
     return (
         (layout.tp, layout.pp, layout.cp, layout.micro_batch_size, layout.recompute),
         tuple(layout.recomputed_blocks(count, stage) for stage, count in enumerate(blocks)),
-        layout.zero if layout.dp * layout.cp > 1 else None,
+        layout.zero if sharded else None,
+        layout.sync_each_batch or not (sharded and several_micro_batches),
+        layout.reshard_after_forward or not sharded,
         layout.sequence_parallel if layout.tp > 1 else None,
         layout.schedule if pipeline and several_micro_batches else None,
         tuple(blocks),
