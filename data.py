@@ -29,6 +29,7 @@ from corpora.corpus_splits import Corpora, eval_sets
 from corpora.objectives import NO_TARGET, Objective, Readable
 from corpora.prefetch import Prefetcher
 from corpora.sample_order import SPLITS, TextSpan
+from corpora.streams import Staged
 from distributed.collectives import Group
 
 
@@ -136,6 +137,19 @@ def build(config: Config) -> Splits:
     return replace(splits, eval_sets=sets, notes=splits.notes + notes)
 
 
+def _staged(config: Config, corpora: Corpora | None) -> Staged:
+    """Return the train samples of a run with stages; corpora: None if all tokens are random."""
+    stages = config.stages
+    found = corpora.staged() if corpora else (None,) * len(stages)
+    parts = []
+    for stage, part in zip(stages, found):
+        random = Synthetic(config.model.vocab_size, stage.length, config.training.seed)
+        parts.append(part or random)
+    begins = [stage.samples for stage in stages]
+    lengths = [stage.length for stage in stages]
+    return Staged(begins, lengths, parts, config.total_samples)
+
+
 def _synthetic_splits(config: Config) -> Splits:
     """Return splits of random tokens, for --data synthetic: one stream of them for each split.
 
@@ -146,9 +160,10 @@ def _synthetic_splits(config: Config) -> Splits:
     train, validation, test = (
         Synthetic(model.vocab_size, model.seq_length, seed, stream) for stream in range(3)
     )
+    samples: Samples = _staged(config, None) if config.stages else train
     if not config.data.eval_samples:
-        return Splits(train, None, None)
-    return Splits(train, validation, test)
+        return Splits(samples, None, None)
+    return Splits(samples, validation, test)
 
 
 def _corpus_splits(config: Config) -> Splits:
@@ -158,7 +173,11 @@ def _corpus_splits(config: Config) -> Splits:
     """
     eval_samples = config.data.eval_samples
     corpora = Corpora(config)
-    train = corpora.split(SPLITS.index("train"), config.ordered)
+    train: Samples
+    if config.stages:
+        train = _staged(config, corpora)
+    else:
+        train = corpora.split(SPLITS.index("train"), config.ordered)
     source = corpora.describe()
     epoch_tokens = corpora.epoch_tokens()
     if not eval_samples:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
+from config.block_attention import BlockAttention
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
@@ -398,10 +399,13 @@ class Head(nn.Module):
 
 
 def _positions(
-    factory: ParamFactory, model: ModelShape, spec: StageSpec, micro_batch: int, masked: bool
+    factory: ParamFactory,
+    model: ModelShape,
+    blocks: list[BlockAttention],
+    micro_batch: int,
+    masked: bool,
 ) -> "Positions | LocalPositions":
-    """Return the masks and rotary tables of a stage's blocks."""
-    blocks = [model.attention_of(spec.first + n) for n in range(spec.blocks)]
+    """Return the masks and rotary tables of a stage's blocks, for samples of model.seq_length."""
     positions = Positions(factory, model, micro_batch, masked, blocks[0])
     if blocks[0].is_plain and all(block == blocks[0] for block in blocks):
         return positions
@@ -448,8 +452,29 @@ class Stage(nn.Module):
             self.head.weight.passes = 2  # the number of gradients in each micro-batch
         self.positions: Positions | LocalPositions | None = None
         if spec.blocks:
-            self.positions = _positions(factory, model, spec, layout.micro_batch_size, masked)
+            # The blocks' attention is that of the longest samples, also for shorter ones.
+            of_blocks = [model.attention_of(spec.first + n) for n in range(spec.blocks)]
+            self._make_positions = functools.partial(
+                _positions,
+                factory,
+                blocks=of_blocks,
+                micro_batch=layout.micro_batch_size,
+                masked=masked,
+            )
+            self._positions_of: dict[int, Positions | LocalPositions] = {}  # by seq_length
+            self.set_length(model)
         check_parameter_count(spec, self.parameters(), counted_elsewhere)
+
+    def set_length(self, model: ModelShape) -> None:
+        """Take samples of the model's seq_length from now on: with masks and tables for them.
+
+        model: the model of this stage, with another seq_length.
+        """
+        if not self.spec.blocks:
+            return
+        if model.seq_length not in self._positions_of:
+            self._positions_of[model.seq_length] = self._make_positions(model=model)
+        self.positions = self._positions_of[model.seq_length]
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
         """Make this stage's blocks; the layout says how many, from the first on, recompute."""

@@ -54,17 +54,21 @@ class Pipeline:
         self._model = config.model
         self._layout = config.layout
         self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
-        ranks_of_sequence = config.layout.cp  # ranks among which a sample's tokens are divided
-        if config.layout.sequence_parallel:
-            ranks_of_sequence *= config.layout.tp
-        local_length = config.model.seq_length // ranks_of_sequence
-        self.shape = (local_length, config.layout.micro_batch_size, config.model.hidden)  # s b h
+        self.set_length(config.model.seq_length)
         # The shape of a micro-batch's sum of losses in training: with --z-loss there are two.
         self.losses = (2,) if config.training.z_loss else ()
         self.sending: list[Handle] = []  # sends that the last `run` did not wait for
         self.last_rank = placement(config.layout)[-1]  # pipeline rank that holds the last stage
         # Schedule.rank_of, the ranks of the stages, of schedules whose ranks have been connected.
         self._connected: set[tuple[int, ...]] = set()
+
+    def set_length(self, length: int) -> None:
+        """Send and receive activations of samples of `length` tokens from now on."""
+        ranks_of_sequence = self._layout.cp  # ranks among which a sample's tokens are divided
+        if self._layout.sequence_parallel:
+            ranks_of_sequence *= self._layout.tp
+        local_length = length // ranks_of_sequence
+        self.shape = (local_length, self._layout.micro_batch_size, self._model.hidden)  # s b h
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the layout's schedule for this number of micro-batches; cache the last result."""

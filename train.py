@@ -143,8 +143,9 @@ def check_data(config: Config) -> None:
     eval_sets = options.eval_data or ()
     sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
     if not synthetic:
-        prefixes, _ = blends.parse_blend(options.data)
-        for prefix in prefixes:
+        words = [options.data, *(stage.data for stage in config.stages_left)]
+        prefixes = [prefix for data in words for prefix in blends.parse_blend(data)[0]]
+        for prefix in dict.fromkeys(prefixes):
             token_files.check_pair(prefix, options.answers_only)
     text.prompts_of_run(config)
     note = text.unused_rows(config)

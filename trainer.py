@@ -24,8 +24,10 @@ from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
 from checkpointing.state import check_begin, fingerprints
 from config.errors import UserError
+from config.learning_rate import rate_at
 from config.past import Past
 from config.schema import Config
+from config.stages import PlacedStage
 from decoding import Decoder, RunSamples
 from distributed import preflight
 from distributed.context import Context, start
@@ -43,7 +45,6 @@ from distributed.store import StoreExchange, first_given
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
-from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from planner.partition_costs import part_costs
@@ -74,6 +75,7 @@ class ModelState:
     stages: nn.ModuleList  # this rank's stages, in the model's order
     pipeline: Pipeline
     reader: data.BatchReader
+    length: int  # the tokens of a sample, which `set_length` changes
 
 
 @dataclass
@@ -135,7 +137,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     stages = nn.ModuleList(stage_of.values())
     pipeline = Pipeline(stage_of, factory, config)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)
-    return ModelState(config, factory, specs, stages, pipeline, reader)
+    length = config.model.seq_length
+    return ModelState(config, factory, specs, stages, pipeline, reader, length)
 
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
@@ -148,6 +151,21 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
         return state.optimizer.step(lr, loss_sum)
     # With loss masks the forward passes have counted the targets, by which losses are divided.
     return state.optimizer.step(lr, loss_sum, targets)
+
+
+def set_length(state: ModelState, length: int) -> None:
+    """Take samples of `length` tokens from now on: those of a stage of --stages, or of evaluations.
+
+    Weights, optimizer and reader stay; what depends on the length is made when it is first needed.
+    """
+    if state.length == length:
+        return
+    state.length = length
+    model = replace(state.config.model, seq_length=length)
+    for stage in state.stages:
+        stage.set_length(model)
+    state.pipeline.finish_sending()
+    state.pipeline.set_length(length)
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
@@ -172,7 +190,7 @@ def run_passes(
     """
     config = state.config
     size = config.batches.batch(consumed)
-    length = config.model.seq_length
+    length = state.length
     micro_batches = limit or config.micro_batches(size)
     batches = state.reader.batches(samples, consumed, config, keep=keep)
     counted = None  # the number of labels in the global batch that count in the loss, if needed
@@ -351,6 +369,8 @@ class Trainer:
         log.epoch_tokens = splits.epoch_tokens
         self.seconds_to_evaluate = 0.0  # the seconds that the last evaluation took
         self.needs_warm_up = preflight.warms_up(config, self.device.type)
+        self.stage: PlacedStage | None = None  # of --stages, the one of the newest step
+        self.warm_lengths = set[int]()  # lengths of samples for which kernels were warmed up
         self._make_observers()
 
     def _make_observers(self) -> None:
@@ -402,6 +422,7 @@ class Trainer:
             if evaluations and (is_last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(evaluations))
             if self.samples_of_text and (is_last or action < SAVE_AND_STOP):
+                set_length(self.state, self.config.model.seq_length)  # of the tables for positions
                 self.samples_of_text.after_step(iteration, is_last)
             every = self.config.run.check_replicas_every
             if every and (is_last or iteration % every == 0):
@@ -481,7 +502,7 @@ class Trainer:
         """
         begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
-        length = self.config.model.seq_length
+        length = self._begin_stage(begin)
         samples = self.splits.train
         if self.config.passes_over(begin, batch):
             self.done = self.done.after_step(samples, batch, length, trained=False)
@@ -493,9 +514,7 @@ class Trainer:
         self.recorder.begin_step(iteration)
         if self.profile:
             self.profile.before(iteration)
-        trained_samples = begin - self.done.skipped_samples
-        total_samples = self.config.total_samples
-        lr = learning_rate(self.config.training, trained_samples, total_samples, batch)
+        lr = rate_at(self.config, begin, self.done.skipped_samples, batch)
         if self.trace:  # it does the step, and traces it if --trace-numerics names it
             result = self.trace.step(samples, begin, lr)
         else:
@@ -519,6 +538,23 @@ class Trainer:
         self.losses.step(self.done, batch, result)
         return max(stats.requested_action for stats in stats_of_ranks)
 
+    def _begin_stage(self, begin: int) -> int:
+        """Return the tokens of a sample of the step from sample `begin` on, after setting them.
+
+        Log the stage of --stages if the step is its first, or the first of this start.
+        """
+        stage = self.config.stage_at(begin)
+        if stage is None:
+            return self.config.model.seq_length
+        if stage != self.stage:
+            self.stage = stage
+            self.log.stage(stage, self.done.iteration)
+            if stage.length not in self.warm_lengths:  # its kernels are new
+                self.warm_lengths.add(stage.length)
+                self.needs_warm_up = preflight.warms_up(self.config, self.device.type)
+        set_length(self.state, stage.length)
+        return stage.length
+
     def _warm_up(self, begin: int) -> None:
         """Call `warm_up` once, before the first step that trains, and log the seconds it takes."""
         self.needs_warm_up = False
@@ -538,6 +574,7 @@ class Trainer:
 
     def _evaluate_one(self, name: str, samples: data.Samples, count: int) -> None:
         """Evaluate the weights, and with --eval-ema their average too, and log the losses."""
+        set_length(self.state, self.config.model.seq_length)
         self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
         if self.config.data.eval_ema:
             with self.state.optimizer.averaged_weights():

@@ -504,7 +504,11 @@ class Checkpointer:
             "usage": progress.usage.text(),
             # A resume has to know this of the run (config/past.py).
             "past": to_text(
-                config.past.with_start(config.batches), config.ordered, config.past.run
+                config.past.with_start(config.batches),
+                config.ordered,
+                config.past.run,
+                tuple(s.begun() for s in config.stages if s.samples < progress.consumed_samples),
+                config.past.branch,
             ),
             "total_samples": config.total_samples,
         }

@@ -268,6 +268,11 @@ class Data:
         "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic",
         nargs="+",
     )
+    stages: str = option(
+        None,
+        "TOML file of [[stage]] tables: from so many tokens on, other corpora, sequence length, "
+        "batch size or schedule of the rate; see docs/data.md",
+    )
     split: str = option(
         "95,5,0",
         "shares of train, validation and test, by document",
@@ -467,6 +472,16 @@ class Run:
         needs=Needs(("keep_last",), reason="now all are kept"),
     )
     resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
+    branch_from: str = option(
+        None,
+        "begin another run in --out with the state of this checkpoint, or go on with that run",
+    )
+    decay_tokens: int = option(
+        None,
+        "train the branch for so many tokens, in which the learning rate falls to --min-lr",
+        minimum=1,
+        needs=Needs(("branch_from",), reason="it is a branch that decays"),
+    )
     load_weights_only: bool = option(
         False,
         "take only the weights from --resume, begin at step 0",

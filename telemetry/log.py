@@ -33,7 +33,8 @@ from config import model_stats
 from config.cli import VERSION
 from config.errors import NOT_WRITTEN, UserError
 from config.run_options import TRACKED_RUNS, unused_number
-from config.schema import Config
+from config.schema import Config, ModelShape
+from config.stages import PlacedStage
 from distributed.context import Context
 from planner import hardware
 from schedules import partition
@@ -124,7 +125,9 @@ class Log:
         self.latest = everyone
         self._write_outside(everyone)
         seconds = everyone[0].seconds
-        self.steps.add(batch, seconds, result.loss, result.skipped)
+        model = self.config.model_at(done.consumed_samples - batch)
+        length = model.seq_length
+        self.steps.add(batch, length, seconds, result.loss, result.skipped)
         iteration = done.iteration
         peaks, reserved = step_stats.per_stage(everyone, self.config.layout)
         row: dict[str, Any] = {
@@ -138,8 +141,8 @@ class Log:
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
-            "tokens_per_second": batch * self.config.model.seq_length / seconds,
-            **self._rates_of_flops(batch, seconds),
+            "tokens_per_second": batch * length / seconds,
+            **self._rates_of_flops(model, batch, seconds),
             "peak_memory_bytes": max(peaks),
             "peak_memory_bytes_per_stage": peaks,
             "reserved_memory_bytes_per_stage": reserved,
@@ -185,13 +188,15 @@ class Log:
             json.dump(self.facts, file, indent=1)
         return path
 
-    def _rates_of_flops(self, batch: int, seconds: float) -> dict[str, float | None]:
+    def _rates_of_flops(
+        self, model: ModelShape, batch: int, seconds: float
+    ) -> dict[str, float | None]:
         """Return a step's TFLOPs per second and rank, and its MFU, by the name of their columns.
 
-        batch: the number of samples in the step. tflops_hardware includes recomputation. mfu: the
-        model's FLOPs over the device's peak, or None if the peak is not known.
+        model: with the step's length of samples. batch: the number of samples in the step.
+        tflops_hardware includes recomputation. mfu: the model's FLOPs over the device's peak, or
+        None if the peak is not known.
         """
-        model = self.config.model
         recompute = self.config.layout.recompute
         samples_per_second = batch / self.context.size / seconds  # samples per second and rank
         needed = model_stats.model_flops(model, 1, FORMULA) * samples_per_second
@@ -220,7 +225,11 @@ class Log:
         """
         # The line's loss and rates are means over the steps since the last line.
         steps_in_means = self.config.run.log_every or self.printed.steps_since
-        samples_left = self.config.total_samples - row["consumed_samples"]
+        # Samples as long as those of the last step that are as many tokens as are left.
+        consumed = row["consumed_samples"]
+        total = self.config.tokens_at(self.config.total_samples)
+        length = self.config.length_at(max(0, consumed - 1))
+        samples_left = (total - self.config.tokens_at(consumed)) // length
         line = log_lines.of_step(row, self.total, self.steps, steps_in_means, samples_left)
         is_last = row["iteration"] == self.total
         if self.printed.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
@@ -236,6 +245,13 @@ class Log:
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
         self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))
+
+    def stage(self, stage: PlacedStage, done: int) -> None:
+        """Print the line of a stage of --stages that begins, or that a start goes on with.
+
+        done: the number of steps done.
+        """
+        self.note(log_lines.of_stage(self.config, stage, done))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
         """Write the row and the log line of an evaluation.
@@ -321,7 +337,6 @@ class Log:
         Without corpora, as with synthetic data, the result is empty.
         """
         corpora = done.usage.corpora
-        length = self.config.model.seq_length
         if not corpora:
             return {}
         # `corpora` has, by the prefix of each corpus, the (samples, tokens) consumed so far.
@@ -329,8 +344,8 @@ class Log:
         epochs = {}
         for prefix, epoch_tokens in self.epoch_tokens.items():
             if prefix in corpora:
-                samples, _ = corpora[prefix]
-                epochs[prefix] = samples * length / epoch_tokens
+                _, trained = corpora[prefix]
+                epochs[prefix] = trained / epoch_tokens
         return {"corpus_tokens": tokens, "corpus_epochs": epochs}
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -387,6 +402,13 @@ class Log:
                 "numpy": np.__version__,
             },
         }
+        if self.config.stages:
+            self.facts["stages"] = [
+                {"name": s.name, "from_tokens": s.tokens, "from_step": s.step}
+                for s in self.config.stages
+            ]
+        if branch := self.config.past.branch:
+            self.facts["branch"] = branch._asdict()
         out = self.config.run.out
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "log.txt"]
         # A run must not add to the files of another run; a resumed run goes on with its own.

@@ -16,6 +16,7 @@ from typing import Any
 
 from config.families import export_note
 from config.schema import Config
+from config.stages import PlacedStage
 from schedules import partition, simulation
 from schedules.orders import of_layout
 
@@ -33,15 +34,17 @@ class Steps:
     """The steps since the run was started or resumed; the lists have an entry per step."""
 
     samples: list[int] = field(default_factory=list)  # the samples in the batch of each step
+    lengths: list[int] = field(default_factory=list)  # the tokens of a sample of each step
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     skipped: int = 0  # the number of steps without an update
     nan: int = 0  # the number of steps whose loss was not finite
     began: float = field(default_factory=time.monotonic)  # clock reading when the run was started
 
-    def add(self, samples: int, seconds: float, loss: float, skipped: bool) -> None:
-        """Add a step with `samples` samples; skipped: the step made no update."""
+    def add(self, samples: int, length: int, seconds: float, loss: float, skipped: bool) -> None:
+        """Add a step with `samples` samples of `length` tokens; skipped: it made no update."""
         self.samples.append(samples)
+        self.lengths.append(length)
         self.seconds.append(seconds)
         self.losses.append(loss)
         self.skipped += skipped
@@ -116,6 +119,22 @@ def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
     """
     perplexity = math.exp(min(loss, 100.0))
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
+
+
+def of_stage(config: Config, stage: PlacedStage, done: int) -> str:
+    """Return the log line of a stage of --stages. done: the steps of the run before it is printed.
+
+    A start that goes on with a stage says at which step it began.
+    """
+    parts = [f"{stage.batch} samples of {stage.length} tokens", " ".join(map(str, stage.data))]
+    own = stage.stage
+    if own.has_rate:
+        parts.append(f"rate {own.lr_schedule}")
+    begin = f"from step {stage.step + 1}, {stage.tokens:,} tokens"
+    if done > stage.step:
+        begin += " (begun before)"
+    number = config.stages.index(stage) + 1
+    return f" stage {number} of {len(config.stages)}, {stage.name}: {begin} | {' | '.join(parts)}"
 
 
 def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:
@@ -219,16 +238,29 @@ def _of_batches(config: Config) -> list[str]:
     levels = config.batches.levels()
     last_level = levels[-1]
     text = f"{levels[0].batch} samples"
+    if config.stages:
+        return [_of_stages(config), *_of_skipped(config)]
     if len(levels) > 1:
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
         if len(sizes) > MOST_SIZES:
             sizes[FIRST_SIZES:-LAST_SIZES] = ["..."]
         text = f"{', '.join(sizes)} ({last_level.consumed} samples); {len(levels)} sizes"
-    lines = [f"global batch: {text}, {config.total_steps} steps"]
-    if config.skipped:
-        ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
-        lines.append(f"batches that hold samples of {ranges} are passed over")
-    return lines
+    return [f"global batch: {text}, {config.total_steps} steps", *_of_skipped(config)]
+
+
+def _of_skipped(config: Config) -> list[str]:
+    """Return the start-up line about samples that are passed over, if there are any."""
+    if not config.skipped:
+        return []
+    ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
+    return [f"batches that hold samples of {ranges} are passed over"]
+
+
+def _of_stages(config: Config) -> str:
+    """Return the start-up line about the stages of --stages: where each begins, where all end."""
+    begins = [f"{s.name} from step {s.step + 1} ({s.tokens:,} tokens)" for s in config.stages]
+    total = config.tokens_at(config.total_samples)
+    return f"stages: {', '.join(begins)}; {config.total_steps} steps, {total:,} tokens"
 
 
 def summary(
@@ -246,8 +278,8 @@ def summary(
     """
     out = config.run.out
     rates = []  # tokens per second of every step
-    for samples, seconds in zip(steps.samples, steps.seconds):
-        rates.append(samples * config.model.seq_length / seconds)
+    for samples, length, seconds in zip(steps.samples, steps.lengths, steps.seconds):
+        rates.append(samples * length / seconds)
     rates = rates[WARM_UP_STEPS:] or rates
     losses = f"loss: first {steps.losses[0]:.4f}, last {steps.losses[-1]:.4f}"
     for name, loss in evaluations.items():

@@ -97,6 +97,7 @@ class NumericsTrace:
         returns the context in which a file of that path is written.
         """
         self.state = state
+        self.state = state
         self.config: Config = state.config
         self.factory: ParamFactory = state.factory
         self.optimizer: Optimizer = state.optimizer
@@ -305,7 +306,7 @@ class _Observer:
         self.table = table
         self.mesh = trace.factory.mesh
         self.batch = trace.config.batches.batch(consumed)
-        length = trace.config.model.seq_length
+        length = trace.state.length
         positions = torch.arange(length, device=trace.factory.device)
         # The positions, in a sample, of the tokens that this rank has.
         self.positions = self.mesh.cp.balanced_shard(positions, 0)

@@ -45,6 +45,7 @@ WITHOUT_A_LINE = {
     *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
     "skip_samples",
     *("ema", "eval_ema"),  # tests/test_weight_average.py
+    "stages",  # tests/test_stages.py
 }
 SHAPE = {
     "precision": "fp64",

@@ -17,10 +17,10 @@ import data
 from checkpointing.resumed import has_order_of
 from config.command_line import parse_request
 from config.inherited import Inherited, changed_constants, inherited
+from config.learning_rate import learning_rate
 from config.past import Past, from_text, to_text
 from config.schema import GROUPS, Config
 from config.validation import check
-from optim.update_rules import learning_rate
 
 SHAPE = "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61"
 
@@ -314,6 +314,7 @@ FROM_THE_CHECKPOINT = [
     "answers_only",
 ]
 OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_ema", "cache"]
+OF_THE_START += ["stages"]  # its contents are taken over
 
 
 def test_every_option_of_training_and_data_is_classified():
