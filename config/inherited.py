@@ -23,7 +23,7 @@ from config.schema import ModelShape
 
 # Options of the data that do not say what is trained: what a start evaluates, and where it keeps
 # orders of samples.
-OF_THE_START = ("eval_every", "eval_samples", "eval_data", "eval_ema", "cache")
+OF_THE_START = ("eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema", "cache")
 # Other spellings of an option, which no finished configuration has.
 SPELLINGS = ("batch_tokens",)
 # Options of which one replaces the others: if one is given, the others are not taken over.

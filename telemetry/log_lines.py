@@ -16,6 +16,7 @@ from typing import Any
 
 from config.families import export_note
 from config.schema import Config
+from corpora.tasks import TaskResult
 from schedules import partition, simulation
 from schedules.orders import of_layout
 
@@ -116,6 +117,14 @@ def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
     """
     perplexity = math.exp(min(loss, 100.0))
     return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
+
+
+def of_task(name: str, iteration: int, total: int, result: TaskResult) -> str:
+    """Return the log line of a task of --eval-tasks after the step `iteration` of `total`."""
+    return (
+        f" step {iteration}/{total} | task {name} | accuracy {result.accuracy:.4f} | normalised "
+        f"accuracy {result.normalised_accuracy:.4f} | {result.bits_per_byte:.4f} bits per byte"
+    )
 
 
 def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:

@@ -45,6 +45,7 @@ WITHOUT_A_LINE = {
     *("batch_tokens", "train_samples", "split", "cache", "eval_every", "eval_samples"),
     "skip_samples",
     *("ema", "eval_ema"),  # tests/test_weight_average.py
+    "eval_tasks",  # tests/test_tasks.py
 }
 SHAPE = {
     "precision": "fp64",

@@ -313,7 +313,8 @@ FROM_THE_CHECKPOINT = [
     "mask_eod_loss",
     "answers_only",
 ]
-OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_ema", "cache"]
+OF_THE_START = ["batch_tokens", "eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema"]
+OF_THE_START.append("cache")
 
 
 def test_every_option_of_training_and_data_is_classified():
