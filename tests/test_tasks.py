@@ -368,7 +368,7 @@ def test_log_likelihoods_and_accuracies_are_lm_evals(case, tmp_path, monkeypatch
     tracker.date_id = "2026-01-31T12-00-00.123456"
     found = lm_eval.simple_evaluate(
         model="hf",
-        model_args=f"pretrained={tmp_path}/out,add_bos_token={begins},dtype=float32",
+        model_args=f"pretrained={tmp_path}/out,add_bos_token={begins},dtype=float32,max_length={S}",
         tasks=["mine"],
         task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
         device="cpu",
