@@ -197,7 +197,9 @@ class Batch:
     labels: the token after each of `tokens`, or a negative number if it does not count in the loss.
     count: the number of labels that count in the loss. starts, stops: token q sees the tokens
     starts[q] to stops[q] - 1; positions: each token's position in its document. These three are
-    None unless an option needs them (corpora/objectives.py).
+    None unless an option needs them (corpora/objectives.py). rows: for each label the number of the
+    continuation that it belongs to, if a pass scores continuations (scoring.py). length: the most
+    tokens of a text in the micro-batch; None: those of a sample.
     """
 
     tokens: Tensor
@@ -206,6 +208,8 @@ class Batch:
     starts: Tensor | None = None
     stops: Tensor | None = None
     positions: Tensor | None = None
+    rows: Tensor | None = None
+    length: int | None = None
 
     def first(self, rows: int) -> "Batch":
         """Return this micro-batch, with only its first `rows` samples counted in the loss.
@@ -228,7 +232,8 @@ class Batch:
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
-        for name in {"tokens", "labels", "positions"} & set(fields):  # None is not in `fields`
+        # None is not in `fields`.
+        for name in {"tokens", "labels", "positions", "rows"} & set(fields):
             fields[name] = cp.balanced_shard(fields[name], 1)
         if fields["labels"].shape != self.labels.shape:  # cp > 1: this rank has fewer targets
             # Counted on the host, because reading a count from the device would wait for it.

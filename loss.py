@@ -1,6 +1,7 @@
 """The cross-entropy of every token, if the vocabulary is split over n ranks; logits stay local.
 
     cross_entropy(logits, labels, tp, spec)     split over tensor ranks, differentiable; for Head
+    token_scores(logits, labels, tp, spec)      the losses, and which labels are the likeliest
 
     log Z  of a token = log(sum over all ranks' columns of exp(logit - m)) + m
                         with m the token's largest logit
@@ -81,6 +82,28 @@ def cross_entropy(
     and the gradient overwrite the logits, so the backward pass may run only once.
     """
     return _CrossEntropy.apply(logits, labels, tp, spec, fused, z_loss)
+
+
+@torch.no_grad()
+def token_scores(
+    logits: Tensor,
+    labels: Tensor,
+    tp: Group,
+    spec: ParamSpec,
+    fused: bool = False,
+) -> Tensor:
+    """Return each token's loss, and 1 if its label has the largest logit, else 0: (2, s, b).
+
+    The arguments are those of `cross_entropy`, and logits are overwritten too. A label that shares
+    the largest logit has it.
+    """
+    local_loss = LocalLoss.of(logits, labels, spec, fused)
+    sums = local_loss.sums
+    sums_of_ranks = sums.new_empty(tp.size, *sums.shape)
+    tp.at_once.all_gather(sums_of_ranks, sums).wait()
+    losses, _ = local_loss.losses(sums_of_ranks)
+    largest, _, label_logits = sums_of_ranks.unbind(1)
+    return torch.stack([losses, (label_logits.sum(0) >= largest.amax(0)).to(losses.dtype)])
 
 
 class LocalLoss(NamedTuple):

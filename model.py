@@ -26,7 +26,7 @@ from data import Batch
 from distributed.collectives import reduce_from_tp
 from experts import ExpertMLP
 from latent_attention import LatentAttention
-from loss import cross_entropy
+from loss import cross_entropy, token_scores
 from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear, recompute
 from schedules.partition import StageSpec
 
@@ -397,6 +397,15 @@ class Head(nn.Module):
         tp = factory.mesh.tp
         return cross_entropy(logits, labels.t(), tp, self.spec, factory.compile, z_loss)
 
+    def scores(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return each token's loss, and 1 if its label is the likeliest token, else 0: (2, s, b).
+
+        x: (s, b, h). labels: (b, s).
+        """
+        factory = self.factory
+        logits = self.logits(x)
+        return token_scores(logits, labels.t(), factory.mesh.tp, self.spec, factory.compile)
+
 
 def _positions(
     factory: ParamFactory,
@@ -495,7 +504,7 @@ class Stage(nn.Module):
         in training with --z-loss, (2,), that sum and the sum of their z-losses.
         The last stage needs the batch, and with masks every stage does. With a cache (decoding), x
         belongs to the tokens after the cached tokens, and the last stage returns this rank's logits
-        of the next token: (b, V/tp).
+        of the next token: (b, V/tp). If continuations are scored, it returns Head.scores.
         """
         x = self.hidden_states(x, batch, cache)
         if self.head is None:  # not the last stage
@@ -505,6 +514,8 @@ class Stage(nn.Module):
             return self.head.logits(last_token)[0]
         if batch is None:  # without labels: the last block's output
             return x
+        if batch.rows is not None:
+            return self.head.scores(x, batch.labels)
         losses = self.head(x, batch.labels)
         return losses.sum() if losses.dim() == 2 else losses.sum((1, 2))
 

@@ -97,6 +97,17 @@ class Pipeline:
         return self.run(evaluation_of_layout(self._layout, micro_batches), batches)
 
     @torch.no_grad()
+    def score(
+        self, batches: Batches, micro_batches: int, take: Callable[[Batch, Tensor], None]
+    ) -> None:
+        """Run the forward passes of micro-batches whose continuations are scored.
+
+        take: called with each micro-batch and its Head.scores, on the ranks of the last stage.
+        """
+        schedule = evaluation_of_layout(self._layout, micro_batches)
+        self._execute(Scoring(self, schedule, batches, take))
+
+    @torch.no_grad()
     def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
         """Return the logits of the token after `tokens` on the ranks of the last stage.
 
@@ -129,16 +140,21 @@ class Pipeline:
         self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0
     ) -> tuple[Tensor, int]:
         """Do this rank's actions of a schedule in order; return what `train` returns."""
-        if schedule.rank_of not in self._connected:
-            self._connect(schedule.rank_of)
-        self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
-        for _ in execution:
-            continue  # each turn of the iterator does one action
+        self._execute(execution)
         # All ranks of a tensor group have the same loss. The caller sums over ranks: one counts it.
         if self.mesh.tp.rank > 0:
             return torch.zeros_like(execution.loss), 0
         return execution.loss, execution.targets
+
+    def _execute(self, execution: "Execution") -> None:
+        """Do all actions of an execution."""
+        rank_of = execution.schedule.rank_of
+        if rank_of not in self._connected:
+            self._connect(rank_of)
+        self.finish_sending()
+        for _ in execution:
+            continue  # each turn of the iterator does one action
 
     def finish_sending(self) -> None:
         """Wait for the sends that the last `run` left unfinished; called before the next `run`.
@@ -196,6 +212,7 @@ class Execution:
         self.rank = pipeline.mesh.pp.rank
         self.actions = schedule.ranks[self.rank]
         self.batches = batches
+        self.masked = pipeline.masked  # whether every stage reads the micro-batch
         self.loss_weight = loss_weight
         shape = pipeline.losses if torch.is_grad_enabled() else ()
         self.loss = torch.zeros(shape, dtype=torch.float64, device=pipeline.device)
@@ -247,7 +264,7 @@ class Execution:
         stage = action.stage
         micro_batch = action.micro_batch
         batch: Batch | None = None
-        if stage == 0 or self.is_last(action) or self.pipeline.masked:  # tokens, labels or masks
+        if stage == 0 or self.is_last(action) or self.masked:  # tokens, labels or masks
             self.mesh.recorder.at("data", micro_batch)
             batch = self.batches(micro_batch)
         self.mesh.recorder.at("F", micro_batch)
@@ -257,14 +274,18 @@ class Execution:
             x = batch.tokens
         y = self.pipeline.stages[stage](x, batch)
         if self.is_last(action) and batch is not None:
-            self.loss += y.detach()  # the sum of the micro-batch's losses
-            self.targets += batch.count
+            self.take_result(batch, y.detach())
             total = y.sum() if y.dim() else y  # with the z-loss, if there is one
             y = total * self.loss_weight  # from here the backward pass starts
         else:
             self._pass_on(y.detach(), action, stage + 1)
         if torch.is_grad_enabled():
             self.for_backward[stage, micro_batch] = (x, get_gradient_edge(y))
+
+    def take_result(self, batch: Batch, y: Tensor) -> None:
+        """Add y, the sum of a micro-batch's losses, and its targets to those so far."""
+        self.loss += y
+        self.targets += batch.count
 
     def _backward(self, action: Action) -> None:
         """Do action B: a stage's backward pass, or only its input's gradient if W does the rest."""
@@ -373,3 +394,23 @@ class Execution:
         started = [action for action, send in self.sends.items() if send.handle]
         for action in started:
             self.sends.pop(action).wait()
+
+
+class Scoring(Execution):
+    """Forward passes of micro-batches whose continuations are scored; every stage has masks."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        batches: Batches,
+        take: Callable[[Batch, Tensor], None],
+    ):
+        """Prepare to do the actions. take: called with each micro-batch and its Head.scores."""
+        super().__init__(pipeline, schedule, batches, loss_weight=1.0)
+        self.masked = True
+        self._take = take
+
+    def take_result(self, batch: Batch, y: Tensor) -> None:
+        """Pass a micro-batch and its Head.scores on."""
+        self._take(batch, y)

@@ -128,14 +128,16 @@ def check_memory(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Raise UserError if token files or prompts of the options cannot be used.
+    """Raise UserError if token files, tasks or prompts of the options cannot be used.
 
     Print a note if the vocabulary is larger than the corpora's tokenizer needs.
     """
-    from corpora import blends, sample_order, text, token_files  # they import numpy
+    from corpora import blends, sample_order, tasks, text, token_files  # they import numpy
 
     options = config.data
     synthetic = options.data == ("synthetic",)
+    if options.eval_tasks:
+        tasks.read_tasks(config)
     if synthetic and not options.eval_data and not config.run.sample_prompt:
         return
     # Functions that return something are called here for the errors that they raise.

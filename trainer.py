@@ -28,6 +28,7 @@ from config.learning_rate import rate_at
 from config.past import Past
 from config.schema import Config
 from config.stages import PlacedStage
+from corpora.tasks import TaskSet, read_tasks
 from decoding import Decoder, RunSamples
 from distributed import preflight
 from distributed.context import Context, start
@@ -49,6 +50,7 @@ from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from planner.partition_costs import part_costs
 from schedules.partition import StageSpec, stage_specs
+from scoring import Scorer
 from telemetry import replica_check, run_time, step_stats
 from telemetry.audit import Audit
 from telemetry.log import Log
@@ -261,18 +263,19 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         config, chosen, lines = find_past(config, context)
         config = skip_earlier_spikes(config)
         splits = data.build(config)
+        tasks = read_tasks(config)
         precision.check(config, context)
         stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
         state = build(config, context)
         cleanup.callback(state.reader.close)
         log = _open_log(state, context, splits.source, stats_at_start)
         cleanup.callback(log.close)  # after an error too: close() prints the unwritten rows' number
-        for note in [*notes, *lines, *splits.notes]:
+        for note in [*notes, *lines, *splits.notes, *tasks.notes]:
             log.note(note)
         checkpoints = _checkpointer(state, context, splits.train, log, chosen)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
-        trainer = Trainer(state, splits, log, checkpoints, conditions)
+        trainer = Trainer(state, splits, tasks, log, checkpoints, conditions)
         signals.explain(partial(outlook, context.recorder), trainer.describe_saved)
         cleanup.callback(trainer.losses.spikes.finish)  # writes the last rows of spikes.jsonl
         cleanup.enter_context(collecting_between_steps())
@@ -280,6 +283,7 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         log.summarize()
         if finished:
             checkpoints.finish(trainer.done, conditions.wants_stop)
+        checkpoints.finish_commands(not finished, conditions.wants_stop)
     return finished
 
 
@@ -308,6 +312,9 @@ def _open_log(state: TrainState, context: Context, source: str, at_start: StepSt
         config.model, state.factory, config.layout.micro_batch_size, masked
     )
     kernels = preflight.kernel_names(config, state.optimizer.kernel, attention, source)
+    if config.data.eval_tasks:  # their texts share samples, under masks
+        name = attention_kernel(config.model, state.factory, config.layout.micro_batch_size, True)
+        kernels["attention of tasks"] = name
     preflight.check_compiler(kernels, context.device.type, context.nodes[context.rank])
     before = step_stats.exchange(at_start, state.factory.mesh.world, context.device)
     return Log(config, context, state.stage_specs, kernels, before)
@@ -336,6 +343,7 @@ class Trainer:
         self,
         state: TrainState,
         splits: data.Splits,
+        tasks: TaskSet,
         log: Log,
         checkpoints: Checkpointer,
         conditions: StopConditions,
@@ -371,6 +379,9 @@ class Trainer:
         self.needs_warm_up = preflight.warms_up(config, self.device.type)
         self.stage: PlacedStage | None = None  # of --stages, the one of the newest step
         self.warm_lengths = set[int]()  # lengths of samples for which kernels were warmed up
+        self.scorer: Scorer | None = None
+        if tasks.tasks:
+            self.scorer = Scorer(state.pipeline, state.factory, config, tasks)
         self._make_observers()
 
     def _make_observers(self) -> None:
@@ -487,12 +498,17 @@ class Trainer:
         lost = done - newest.iteration
         return f"{at}; {lost} steps after it are lost" if lost else f"{at}, the last one done"
 
-    def _evaluations_after(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
-        """Return the evaluations that are due after a step: by name, samples and their number."""
+    def _evaluations_after(self, iteration: int) -> list[Callable[[], None]]:
+        """Return the evaluations that are due after a step, as functions to call in this order."""
         every = self.config.data.eval_every
         if iteration < self.last_step and not (every and iteration % every == 0):
-            return {}
-        return self.splits.evaluations(self.config.data.eval_samples)
+            return []
+        sets = self.splits.evaluations(self.config.data.eval_samples)
+        due: list[Callable[[], None]] = [
+            partial(self._evaluate_one, name, samples, count)
+            for name, (samples, count) in sets.items()
+        ]
+        return [*due, partial(self._evaluate_tasks, self.scorer)] if self.scorer else due
 
     def _train_or_skip(self, iteration: int, evaluates: bool) -> float:
         """Do step `iteration` on the next global batch, or skip a batch of --skip-samples.
@@ -564,11 +580,11 @@ class Trainer:
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
-    def _evaluate(self, evaluations: dict[str, tuple[data.Samples, int]]) -> float:
+    def _evaluate(self, evaluations: list[Callable[[], None]]) -> float:
         """Do and log each evaluation; return the largest action that any rank requests after it."""
         began = time.perf_counter()
-        for name, (samples, count) in evaluations.items():
-            self._evaluate_one(name, samples, count)
+        for evaluation in evaluations:
+            evaluation()
         self.seconds_to_evaluate = time.perf_counter() - began
         return self.stats_exchange.largest_request()
 
@@ -580,6 +596,16 @@ class Trainer:
             with self.state.optimizer.averaged_weights():
                 loss = evaluate(self.state, samples, count)
             self.log.evaluation(f"{name}_ema", self.done, loss)
+
+    def _evaluate_tasks(self, scorer: Scorer) -> None:
+        """Evaluate the weights on --eval-tasks, and with --eval-ema their average too; log it."""
+        for task, result in scorer.results():
+            self.log.task(task.name, self.done, result)
+        if self.config.data.eval_ema:
+            with self.state.optimizer.averaged_weights():
+                found = scorer.results()
+            for task, result in found:
+                self.log.task(f"{task.name}_ema", self.done, result)
 
     def _stop_early(self) -> bool:
         """Save, print which rank requested the stop, and return False: the run is not finished.

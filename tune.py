@@ -7,8 +7,8 @@
 
 Flags that describe model, layout and training are those of train.py; a layout option that a flag
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
-at any moment, run the same command again, and the search continues. At the end --out has table.md,
-results.csv and layouts.svg.
+at any moment, run the same command again, and the search continues. At the end --out has
+report.html, table.md, results.csv and layouts.svg.
 """
 
 import argparse

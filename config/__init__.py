@@ -16,6 +16,7 @@ batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
 block_kinds     these numbers for models whose blocks differ, in experts or in windows
 block_attention what attention does in a block; the patterns that say which blocks have what
+child_environment  the environment of a command that a run starts for its user
 console         the commands of an installed Trine
 errors          `UserError`, and how a program ends with one
 cli             the parser and the version of every program, numbers with units

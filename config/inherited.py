@@ -25,7 +25,10 @@ from config.stages import StagePlan
 # Options of the data that do not say what is trained: what a start evaluates, and where it keeps
 # orders of samples.
 # The plan of --stages is taken over as it was read, and not its path.
-OF_THE_START = ("eval_every", "eval_samples", "eval_data", "eval_ema", "cache", "stages")
+OF_THE_START = (
+    *("eval_every", "eval_samples", "eval_data", "eval_tasks", "eval_ema"),
+    *("cache", "stages"),
+)
 # Other spellings of an option, which no finished configuration has.
 SPELLINGS = ("batch_tokens",)
 # Options of which one replaces the others: if one is given, the others are not taken over.

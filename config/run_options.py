@@ -282,12 +282,18 @@ class Data:
         0,
         "steps between evaluations, 0: only when training ends",
         minimum=0,
-        needs=Needs(("eval_samples", "eval_data"), reason="nothing is evaluated"),
+        needs=Needs(("eval_samples", "eval_data", "eval_tasks"), reason="nothing is evaluated"),
     )
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
     eval_data: tuple = option(
         None,
         "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or so many",
+        nargs="+",
+    )
+    eval_tasks: tuple = option(
+        None,
+        "[NAME=]FILE[:ROWS] ..., evaluate the multiple-choice tasks in these files too, on all "
+        "rows or so many",
         nargs="+",
     )
     eval_ema: bool = option(
@@ -387,6 +393,52 @@ def parse_eval_sets(words: tuple) -> list[EvalSet]:
     return list(sets.values())
 
 
+# A word of --eval-tasks, [NAME=]FILE[:ROWS]; the groups are these three.
+TASK_FILE = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9_.-]*)=)?(.+?)(?::([0-9]{1,18}))?")
+# The name that lm_eval gives to the file of a task's samples: samples_TASK_2026-01-31T12-....jsonl.
+SAMPLES_FILE = re.compile(r"samples_(.+?)_[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9.-]+")
+
+
+class TaskFile(NamedTuple):
+    """A file of --eval-tasks.
+
+    name: the task's name in the log. path: the file. rows: the number of its first rows that are
+    evaluated; None: all of them.
+    """
+
+    name: str
+    path: str
+    rows: int | None
+
+
+def parse_task_files(words: tuple) -> list[TaskFile]:
+    """Return the files of --eval-tasks.
+
+    words: texts [NAME=]FILE[:ROWS]. Without NAME the task has the name of its file up to the first
+    dot. Raise UserError if a word is malformed or a name repeats.
+    """
+    files: dict[str, TaskFile] = {}
+    for word in map(str, words):
+        match = TASK_FILE.fullmatch(word)
+        if match is None or match[3] == "0":
+            raise UserError(
+                f"--eval-tasks takes [NAME=]FILE[:ROWS] such as data/arc_easy.jsonl or "
+                f"arc=data/arc_easy.jsonl:500, not {word!r}"
+            )
+        name, path, count = match.groups()
+        if name is None:
+            name = os.path.basename(path).partition(".")[0]
+            # The date in the name of lm_eval's file has a dot before its fraction of a second.
+            of_samples = SAMPLES_FILE.fullmatch(name)
+            name = of_samples[1] if of_samples else name
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise UserError(f"--eval-tasks {word}: {name!r} is no name: give NAME={word}")
+        if name in files:
+            raise UserError(f"--eval-tasks {word}: another task is called {name}")
+        files[name] = TaskFile(name, path, int(count) if count else None)
+    return list(files.values())
+
+
 TRACKED_RUNS = "trackers.json"
 
 
@@ -470,6 +522,11 @@ class Run:
         "with --keep-last, also keep multiples of this step",
         minimum=0,
         needs=Needs(("keep_last",), reason="now all are kept"),
+    )
+    after_save: str = option(
+        None,
+        "shell command to run for each complete checkpoint, $TRINE_CHECKPOINT, beside the training",
+        needs=SAVES,
     )
     resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
     branch_from: str = option(

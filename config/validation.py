@@ -14,7 +14,7 @@ from typing import Any
 
 from config.block_attention import flags_of
 from config.errors import UserError
-from config.run_options import Needs, Run, as_typed, parse_eval_sets
+from config.run_options import Needs, Run, as_typed, parse_eval_sets, parse_task_files
 from config.schema import ELEMENTWISE, ROTARY_OPTIONS, Config, Layout, ModelShape, Training
 from config.stages import prefixes_of
 
@@ -30,6 +30,7 @@ def check(config: Config, ranks: int) -> Config:
     _ = config.skipped  # raises UserError if --skip-samples is malformed or its ranges overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     parse_eval_sets(config.data.eval_data or ())
+    parse_task_files(config.data.eval_tasks or ())
     _check_objective(config)
     check_sharding(layout, config.training)
     _check_experts(config.model, layout, config.training)

@@ -8,6 +8,8 @@
     mapped_files  the cache of orders: one process of a node builds it, all processes map it
     objectives    which tokens a token sees and which labels count: masks, prefixes, fill-in
     corpus_splits  the splits of --data and the sets of --eval-data
+    tasks         the multiple-choice tasks of --eval-tasks: rows, tokens, results
+    text_sources  the texts of files of many formats; the reader of JSON lines
     text          prompts as token ids, and ids as text
     encoder       how documents, prompts and conversations become token ids
     tokenizer_files  tokenizer.json, and the settings and chat templates beside it

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from corpora.blends import Blend, BlendOrder
-from corpora.mapped_files import ArrayCache, Found
+from corpora.mapped_files import ArrayCache, CachedArrays
 from corpora.sample_order import Continued, GPTSamples, TextSpan, refuse_ids
 from corpora.token_files import IndexedDataset
 
@@ -54,7 +54,7 @@ class Part:
         size: int,
         first: int,
         tokens: int,
-        found: Sequence[Found],
+        found: Sequence[CachedArrays],
     ):
         """Keep what the class's text says of the arguments."""
         self.order = order

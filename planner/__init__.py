@@ -19,5 +19,6 @@ flags           the planner's own flags: meaning and limits; plan.py says which 
 questions       what a question and an answer are; the questions are in layout_table (picture draws
                 it), duration_questions, layout_questions, model_questions, compare; cost: money
 batch_file      a Slurm batch file for a layout
+web_page        an HTML page of one file with tables and pictures, everything in it escaped
 run_files       reads measured runs; calibration refits a machine's constants to them
 """

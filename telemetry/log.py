@@ -5,7 +5,8 @@ rank 0 writes. The files of a run, in the folder --out:
 
     run.json        the whole configuration, the nodes and devices, and the versions in use
     log.txt         all that this class prints
-    metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets)
+    metrics.jsonl   a row per step and a row per evaluation (`NAME_loss`: validation, test, sets;
+                    `task`: its name, accuracy, normalised_accuracy, bits_per_byte)
     times.jsonl     the passes and waits of some steps, on every rank (step_times.py)
     spikes.jsonl    the batches of spikes, if there are any (loss_monitor.py)
     audits.jsonl    the audits of --audit-every (audit.py)
@@ -35,6 +36,7 @@ from config.errors import NOT_WRITTEN, UserError
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config, ModelShape
 from config.stages import PlacedStage
+from corpora.tasks import TaskResult
 from distributed.context import Context
 from planner import hardware
 from schedules import partition
@@ -91,7 +93,9 @@ class Log:
         self.steps = Steps()  # seconds, samples and losses of the steps so far
         self.printed = Printed()  # how many log lines were printed, and when the last one was
         self.epoch_tokens: Mapping[str, int] = {}  # by corpus, the tokens of an epoch
-        self.evaluations: dict[str, float] = {}  # the newest loss of each evaluation
+        # The newest loss of each evaluation, and the newest accuracy of each task.
+        self.evaluations: dict[str, float] = {}
+        self.corpus_tokens: Mapping[str, float] = {}  # of the last row that has them
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
         self.trackers: dict[str, Tracker] = {}  # TensorBoard and W&B, if they are asked for
         self.text: IO[str] | None = None  # the open log.txt
@@ -161,7 +165,7 @@ class Log:
         is_multiple = every is not None and iteration % every == 0
         if is_first_or_last or every is None or is_multiple:
             row |= self._of_corpora(done)
-        self._write(row)
+        self._write(row, row | self._shares(row.get("corpus_tokens", {})))
         self.printed.steps_since += 1
         is_late = time.monotonic() - self.printed.at >= SECONDS_BETWEEN_LINES
         is_due = is_late if every is None else is_multiple
@@ -264,6 +268,17 @@ class Log:
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
         self.note(log_lines.of_evaluation(name, done.iteration, self.total, loss))
 
+    def task(self, name: str, done: Progress, result: TaskResult) -> None:
+        """Write the row and the log line of a task of --eval-tasks; name: that of the task."""
+        self.evaluations[f"{name} accuracy"] = result.accuracy
+        row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
+        row |= {"consumed_tokens": done.usage.tokens}
+        numbers = result._asdict()
+        # A tracker has a series for each number of each task.
+        series = {f"{name}/{kind}": number for kind, number in numbers.items()}
+        self._write(row | {"task": name, **numbers}, row | {"tasks": series})
+        self.note(log_lines.of_task(name, done.iteration, self.total, result))
+
     def note(self, line: str) -> None:
         """On rank 0, print a line and append it to log.txt; a full disk does not end the run."""
         if not self.is_writer:
@@ -331,6 +346,20 @@ class Log:
                 self.text.close()
             self.text = None
 
+    def _shares(self, tokens: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
+        """Return the share of each corpus in the tokens since the last row with corpora.
+
+        tokens: by corpus, those since the run began; empty in a row without them. Trackers get the
+        shares, which `runs.py page` computes from metrics.jsonl. The result is empty before the
+        second such row, and without corpora.
+        """
+        before, self.corpus_tokens = self.corpus_tokens, tokens or self.corpus_tokens
+        if not before or not tokens:
+            return {}
+        since = {name: count - before.get(name, 0) for name, count in tokens.items()}
+        total = sum(since.values())
+        return {"corpus_share": {n: part / total for n, part in since.items()}} if total else {}
+
     def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
         """Return two columns for metrics.jsonl: by corpus, the tokens trained on and the epochs.
 
@@ -348,8 +377,11 @@ class Log:
                 epochs[prefix] = trained / epoch_tokens
         return {"corpus_tokens": tokens, "corpus_epochs": epochs}
 
-    def _write(self, row: dict[str, Any]) -> None:
-        """On rank 0, write a row to metrics.jsonl and to the trackers."""
+    def _write(self, row: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
+        """On rank 0, write a row to metrics.jsonl and to the trackers.
+
+        tracked: what trackers get in place of the row.
+        """
         if not self.is_writer:
             return
         self.metrics.write(row)
@@ -358,7 +390,7 @@ class Log:
         self.trackers = {}
         for name, tracker in trackers.items():
             with self.without(f"{name}, from here on"):
-                tracker.write(row["iteration"], row)
+                tracker.write(row["iteration"], row if tracked is None else tracked)
                 self.trackers[name] = tracker
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 from config.families import export_note
 from config.schema import Config
 from config.stages import PlacedStage
+from corpora.tasks import TaskResult
 from schedules import partition, simulation
 from schedules.orders import of_layout
 
@@ -135,6 +136,14 @@ def of_stage(config: Config, stage: PlacedStage, done: int) -> str:
         begin += " (begun before)"
     number = config.stages.index(stage) + 1
     return f" stage {number} of {len(config.stages)}, {stage.name}: {begin} | {' | '.join(parts)}"
+
+
+def of_task(name: str, iteration: int, total: int, result: TaskResult) -> str:
+    """Return the log line of a task of --eval-tasks after the step `iteration` of `total`."""
+    return (
+        f" step {iteration}/{total} | task {name} | accuracy {result.accuracy:.4f} | normalised "
+        f"accuracy {result.normalised_accuracy:.4f} | {result.bits_per_byte:.4f} bits per byte"
+    )
 
 
 def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:

@@ -46,6 +46,7 @@ WITHOUT_A_LINE = {
     "skip_samples",
     *("ema", "eval_ema"),  # tests/test_weight_average.py
     "stages",  # tests/test_stages.py
+    "eval_tasks",  # tests/test_tasks.py
 }
 SHAPE = {
     "precision": "fp64",

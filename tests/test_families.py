@@ -115,9 +115,9 @@ CASES = {
 }
 
 
-def their_model(case: str, dtype: torch.dtype = torch.float32, **options):
+def their_model(case: str, dtype: torch.dtype = torch.float32, vocab: int = V, **options):
     """transformers' model of a case, with weights, biases and norms drawn."""
-    config = transformers.AutoConfig.for_model(case.split()[0], vocab_size=V, **CASES[case])
+    config = transformers.AutoConfig.for_model(case.split()[0], vocab_size=vocab, **CASES[case])
     theirs = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", **options
     )

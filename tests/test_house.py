@@ -30,6 +30,7 @@ ROWS = (
     ("checkpoint", "sample"),
     ("trainer",),
     ("decoding",),
+    ("scoring",),
     ("telemetry",),
     ("checkpointing",),
     ("pipeline",),

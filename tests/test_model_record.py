@@ -395,7 +395,7 @@ def test_a_talk_on_two_ranks_and_its_mistakes(windowed, tmp_path):
     with pytest.raises(UserError, match="has no chat_template of text"):
         sample.prepare_task(sample.parse([*words[1:], "--chat"]), 1)
     for more, sentence in (
-        (["--chat", "--prompt", "a"], "give one of --prompt, --chat and --eval-data; --prompt and"),
+        (["--chat", "--prompt", "a"], "--eval-data, --eval-tasks; --prompt and"),
         (["--system", "a", "--prompt", "a"], "--system goes with --chat, not --prompt"),
         ([], "none was given"),
     ):

@@ -156,6 +156,7 @@ def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, 
     assert stored
     assert all(t["status"] == "ok" for t in stored)
     assert (tmp_path / "layouts.svg").exists()
+    assert (tmp_path / "report.html").exists()
     assert processes_of(tmp_path) == []
 
 

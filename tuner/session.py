@@ -27,7 +27,7 @@ from config.errors import UserError
 from config.paths import check_folder
 from planner import hardware
 from planner.layouts import Rejected
-from tuner import result_tables, search_space, trials
+from tuner import report_page, result_tables, search_space, trials
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, features
 from tuner.search_space import Candidate
@@ -36,6 +36,7 @@ from tuner.trials import STOPPING, Runner, Trial, TrialStore
 TOP = 5  # the number of layouts that are printed at the end
 MOST = 1e18  # a number on the command line must be below this limit
 PREDICTED = 200  # a search chooses from this number of layouts, which are likely the fastest
+WRITTEN = ("report.html", "table.md", "results.csv", "layouts.svg")
 DEFAULT_STEPS = 1000  # the suggested training command has these --steps if the user gave no length
 DEFAULT_GAIN = 1.0  # the value of --gain, in per cent of a step's seconds, if it is not given
 
@@ -360,17 +361,18 @@ class Session:
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:
-    """Write the report, table.md, results.csv and layouts.svg, into the folder `out`.
+    """Write report.html, table.md, results.csv and layouts.svg into the folder `out`.
 
     Return the lines to print: the fastest layouts, a summary, and a command that trains.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text("\n".join(result_tables.markdown(result)) + "\n")
     (out / "results.csv").write_text(result_tables.csv_text(result))
+    (out / "report.html").write_text(report_page.page(result))
     result_tables.draw(result, str(out / "layouts.svg"))
     ranked = result.ranked
     lines = [*map(result_tables.top_line, ranked[:TOP]), "", *result_tables.summary(result)]
     if ranked:
         command = shlex.join(result.command(ranked[0].candidate))
         lines += ["", "to train on the fastest:", f"    {command}"]
-    return [*lines, "", f"written: {out}/table.md, {out}/results.csv, {out}/layouts.svg"]
+    return [*lines, "", f"written: {', '.join(f'{out}/{name}' for name in WRITTEN)}"]

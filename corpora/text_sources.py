@@ -4,7 +4,8 @@
     .jsonl .ndjson .json   one in each line            .csv .parquet .arrow   one in each row
     .h5 .hdf5         tokens, an array of them         -   standard input, JSON lines
 
-Conversations and texts for an evaluation are JSON lines too, and are read by `objects_of`.
+Conversations, texts for an evaluation and the rows of tasks are JSON lines too, and are read by
+`objects_of`.
 
 A folder that `datasets` of Hugging Face has saved gives the .arrow files that its state.json lists.
 
@@ -32,14 +33,15 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 
 from config.errors import UserError
 from config.regular_files import open_regular
-from corpora.hdf5_files import check_stored, member
+
+if TYPE_CHECKING:
+    import h5py
 
 WHOLE = (".py", ".txt", ".md", ".rst", ".tex", ".html", ".htm")  # one document each
 LINES = (".jsonl", ".ndjson", ".json")
@@ -330,11 +332,15 @@ def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
             bad.add(f"{path}:{number}", f"has a {type(text).__name__} as {key!r}, not a text")
 
 
-def objects_of(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, dict[str, Any]]]:
+def objects_of(
+    path: Path, key: str | Sequence[str], bad: BadTexts
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of JSON lines that have a key, each with its FILE:LINE; others go to `bad`.
 
-    Their texts can be written as UTF-8. Lines that are blank are passed over.
+    key: its name, or several names of which an object has one. Texts of the objects can be written
+    as UTF-8. Lines that are blank are passed over.
     """
+    keys = (key,) if isinstance(key, str) else tuple(key)
     check_lines(path)
     with open_source(path) as file:
         for number, line in enumerate(_lines(file, path), 1):
@@ -342,7 +348,7 @@ def objects_of(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, dict[
                 line = _without_mark(line)
             if line.strip():
                 place = f"{path}:{number}"
-                found = _parse_line(line, place, key, bad)
+                found = _parse_line(line, place, keys, bad)
                 if found is not None:
                     yield place, found
 
@@ -352,7 +358,9 @@ def _without_mark(line: bytes) -> bytes:
     return line.removeprefix(codecs.BOM_UTF8)
 
 
-def _parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> dict[str, Any] | None:
+def _parse_line(
+    line: bytes, place: str, keys: Sequence[str], bad: BadTexts
+) -> dict[str, Any] | None:
     """The object in a JSON line; None for one that is skipped as bad."""
     try:
         found = json.loads(line.decode("utf-8"))
@@ -362,8 +370,9 @@ def _parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> dict[str, A
         return bad.add(place, f"is not JSON: {error}")
     except RecursionError:
         return bad.add(place, "is not JSON that can be read: it is nested too deeply")
-    if not isinstance(found, dict) or key not in found:
-        return bad.add(place, f"has no key {key!r}")
+    key = next((key for key in keys if isinstance(found, dict) and key in found), None)
+    if key is None:
+        return bad.add(place, f"has no key {' and no '.join(map(repr, keys))}")
     # What is no text is written as JSON again, to look at all of its texts.
     value = found[key]
     text = value if isinstance(value, str) else json.dumps(found, ensure_ascii=False)
@@ -490,14 +499,20 @@ def tokens_of(path: Path, key: str, vocab_size: int) -> tuple[np.ndarray, Iterat
 
 
 @contextlib.contextmanager
-def _open_hdf5(path: Path) -> Iterator[h5py.File]:
+def _open_hdf5(path: Path) -> "Iterator[h5py.File]":
     """An HDF5 file that may come from elsewhere: HDF5 itself opens nothing by a name."""
+    import h5py
+
     with open_file(path) as raw, h5py.File(raw, "r") as file:
         yield file
 
 
-def _array(file: h5py.File, path: Path, key: str) -> h5py.Dataset:
+def _array(file: "h5py.File", path: Path, key: str) -> "h5py.Dataset":
     """An array of integers that the file itself holds; UserError or ValueError."""
+    import h5py
+
+    from corpora.hdf5_files import check_stored, member
+
     names = list(itertools.islice(file, 10))
     if key.split("/")[0] not in file.keys():  # noqa: SIM118
         raise UserError(f"{path} has no array of integers {key!r}, but {', '.join(names)}")
