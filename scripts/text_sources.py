@@ -333,7 +333,7 @@ def texts_of(path: Path, key: str, bad: BadTexts) -> Iterator[str]:
 def objects_of(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of JSON lines that have a key, each with its FILE:LINE; others go to `bad`.
 
-    Their texts can be written as UTF-8. Lines that are blank are passed over.
+    Their texts can be written as UTF-8. Blank lines are skipped.
     """
     check_lines(path)
     with open_source(path) as file:

@@ -124,7 +124,7 @@ def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> st
     consumed: the run's samples after the step. batch: the number of samples left out.
     """
     samples = f"{consumed - batch} to {consumed - 1}"
-    return f" step {iteration}/{total} | passed over by --skip-samples: {samples}"
+    return f" step {iteration}/{total} | skipped by --skip-samples: {samples}"
 
 
 def duration(seconds: float) -> str:
@@ -211,7 +211,7 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
 
 
 def _of_batches(config: Config) -> list[str]:
-    """Return the start-up lines about the batch sizes, and about samples that are passed over.
+    """Return the start-up lines about the batch sizes, and about samples that are skipped.
 
     With several sizes, the line has the step at which each begins, and the number of samples before
     the last size begins.
@@ -227,7 +227,7 @@ def _of_batches(config: Config) -> list[str]:
     lines = [f"global batch: {text}, {config.total_steps} steps"]
     if config.skipped:
         ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
-        lines.append(f"batches that hold samples of {ranges} are passed over")
+        lines.append(f"batches that hold samples of {ranges} are skipped")
     return lines
 
 
