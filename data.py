@@ -377,7 +377,7 @@ class MicroBatches:
 
         The prefetcher reads the micro-batches in this order. In an evaluation the order ends with
         the last evaluated sample. In training it goes on with all later global batches, without the
-        batches that --skip-samples passes over. It never ends: the prefetcher takes what it needs.
+        batches that --skip-samples skips. It never ends: the prefetcher takes what it needs.
         """
         layout = self.reader.layout
         config = self.config

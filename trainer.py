@@ -187,8 +187,8 @@ def run_passes(
     """Run the forward and backward passes of the step that starts at sample `consumed`.
 
     Return this rank's share of the sum of losses (Pipeline.train) and of the number of targets: not
-    0 on one rank of each replica. keep: whether the next call for this step gets the same
-    micro-batches from the reader. limit: the number of micro-batches to run, 0: all.
+    0 on one rank of each replica. keep: cache the micro-batches, so that the step after the warm-up
+    reuses them. limit: the number of micro-batches to run, 0: all.
     """
     config = state.config
     size = config.batches.batch(consumed)

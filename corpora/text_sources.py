@@ -338,7 +338,7 @@ def objects_of(
     """The objects of JSON lines that have a key, each with its FILE:LINE; others go to `bad`.
 
     key: its name, or several names of which an object has one. Texts of the objects can be written
-    as UTF-8. Lines that are blank are passed over.
+    as UTF-8. Blank lines are skipped.
     """
     keys = (key,) if isinstance(key, str) else tuple(key)
     check_lines(path)

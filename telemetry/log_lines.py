@@ -152,7 +152,7 @@ def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> st
     consumed: the run's samples after the step. batch: the number of samples left out.
     """
     samples = f"{consumed - batch} to {consumed - 1}"
-    return f" step {iteration}/{total} | passed over by --skip-samples: {samples}"
+    return f" step {iteration}/{total} | skipped by --skip-samples: {samples}"
 
 
 def duration(seconds: float) -> str:
@@ -239,7 +239,7 @@ def _of_layout(config: Config, facts: dict[str, Any]) -> str:
 
 
 def _of_batches(config: Config) -> list[str]:
-    """Return the start-up lines about the batch sizes, and about samples that are passed over.
+    """Return the start-up lines about the batch sizes, and about samples that are skipped.
 
     With several sizes, the line has the step at which each begins, and the number of samples before
     the last size begins.
@@ -258,11 +258,11 @@ def _of_batches(config: Config) -> list[str]:
 
 
 def _of_skipped(config: Config) -> list[str]:
-    """Return the start-up line about samples that are passed over, if there are any."""
+    """Return the start-up line about samples that are skipped, if there are any."""
     if not config.skipped:
         return []
     ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
-    return [f"batches that hold samples of {ranges} are passed over"]
+    return [f"batches that hold samples of {ranges} are skipped"]
 
 
 def _of_stages(config: Config) -> str:
