@@ -1,0 +1,189 @@
+"""The first tensor of a run that is not one rank's.
+
+    reference = Reference(answer)                     of one rank
+    difference = first_difference(reference, answers) of the ranks of a layout, or None
+
+A tensor differs if an element is off by more than TOLERANCE of the tensor's largest element. In
+fp64 rounding is millions of times smaller, also where it grows from step to step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from check.recorder import Key, Piece
+
+TOLERANCE = 1e-9
+# A tensor whose elements are all this small, relative to the largest of its kind, is rounding.
+FLOOR = 1e-13
+
+
+@dataclass
+class Part:
+    """A piece that a rank has, and what one rank has there. place: the rank's on each axis."""
+
+    rank: int
+    place: dict[str, int]
+    piece: Piece
+    expected: np.ndarray
+    off: float  # the largest difference, relative to the tensor's largest element; inf for NaN
+
+
+@dataclass
+class Difference:
+    """The first tensor of a layout that is not one rank's.
+
+    key: its step, kind and name. parts: the pieces of it, those that differ first. last_equal: the
+    tensor before it in one rank's order, of which every piece is equal. differ, compared: numbers
+    of tensors. more: what else is wrong, such as replicas that differ.
+    """
+
+    key: Key
+    parts: list[Part]
+    last_equal: Key | None
+    differ: int = 0
+    compared: int = 0
+    more: list[str] = field(default_factory=list)
+
+    @property
+    def off(self) -> float:
+        """The largest difference, relative to the tensor's largest element."""
+        return max((part.off for part in self.parts), default=float("inf"))
+
+    @property
+    def wrong(self) -> list[Part]:
+        """The pieces that differ."""
+        return [part for part in self.parts if not part.off <= TOLERANCE]
+
+
+class Reference:
+    """The tensors of a run on one rank, whole, in the order in which it computed them.
+
+    tensors: by key. Activations are (s, samples, ...), parameters flat. order: the keys.
+    """
+
+    def __init__(self, answer: Any):
+        """answer: of a world of one rank (runs.Answer)."""
+        self.answer = answer
+        groups: dict[Key, list[Piece]] = {}
+        for piece in answer.pieces:
+            groups.setdefault(piece.key, []).append(piece)
+        self.order = sorted(groups, key=lambda key: key[0])  # stable: steps, then as computed
+        self.tensors = {key: _whole(pieces) for key, pieces in groups.items()}
+        self.scales = {key: _largest(values) for key, values in self.tensors.items()}
+        self.largest: dict[tuple[int, str], float] = {}  # of a kind in a step
+        for key in self.order:
+            kind = key[:2]
+            self.largest[kind] = max(self.largest.get(kind, 0.0), self.scales[key])
+
+    def expected(self, piece: Piece, tp: int, tp_rank: int) -> np.ndarray | None:
+        """Return what one rank has in the place of a piece; None if there is nothing to compare."""
+        whole = self.tensors.get(piece.key)
+        if whole is None:
+            return None
+        if piece.is_parameter:
+            (elements,) = piece.place
+            inside = not elements.size or elements.max() < whole.size
+            return whole[elements] if inside else None
+        rows, samples = piece.place
+        if max(rows, default=0) >= whole.shape[0] or max(samples, default=0) >= whole.shape[1]:
+            return np.full(piece.values.shape, np.nan)
+        found = whole[rows, samples] if piece.paired else whole[np.ix_(rows, samples)]
+        if found.ndim != piece.values.ndim:
+            return None
+        for dim, (all_of_it, here) in enumerate(zip(found.shape, piece.values.shape)):
+            if here == all_of_it:
+                continue
+            if here * tp != all_of_it:
+                return None
+            found = np.split(found, tp, dim)[tp_rank]
+        return found
+
+    def off(self, key: Key, values: np.ndarray, expected: np.ndarray) -> float:
+        """Return the largest difference over the tensor's largest element; inf for NaN."""
+        scale = max(self.scales[key], FLOOR / TOLERANCE * self.largest[key[:2]], 1e-300)
+        if not values.size:
+            return 0.0
+        worst = float(np.abs(values - expected).max())
+        return worst / scale if np.isfinite(worst) else float("inf")
+
+
+def _whole(pieces: list[Piece]) -> np.ndarray:
+    """Return the tensor that pieces of one rank make up."""
+    first = pieces[0]
+    if first.is_parameter:
+        size = 1 + max((int(p.place[0].max()) for p in pieces if p.place[0].size), default=0)
+        flat = np.full(size, np.nan)
+        for piece in pieces:
+            flat[piece.place[0]] = piece.values
+        return flat
+    rows = 1 + max(int(piece.place[0].max()) for piece in pieces)
+    samples = 1 + max(int(piece.place[1].max()) for piece in pieces)
+    features = first.values.shape[1 if first.paired else 2 :]
+    whole = np.full((rows, samples, *features), np.nan)
+    for piece in pieces:
+        index: Any = piece.place if piece.paired else np.ix_(*piece.place)
+        whole[index] = piece.values
+    return whole
+
+
+def _largest(values: np.ndarray) -> float:
+    """Return the largest magnitude, 0 without elements."""
+    return float(np.abs(values).max(initial=0.0))
+
+
+def first_difference(
+    reference: Reference, answers: list[Any], tp: int, begin: int = 0
+) -> Difference | None:
+    """Return the first tensor that is not one rank's, in one rank's order, or None.
+
+    answers: runs.Answer of every rank. tp: of the layout. begin: a run that was resumed has the
+    tensors from this step on.
+    """
+    parts_of: dict[Key, list[Part]] = {}
+    for rank, answer in enumerate(answers):
+        for piece in answer.pieces:
+            expected = reference.expected(piece, tp, answer.place["tp"])
+            if expected is not None:
+                off = reference.off(piece.key, piece.values, expected)
+                part = Part(rank, answer.place, piece, expected, off)
+                parts_of.setdefault(piece.key, []).append(part)
+    found: Difference | None = None
+    last_equal: Key | None = None
+    differ = 0
+    for key in reference.order:
+        parts = parts_of.get(key, [])
+        if not parts:
+            continue
+        if all(part.off <= TOLERANCE for part in parts):
+            last_equal = last_equal if found else key
+            continue
+        differ += 1
+        if found is None:
+            parts.sort(key=lambda part: part.off <= TOLERANCE)
+            found = Difference(key, parts, last_equal)
+    more = list(_others(reference.answer, answers, begin))
+    if found is None and more:
+        found = Difference((-1, "number", more[0].partition(":")[0]), [], last_equal)
+    if found is not None:
+        found.differ, found.compared, found.more = differ, len(parts_of), more
+    return found
+
+
+def _others(one: Any, answers: list[Any], begin: int) -> Iterator[str]:
+    """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
+    first = answers[0]
+    for name, loss in one.evaluated.items():
+        other = first.evaluated.get(name, float("nan"))
+        if not abs(other - loss) <= TOLERANCE * max(abs(loss), 1e-300):
+            yield f"{name} loss: {other:.12g} for {loss:.12g}"
+    for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
+        if not np.allclose(loads, others, rtol=TOLERANCE, atol=0.0):
+            yield f"loads of experts of step {step}: {others} for {loads}"
+            break
+    for answer in answers:
+        for sentence in answer.unequal:
+            yield f"replicas: {sentence}"
+            return
