@@ -323,7 +323,7 @@ def _of_terms(reference: Reference, difference: Difference, layout: Layout) -> I
     if kind != GRADIENT or last not in ("weight", "bias"):
         return
     grad = reference.tensors.get((step, "gradient of output", module))
-    alias = reference.answer.aliases.get(module, ("input", module))
+    alias = reference.aliases.get(module, ("input", module))
     x = reference.tensors.get((step, *alias))
     if grad is None or (x is None and last == "weight"):
         return
