@@ -10,11 +10,11 @@ All of train.py's options are taken, and these:
     --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
     --ranks N         ranks of a layout, at most; default: 4, from 8 cores on 8
     --minutes M       begin no further layout after so many minutes
-    --all             do not stop early: else a difference ends the check when 8 layouts have run
+    --all             do not stop early: else a difference ends the check when 6 layouts have run
     --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
                       --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
-    --cuda            on this machine's GPUs, in bf16, with bf16's bounds (not tried on many GPUs)
+    --cuda            on this machine's GPUs, in bf16, with bounds of bf16; not tried on several GPUs
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
@@ -54,7 +54,7 @@ with errors.installed():
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
-ENOUGH = 8  # layouts that tell where a difference comes from
+ENOUGH = 6  # layouts that tell where a difference comes from
 OWN = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
 OWN += ("--at-once", "--cuda")
 OF_TRAIN = ("--layers",)

@@ -188,7 +188,7 @@ def _groups(difference: Difference, axis: str) -> list[list[Part]]:
             for p in group
         )
     ]
-    wrong = [group for group in alike if any(p.off > CLOSE for p in group)]
+    wrong = [group for group in alike if any(p.differs for p in group)]
     return wrong if len(alike) == len(groups) else []
 
 
@@ -408,6 +408,7 @@ TRAITS: dict[str, Callable[[Layout], bool]] = {
     "dp above 1": lambda x: (x.dp or 1) > 1,
     "ep above 1": lambda x: (x.ep or 1) > 1,
     "dp x cp above 1": lambda x: x.cp * (x.dp or 1) > 1,
+    "tp above 1 without sequence parallelism": lambda x: x.tp > 1 and not x.sequence_parallel,
     "sequence parallelism": lambda x: bool(x.sequence_parallel),
     "ZeRO 0": lambda x: x.zero == 0 and x.cp * (x.dp or 1) > 1,
     "ZeRO 1": lambda x: x.zero == 1 and x.cp * (x.dp or 1) > 1,

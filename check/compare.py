@@ -4,7 +4,7 @@
     seen = Seen.by(reference, pieces, layout, mesh)     on every rank of a layout; collective
     difference = first_difference(reference, seen)      the rank's together, or None
 
-A tensor differs if an element is off by more than TOLERANCE of the tensor's largest element. In
+A tensor differs if an element is off by more than TOLERANCES of the tensor's largest element. In
 fp64 rounding is millions of times smaller, also where it grows from step to step.
 """
 
@@ -16,9 +16,9 @@ import torch
 
 from check.recorder import Key, Piece
 
-TOLERANCE = 1e-9
+TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
 # A tensor whose elements are all this small, relative to the largest of its kind, is rounding.
-FLOOR = 1e-13
+FLOOR = 1e-4  # of the tolerance
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Part:
     piece: Piece
     expected: np.ndarray
     off: float  # the largest difference, relative to the tensor's largest element; inf for NaN
+    differs: bool
 
 
 @dataclass
@@ -56,19 +57,22 @@ class Difference:
     @property
     def wrong(self) -> list[Part]:
         """The pieces that differ."""
-        return [part for part in self.parts if not part.off <= TOLERANCE]
+        return [part for part in self.parts if part.differs]
 
 
 class Reference:
     """The tensors of a run on one rank, whole, in the order in which it computed them.
 
     tensors: by key. Activations are (s, samples, ...), parameters flat. order: the keys. aliases:
-    see recorder.
+    see recorder. tolerance: the largest difference of an equal tensor.
     """
 
-    def __init__(self, pieces: list[Piece], aliases: dict[str, tuple[str, str]]):
+    def __init__(
+        self, pieces: list[Piece], aliases: dict[str, tuple[str, str]], precision: str = "fp64"
+    ):
         """pieces: of a world of one rank."""
         self.aliases = aliases
+        self.tolerance = TOLERANCES[precision]
         groups: dict[Key, list[Piece]] = {}
         for piece in pieces:
             groups.setdefault(piece.key, []).append(piece)
@@ -105,7 +109,7 @@ class Reference:
 
     def off(self, key: Key, values: np.ndarray, expected: np.ndarray) -> float:
         """Return the largest difference over the tensor's largest element; inf for NaN."""
-        scale = max(self.scales[key], FLOOR / TOLERANCE * self.largest[key[:2]], 1e-300)
+        scale = max(self.scales[key], FLOOR * self.largest[key[:2]], 1e-300)
         if not values.size:
             return 0.0
         worst = float(np.abs(values - expected).max())
@@ -156,7 +160,12 @@ class Seen:
             if expected is not None:
                 off = reference.off(piece.key, piece.values, expected)
                 offs[piece.key] = max(off, offs.get(piece.key, 0.0))
-        first = next((key for key in reference.order if offs.get(key, 0.0) > TOLERANCE), None)
+
+        def differs(key: Key) -> bool:
+            """Return whether a tensor is not one rank's here."""
+            return not offs.get(key, 0.0) <= reference.tolerance
+
+        first = next((key for key in reference.order if differs(key)), None)
         if mesh.size > 1:
             every: list[Any] = [None] * mesh.size
             torch.distributed.all_gather_object(every, first)
@@ -169,7 +178,8 @@ class Seen:
             expected = reference.expected(piece, tp, mesh.place["tp"])
             if expected is not None:
                 off = reference.off(piece.key, piece.values, expected)
-                parts.append(Part(mesh.rank, mesh.place, piece, expected, off))
+                wrong = not off <= reference.tolerance
+                parts.append(Part(mesh.rank, mesh.place, piece, expected, off, wrong))
         return cls(offs, parts)
 
 
@@ -183,7 +193,7 @@ def first_difference(reference: Reference, seen: list[Seen]) -> Difference | Non
         for key, off in each.offs.items():
             offs[key] = max(off, offs.get(key, 0.0))
     compared = [key for key in reference.order if key in offs]
-    differing = [key for key in compared if not offs[key] <= TOLERANCE]
+    differing = [key for key in compared if not offs[key] <= reference.tolerance]
     if not differing:
         return None
     place = compared.index(differing[0])

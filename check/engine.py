@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from check.compare import TOLERANCE, Difference, Reference, first_difference
+from check.compare import Difference, Reference, first_difference
 from check.layouts import ranks_of
 from check.ranks import Failure, Worlds
 from check.runs import Answer, Job, Worker
 from config.errors import UserError
-from config.run_options import Run
 from config.schema import Config, Layout
 
 
@@ -54,7 +53,7 @@ class Engine:
         self.config = config
         self.began = time.monotonic()
         self.at_once, self.seconds = at_once, seconds
-        self.plain = Run(device=config.run.device, watchdog=False, bind_cores=False)
+        self.plain = dataclasses.replace(config.run, watchdog=False, bind_cores=False)
         self.number = 0  # of the jobs so far
         self.one: Answer | None = None  # of one rank
         self.worlds: Worlds | None = None
@@ -82,7 +81,8 @@ class Engine:
         if isinstance(answers, Failure):
             raise UserError(f"the run on one rank fails: {answers.text}")
         (self.one,) = answers
-        self.reference = Reference(self.one.pieces, self.one.aliases)
+        precision = self.config.training.precision
+        self.reference = Reference(self.one.pieces, self.one.aliases, precision)
         self.one.pieces = []
         worker = Worker(self.reference)
         self.worlds = Worlds(worker, self.plain, self.at_once, self.seconds)
@@ -133,10 +133,11 @@ class Engine:
         assert one is not None  # it ran before
         for name, loss in one.evaluated.items():
             other = first.evaluated.get(name, float("nan"))
-            if not abs(other - loss) <= TOLERANCE * abs(loss):
+            if not abs(other - loss) <= self.reference.tolerance * abs(loss):
                 yield f"{name} loss: {other:.12g} for {loss:.12g}"
         for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
-            if not all(abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(loads, others)):
+            most = self.reference.tolerance
+            if not all(abs(a - b) <= most * abs(a) for a, b in zip(loads, others)):
                 yield f"loads of experts of step {step}: {others} for {loads}"
                 break
         for sentence in [x for answer in answers for x in answer.unequal][:1]:

@@ -40,7 +40,15 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
     data, said_of_data = small_data(config.data, model, training.seed, folder)
     device = "cuda" if on_gpus else "cpu"
     out = str(folder / "run")
-    run = Run(out=out, device=device, watchdog=False, bind_cores=False, preflight=False)
+    run = Run(
+        out=out,
+        device=device,
+        watchdog=False,
+        bind_cores=False,
+        preflight=False,
+        async_save=config.run.async_save,
+        blocking=config.run.blocking,
+    )
     layout = Layout(dp=1, pad_vocab_multiple=1)
     small = Config(model=model, layout=layout, training=training, data=data, run=run)
     return small, [*_lines(config, small), *said, *said_of_data]

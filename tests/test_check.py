@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import ROOT, fork_one, start
+from ranks import ROOT, fork_one, fork_ranks, start
 
 from benchmarks.faults.check_faults import asked, judged
 from check.causes import explanations, shared
@@ -234,3 +234,40 @@ def test_planted_faults_are_named(name):
     options = f"{fault.get('options', '')} --layout '{FAULTS[name]}'"
     (row,) = asked(table["runs"], fault | {"options": options})
     assert judged(fault, row) == (True, True, True), row["text"]
+
+
+GPT_16 = "--layers 4 --hidden 16 --heads 4 --seq-length 8 --vocab-size 61 --steps 4"
+ADAFACTOR = f"{GPT_16} --optimizer adafactor --lr 1e-2"
+# Runs that showed a defect in an earlier version: options, and the layout.
+FOUND = {
+    # Adafactor's means of the embedding counted rows of padding.
+    "padding": (ADAFACTOR, "dp 2 pad-vocab-multiple 48"),
+    # The one of two replicas that owns no tied matrix ended in an exception.
+    "no matrix": (ADAFACTOR, "pp 2 dp 2"),
+    # The ranks waited for each other for ever.
+    "blocking": (f"{GPT_16} --blocking", "pp 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND)
+def test_defects_of_random_runs_are_mended(name):
+    words, layout = FOUND[name]
+    outcome = fork_one("check.py", *words.split(), "--layout", layout, timeout=600)
+    assert outcome.status == 0, outcome.out + outcome.err
+
+
+@pytest.mark.slow
+def test_muon_is_saved_in_fp64_at_once():
+    """State that Muon's matrices do not have was written in fp32 among tensors of fp64."""
+    words = f"{GPT_16} --optimizer muon --save-every 1 --no-async-save --layouts 2 --ranks 2"
+    outcome = fork_one("check.py", *words.split(), timeout=600)
+    assert outcome.status == 0, outcome.out + outcome.err
+
+
+@pytest.mark.slow
+def test_a_stage_without_blocks_ends_its_run(tmp_path):
+    """The end of the run divided by the share of time of a stage that has no blocks."""
+    words = f"train.py {GPT_16} --pp 3 --partition 0,0,4 --check-speed-every 1 --out {tmp_path}"
+    outcome = fork_ranks(3, *words.split())
+    assert outcome.status == 0, outcome.err

@@ -130,15 +130,13 @@ def main() -> None:
     parser = Parser("check_faults.py", description=(__doc__ or "").splitlines()[0])
     add_options(parser)
     parser.add_argument("--only", default="", help="faults whose name has this word")
-    parser.add_argument("--part", default="0/1", help="only every Nth fault, from K on: K/N")
+    parser.add_argument("--at-once", type=int, default=1, help="calls at a time")
     given = parser.parse_args()
     keep = from_options(given)
     table = tomllib.loads(FAULTS.read_text())
     known = {row["name"] for row in keep.rows()}
-    first, every = map(int, given.part.split("/"))
-    part = table["fault"][first::every]
-    left = [f for f in part if f["name"] not in known and given.only in f["name"]]
-    keep.run(partial(asked, table["runs"]), left)
+    left = [f for f in table["fault"] if f["name"] not in known and given.only in f["name"]]
+    keep.run(partial(asked, table["runs"]), left, given.at_once)
     RESULTS.write_text(report(table["fault"], keep.rows()))
     print(f"written: {RESULTS.relative_to(ROOT)}")
 
