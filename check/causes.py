@@ -57,8 +57,10 @@ def title(key: Key) -> str:
         return f"the weights {name} as drawn" if drawn else f"the update of {name}"
     if kind.startswith("gradient of "):
         return f"the gradient of the {kind.removeprefix('gradient of ')} of {name}"
+    if (kind, name) == ("output", "head"):
+        return "the output of head: the loss of each token"
     if kind in ("output", "input"):
-        return f"the {kind} of {name}" if "." in name or name in ("embedding", "head") else name
+        return f"the {kind} of {name}" if name not in ("tokens", "labels") else f"the {name}"
     return f"the optimizer's {kind} of {name}"
 
 
@@ -88,6 +90,8 @@ def _backward(reference: Reference, key: Key, layout: Layout) -> str:
     if (forward, name) == ("output", "head"):
         return WORDS["backward"]["losses"]
     after = _after(reference, (step, forward, name))
+    if after[2].endswith(".router.choice"):
+        return _for(WORDS["backward"]["experts"], layout)
     words = [f"the backward of {_for(_forward(reference, after), layout)}"]
     if layout.pp > 1:
         words.append("the message between stages")

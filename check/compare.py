@@ -8,13 +8,14 @@ A tensor differs if an element is off by more than TOLERANCES of the tensor's la
 fp64 rounding is millions of times smaller, also where it grows from step to step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from check.recorder import Key, Piece
+from check.recorder import IN_USE, Key, Piece
 
 TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
 # A tensor whose elements are all this small, relative to the largest of its kind, is rounding.
@@ -76,7 +77,7 @@ class Reference:
         groups: dict[Key, list[Piece]] = {}
         for piece in pieces:
             groups.setdefault(piece.key, []).append(piece)
-        self.order = sorted(groups, key=lambda key: key[0])  # stable: steps, then as computed
+        self.order = sorted(groups, key=_in_order(list(groups)))
         self.tensors = {key: _whole(pieces) for key, pieces in groups.items()}
         self.scales = {key: _largest(values) for key, values in self.tensors.items()}
         self.largest: dict[tuple[int, str], float] = {}  # of a kind in a step
@@ -114,6 +115,28 @@ class Reference:
             return 0.0
         worst = float(np.abs(values - expected).max())
         return worst / scale if np.isfinite(worst) else float("inf")
+
+
+def _in_order(keys: list[Key]) -> Callable[[Key], tuple[int, int, int]]:
+    """Return a sort key: steps ascend, and tensors are in the order in which they were computed.
+
+    The parameters of a kind, such as gradients, are in the order in which a pass uses them.
+    """
+    used = [name for _, kind, name in keys if kind == IN_USE]
+    place_of = {name: place for place, name in reversed(list(enumerate(used)))}
+    first_of_kind: dict[tuple[int, str], int] = {}
+    for place, (step, kind, _) in enumerate(keys):
+        first_of_kind.setdefault((step, kind), place)
+    places = {key: place for place, key in enumerate(keys)}
+
+    def place(key: Key) -> tuple[int, int, int]:
+        """Return the step, the place of the kind or of the tensor, and the place in the kind."""
+        step, kind, name = key
+        if kind == IN_USE or name not in place_of:
+            return step, places[key], 0
+        return step, first_of_kind[step, kind], place_of[name]
+
+    return place
 
 
 def _whole(pieces: list[Piece]) -> np.ndarray:

@@ -81,6 +81,8 @@ def _model(model: ModelShape) -> ModelShape:
     """Return the model at small sizes."""
     layers = min(model.layers, LAYERS)
     kv_heads = min(model.kv_heads, HEADS)
+    if HEADS > kv_heads > 3:
+        kv_heads = 2  # cp 4, and cp 2 with tp 2, then divide heads in part, and gather keys in part
     heads = kv_heads * min(model.heads // model.kv_heads, 2)
     length = min(model.seq_length, LENGTH)
     sizes: dict[str, Any] = {"layers": layers, "heads": heads, "kv_heads": kv_heads}
