@@ -129,14 +129,14 @@ def _in_order(keys: list[Key]) -> Callable[[Key], tuple[int, int, int]]:
         first_of_kind.setdefault((step, kind), place)
     places = {key: place for place, key in enumerate(keys)}
 
-    def place(key: Key) -> tuple[int, int, int]:
+    def sort_key(key: Key) -> tuple[int, int, int]:
         """Return the step, the place of the kind or of the tensor, and the place in the kind."""
         step, kind, name = key
         if kind == IN_USE or name not in place_of:
             return step, places[key], 0
         return step, first_of_kind[step, kind], place_of[name]
 
-    return place
+    return sort_key
 
 
 def _whole(pieces: list[Piece]) -> np.ndarray:
