@@ -16,5 +16,6 @@ preflight        what is said and checked before step 1: places, nodes, groups, 
 heap             one heap of memory for all threads
 garbage          Python's garbage collector, at the same steps on all ranks
 parent_death     processes that end with their parent
+local_ranks      ranks that a program forks from itself, on one machine
 stop_conditions  signals, files and limits that end or save a run early
 """

@@ -18,6 +18,7 @@ from ranks import ROOT, start_ranks
 # From the top to the bottom: a room imports only from rows below its own.
 ROWS = (
     ("train",),
+    ("check",),
     ("tune",),
     ("tuner",),
     ("rehearse",),
@@ -55,7 +56,17 @@ ROWS = (
     ("config",),
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
-ENTRIES = {"train", "tune", "rehearse", "plan", "supervise", "runs", "checkpoint", "sample"}
+ENTRIES = {
+    "train",
+    "check",
+    "tune",
+    "rehearse",
+    "plan",
+    "supervise",
+    "runs",
+    "checkpoint",
+    "sample",
+}
 WITHOUT_TORCH = ("numerics", "config", "schedules", "planner", "supervisor", "watchdog", "tuner")
 READ_THE_ENVIRONMENT = {"distributed", "config"}
 OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room imports them

@@ -1,0 +1,200 @@
+"""Is my change right in every layout? Runs a small copy of a run in many layouts, beside one rank.
+
+    python check.py                                    after a change of the code: a GPT-2
+    python check.py --config RUN.toml                  the code that this run uses
+    python check.py --model llama3-8b --optimizer muon --layout "tp 2 dp 2 zero 2"
+
+All of train.py's options are taken, and these:
+
+    --layouts N       so many layouts; default: as many as cover every pair of axes and options
+    --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
+    --ranks N         ranks of a layout, at most; default: 4, from 8 cores on 8
+    --minutes M       begin no further layout after so many minutes
+    --all             do not stop early: else a difference ends the check when 6 layouts have run
+    --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
+                      --seed draws others
+    --at-once N       layouts that run at the same time, default: as the cores allow
+    --cuda            on this machine's GPUs, in bf16, with bounds of bf16; not tried on several GPUs
+
+The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
+becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
+tensor of every step is compared with one rank's. At last a run is saved in one layout and goes on
+in two others. A difference is reported with the first tensor, in the order in which tensors are
+computed, the operations before it, and explanations that fit its values.
+
+Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistake.
+"""
+
+import dataclasses
+import os
+import shlex
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# python -P and PYTHONSAFEPATH leave out the folder of the program.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+
+from config import errors  # imported first: it prints an error if Python is too old
+
+with errors.installed():
+    from check.layouts import cover, ranks_of, read, some, to_resume
+    from check.shrink import shrink
+    from config import validation
+    from config.cli import Parser
+    from config.command_line import SHAPE, Request, parse_request
+    from config.errors import UserError, nearest
+    from config.schema import Config, Layout
+    from distributed import local_ranks
+    from distributed.placement import allowed_cores
+
+MODEL = "gpt2-124m"  # the run if no options are given
+MOST_RANKS = 16
+ENOUGH = 6  # layouts that tell where a difference comes from
+OWN = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
+OWN += ("--at-once", "--cuda")
+OF_TRAIN = ("--layers",)
+SAVED_AFTER = 1  # the step after which the resumed run is saved
+
+
+def main(arguments: list[str]) -> int:
+    """Check the run of these arguments, print the verdict, and return the exit status.
+
+    Raise UserError if an option is wrong; torch is imported after that.
+    """
+    given, train_arguments = _parser().parse_known_args(arguments)
+    for word in train_arguments:  # what is nearly one of this program's options
+        if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:
+            raise UserError(f"unknown argument {word!r}{near}")
+    ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UserError(f"--ranks is from 1 to {MOST_RANKS}, not {ranks}")
+    if given.random:
+        seed = _request(train_arguments).config.training.seed
+        return _check_random(given, ranks, seed)
+    request = _request(train_arguments)
+    with tempfile.TemporaryDirectory(prefix="trine-check-") as folder:
+        small, lines = shrink(request.config, Path(folder), given.cuda)
+        validation.check(small, 1)
+        chosen = [read(text, small) for text in given.layout or ()]
+        chosen = chosen or cover(small, ranks, given.layouts)
+        if not chosen:
+            raise UserError(f"this run has no layout but one rank, on up to {ranks} ranks")
+        for note in request.notes:
+            print(f"note: {note}", file=sys.stderr)
+        number = f"{len(chosen)} layouts" if len(chosen) > 1 else "1 layout"
+        most = max(map(ranks_of, chosen))
+        precision = small.training.precision
+        print(f"{number} of up to {most} ranks, each against one rank in {precision}")
+        for text in lines:
+            print(f"small: {text}")
+        sys.stdout.flush()
+        return _check(small, chosen, given, Path(folder))
+
+
+def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Path) -> int:
+    """Run the layouts, print a line for each and the verdict, and return the exit status."""
+    began = time.monotonic()
+    local_ranks.prepare()
+    with errors.installed():
+        from check.engine import Engine
+        from check.report import WIDTH, line, verdict
+
+    until = began + 60.0 * given.minutes if given.minutes else None
+    at_once = given.at_once or (1 if given.cuda else max(2, len(allowed_cores()) // 2))
+    outcomes: list[Any] = []
+
+    def add(outcome: Any) -> None:
+        """Keep an outcome and print its line."""
+        outcomes.append(outcome)
+        print(line(outcome), flush=True)
+
+    with Engine(small, at_once) as runner:
+        losses = " ".join(f"{loss:.6f}" for loss in runner.begin().losses)
+        print(f"{'losses':{WIDTH}s} one rank: {losses}", flush=True)
+
+        def may_begin() -> bool:
+            """Return whether another layout may begin: in time, and if there is no verdict yet."""
+            differs = any(not outcome.is_equal for outcome in outcomes)
+            has_verdict = differs and len(outcomes) >= ENOUGH and not given.all
+            return not has_verdict and (until is None or time.monotonic() < until)
+
+        for outcome in runner.run(chosen, may_begin):
+            add(outcome)
+        left = len(chosen) - len(outcomes)
+        if not given.layout and may_begin():
+            saved_by, going_on = to_resume(small, chosen)
+            for outcome in runner.resume(saved_by, going_on, SAVED_AFTER, folder / "run"):
+                add(outcome)
+        seconds = time.monotonic() - began
+        for text in verdict(runner.reference, outcomes, left, seconds):
+            print(text)
+    return int(not all(outcome.is_equal for outcome in outcomes))
+
+
+def _check_random(given: Namespace, ranks: int, seed: int) -> int:
+    """Check runs drawn at random, print those that differ, and return the exit status."""
+    from check.drawn import drawn
+
+    local_ranks.prepare()
+    with errors.installed():
+        from check.engine import Engine
+        from check.report import line, verdict
+
+    began = time.monotonic()
+    at_once = given.at_once or max(2, len(allowed_cores()) // 2)
+    runs, wrong, ran = 0, 0, 0
+    for number in range(given.random):
+        if given.minutes and time.monotonic() - began > 60.0 * given.minutes:
+            break
+        name = f"{seed}/{number}"
+        words = drawn(name)
+        with tempfile.TemporaryDirectory(prefix="trine-check-") as folder:
+            small, _ = shrink(_request(words).config, Path(folder))
+            chosen = some(small, ranks, given.layouts or 2, name)
+            with Engine(small, at_once) as runner:
+                outcomes = list(runner.run(chosen))
+                differs = [outcome for outcome in outcomes if not outcome.is_equal]
+                if differs:
+                    print(f"run {name}: {shlex.join(words)}")
+                    print(*map(line, outcomes), *verdict(runner.reference, outcomes), sep="\n")
+        runs, ran, wrong = runs + 1, ran + len(outcomes), wrong + bool(differs)
+        print(f"{runs} runs, {ran} layouts, {wrong} runs differ", flush=True)
+    return int(wrong > 0)
+
+
+def _request(arguments: list[str]) -> Request:
+    """Return the run of train.py's options; of GPT-2 if they name no model."""
+
+    def defaults(options: Any) -> dict[str, Any]:
+        """Return a length for a run without one: the check has steps of its own."""
+        return {} if {"steps", "train_samples"} & set(options) else {"steps": 1}
+
+    if not any(word.lstrip("-").partition("=")[0] in ("config", *SHAPE) for word in arguments):
+        arguments = ["--model", MODEL, *arguments]
+    request = parse_request(arguments, __doc__ or "", defaults)
+    config = dataclasses.replace(request.config, layout=Layout())
+    return dataclasses.replace(request, config=config)
+
+
+def _parser() -> Parser:
+    """Return the parser of the options that are not train.py's; --help is that of train.py."""
+    parser = Parser("check.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--layouts", type=int, metavar="N")
+    parser.add_argument("--layout", action="append", metavar="TEXT")
+    parser.add_argument("--ranks", type=int, metavar="N")
+    parser.add_argument("--minutes", type=float, metavar="M")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--at-once", type=int, metavar="N")
+    parser.add_argument("--cuda", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    with errors.sentences():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,16 @@
+"""Is a change right in every layout? Runs of small models, compared with one rank in fp64.
+
+shrink    the user's run at sizes that take the same paths through the code
+corpora   small corpora of random documents, in the place of the user's
+layouts   layouts that cover every pair of axes and options
+ranks     worlds of ranks, forked from this process, that do one run after another
+runs      one run on one rank: its losses, its tensors, and what the recorder has seen
+recorder  every tensor of a step: inputs, outputs and gradients of modules, weights, state
+compare   the first tensor of a run that is not one rank's
+causes    what such a difference usually is, and the operations before a tensor
+drawn     runs drawn at random, for --random
+engine    runs layouts in worlds of ranks, and compares each with one rank
+report    the lines that check.py prints
+
+check.py reads the command line and calls engine and report.
+"""
