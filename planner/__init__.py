@@ -16,6 +16,8 @@ model_sizes     the largest model, and the fewest nodes
 growth          a ramp-up of the batch in stages of nodes: the fastest layout of each
 gap             where a run's time went, which flags win it back
 flags           the planner's own flags: meaning and limits; plan.py says which question reads them
+engines         other training programs: facts in engines.toml, formulas as methods;
+                expert_engines: those of mixtures of experts
 questions       what a question and an answer are; the questions are in layout_table (picture draws
                 it), duration_questions, layout_questions, model_questions, compare; cost: money
 batch_file      a Slurm batch file for a layout
