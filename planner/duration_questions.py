@@ -7,7 +7,8 @@ increases the batch size during a run; a level is a batch size with the steps th
 """
 
 import math
-from dataclasses import asdict
+from argparse import Namespace
+from dataclasses import asdict, replace
 
 from config import schema
 from config.errors import UserError
@@ -16,6 +17,7 @@ from planner.layout_table import notes, ranked_lines, risk_of_fitting, where_it_
 from planner.questions import Answer, Question
 
 DAY = 86400.0
+MOST_NODES = 10_000  # `days --days` tries no more nodes than this
 
 
 def days(question: Question) -> Answer:
@@ -27,6 +29,8 @@ def days(question: Question) -> Answer:
     tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
     if not tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
+    if question.options.days:
+        return _nodes_for(question, tokens)
     answer = question.rank(most=1)
     safe = [line for line in answer.ranked if line.prediction.risk <= question.options.risk]
     if not safe:
@@ -62,6 +66,47 @@ def days(question: Question) -> Answer:
         *notes([best]),
     ]
     return Answer("\n".join(lines), data)
+
+
+def _nodes_for(question: Question, tokens: float) -> Answer:
+    """Return the answer of `plan.py days --days DAYS`: the fewest nodes that train within them.
+
+    Numbers of nodes are tried from the one that would do if more nodes were as fast each. Raise
+    UserError if GPUs are given too, or no number of nodes up to MOST_NODES trains so fast.
+    """
+    options, node = question.options, question.machine.node
+    if options.gpus or options.nodes:
+        raise UserError("--days asks for the number of nodes: leave out --gpus and --nodes")
+    limit = options.days * DAY
+    least, _ = question.fewest_nodes()
+    nodes, tried = least, dict[int, float]()
+
+    def seconds(nodes: int) -> float:
+        """Return the seconds of the training on some nodes; infinite if no layout fits."""
+        if nodes not in tried:
+            here = Namespace(**vars(options) | {"nodes": nodes})
+            lines = replace(question, options=here).rank(most=1).ranked
+            safe = [line for line in lines if line.prediction.risk <= options.risk]
+            rates = [line.prediction.tokens_per_second for line in safe[:1]]
+            tried[nodes] = tokens / rates[0] if rates else math.inf
+        return tried[nodes]
+
+    while seconds(nodes) > limit:
+        last = seconds(nodes)
+        more = nodes + 1 if math.isinf(last) else math.ceil(nodes * last / limit)
+        nodes = max(nodes + 1, more)
+        if nodes > MOST_NODES:
+            reached = min(tried.values()) / DAY
+            raise UserError(
+                f"no {MOST_NODES} nodes of {question.machine.name} train {tokens:.3g} tokens in "
+                f"{options.days:g} days with this batch: at best in {reached:.1f}"
+            )
+    while nodes > least and seconds(nodes - 1) <= limit:
+        nodes -= 1
+    here = Namespace(**vars(options) | {"nodes": nodes, "days": None})
+    found = days(replace(question, options=here))
+    text = f"{nodes} nodes of {node} {question.machine.name} for {options.days:g} days:"
+    return Answer(f"{text}\n{found.text}", {"nodes": nodes, **found.data})
 
 
 def rampup(question: Question) -> Answer:

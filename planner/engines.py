@@ -188,13 +188,16 @@ class Engine(Software):
         return (count + (job.layout.pp - 1) / chunks) * slot + shown * chunks * sent
 
     def message_seconds(self, job: Job) -> Column:
+        """Return also the host's seconds; of chunks with `overlap_messages` none are seen."""
         tp, count = job.layout.tp, job.activation_bytes
         gathered = 0.0
         if self.scatter_p2p:
             gathered = count * (tp - 1) / tp / job.machine.nvlink.speed
             count = count / tp
         sent = op_costs.message(job.machine, tp * job.shards, count)
-        return np.where(job.layout.pp > 1, self.host_per_message + sent + gathered, 0.0)
+        hidden = np.equal(job.layout.schedule, "interleaved") & self.overlap_messages
+        seen = np.greater(job.layout.pp, 1) & ~hidden
+        return np.where(seen, self.host_per_message + sent + gathered, 0.0)
 
     def sharing(self, job: Job) -> Column:
         """Ranks over which --zero shards: all that hold the same weights, or those of a node."""

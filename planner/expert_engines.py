@@ -86,9 +86,12 @@ class ExpertEngine(Engine):
         self, job: Job, rows: Column, outs: Column, ins: Column, alike: Column
     ) -> Pass:
         """Products of experts, with `alike` of 2 and more, are one kernel."""
-        if alike < 2:
-            return super().products_alike(job, rows, outs, ins, alike)
-        return grouped(job, self, (rows, outs, ins), alike)
+        single = super().products_alike(job, rows, outs, ins, alike)
+        if np.all(np.less(alike, 2)):
+            return single
+        together = grouped(job, self, (rows, outs, ins), alike)
+        pairs = zip(single, together, strict=True)
+        return Pass(*(np.where(np.less(alike, 2), one, many) for one, many in pairs))
 
     def core_seconds(self, job: Job) -> Pass:
         """Latent attention's kernel takes values that are narrower than keys."""
