@@ -137,6 +137,7 @@ QUESTIONS = {
         (*GPUS, *PROGRAM, "risk"),
     ),
 }
+EXAMPLE = "llama-3-8b"  # with --for, of questions that have an example
 WRITTEN = ("trace", "jobs", "write", "picture", "sbatch")  # options that name a file to write
 
 
@@ -195,6 +196,8 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     """
     name = options.question
     kind = QUESTIONS[name]
+    if options.program and kind.example:  # the examples of train.py are none of every program
+        kind = kind._replace(example=EXAMPLE)
     flags.check(
         options,
         kind.flags,
@@ -246,6 +249,8 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     if program:
         given = {name: getattr(config.layout, name) for name in layout_names}
         program.check({name: given[name] for name in layout_names if name in request.given})
+        if reason := program.refusal(config, Layout(dp=1)):
+            raise UserError(f"{reason} (--for {program.name})")
         machine = program.on(machine, config.model, bool(options.fp8))
     for note in (*request.notes, *notes):
         print(f"note: {note}", file=sys.stderr)

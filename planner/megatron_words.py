@@ -110,10 +110,10 @@ def _stage_words(model: ModelShape, layout: Layout) -> list[str]:
         if layout.schedule != "interleaved":
             return []
         return ["--num-virtual-stages-per-pipeline-rank", str(layout.stages_per_rank)]
-    return ["--pipeline-model-parallel-layout", _stages_text(blocks)]
+    return ["--pipeline-model-parallel-layout", stages_text(blocks)]
 
 
-def _stages_text(blocks: list[int]) -> str:
+def stages_text(blocks: list[int]) -> str:
     """Return the blocks of each stage in Megatron-LM's notation, such as Et*3|(t*4|)*2t*3L.
 
     E is the embedding, t a block, L the head with the loss; a stage ends at a bar, ()*N repeats.

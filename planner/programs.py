@@ -91,6 +91,7 @@ PROGRAMS = {
         expert_facts={"sent_once": False},  # of the dispatcher that the command names
         values={
             "schedule": ["1f1b", "interleaved"],
+            "virtual_stages": [2, 3, 4, 5, 6, 8, 10],  # those of published runs
             "zero": [1, 0],
             "recompute": ["none", "full"],
             "sequence_parallel": [True, False],
@@ -112,6 +113,7 @@ PROGRAMS = {
         expert_facts={},
         values={
             "schedule": ["1f1b", "gpipe", "interleaved", "zb-v"],
+            "virtual_stages": [2, 4],
             "zero": [1, 3],
             "recompute": ["none", "selective", "full"],
             "recompute_layers": [None],
