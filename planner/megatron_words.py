@@ -11,6 +11,7 @@ Megatron-LM has not is a refusal, never left out.
 import itertools
 
 from config.schema import Config, Layout, ModelShape
+from planner.partition_costs import part_costs
 from schedules.partition import blocks_per_stage
 
 VERSION = "core_v0.16.1"
@@ -88,7 +89,7 @@ def layout_words(run: Config, layout: Layout) -> list[str]:
         found.append("--sequence-parallel")
         if run.model.experts == 1:  # its overlap is counted; it needs one program for each product
             found.append("--tp-comm-overlap")
-    found += _stage_words(run.model, layout)
+    found += _stage_words(run, layout)
     found += ["--micro-batch-size", str(layout.micro_batch_size)]
     found += ["--overlap-grad-reduce", "--grad-reduce-in-bf16"]
     if layout.zero:
@@ -101,11 +102,12 @@ def layout_words(run: Config, layout: Layout) -> list[str]:
     return found
 
 
-def _stage_words(model: ModelShape, layout: Layout) -> list[str]:
+def _stage_words(run: Config, layout: Layout) -> list[str]:
     """Return the options that say which blocks each stage has, in the order of stages."""
     if layout.pp == 1:
         return []
-    blocks = blocks_per_stage(model, layout)
+    costs = part_costs(run.model, run.training.precision, "cuda")
+    blocks = blocks_per_stage(run.model, layout, costs)
     if len(set(blocks)) == 1:
         if layout.schedule != "interleaved":
             return []
