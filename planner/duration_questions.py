@@ -18,6 +18,8 @@ from planner.questions import Answer, Question
 
 DAY = 86400.0
 MOST_NODES = 10_000  # `days --days` tries no more nodes than this
+FACTORS = (2, 3, 5, 7)  # of the numbers of nodes that it tries
+FASTER = 1.5  # a GPU may be as much faster on more nodes, because less is recomputed there
 
 
 def days(question: Question) -> Answer:
@@ -71,42 +73,48 @@ def days(question: Question) -> Answer:
 def _nodes_for(question: Question, tokens: float) -> Answer:
     """Return the answer of `plan.py days --days DAYS`: the fewest nodes that train within them.
 
-    Numbers of nodes are tried from the one that would do if more nodes were as fast each. Raise
-    UserError if GPUs are given too, or no number of nodes up to MOST_NODES trains so fast.
+    Only numbers of nodes that are products of FACTORS are tried: with others few layouts divide the
+    batch. The search begins where FASTER nodes would do. Raise UserError if GPUs are given too, or
+    no number of nodes up to MOST_NODES trains so fast.
     """
     options, node = question.options, question.machine.node
     if options.gpus or options.nodes:
         raise UserError("--days asks for the number of nodes: leave out --gpus and --nodes")
     limit = options.days * DAY
     least, _ = question.fewest_nodes()
-    nodes, tried = least, dict[int, float]()
 
     def seconds(nodes: int) -> float:
         """Return the seconds of the training on some nodes; infinite if no layout fits."""
-        if nodes not in tried:
-            here = Namespace(**vars(options) | {"nodes": nodes})
-            lines = replace(question, options=here).rank(most=1).ranked
-            safe = [line for line in lines if line.prediction.risk <= options.risk]
-            rates = [line.prediction.tokens_per_second for line in safe[:1]]
-            tried[nodes] = tokens / rates[0] if rates else math.inf
-        return tried[nodes]
+        here = Namespace(**vars(options) | {"nodes": nodes})
+        lines = replace(question, options=here).rank(most=1).ranked
+        safe = [line for line in lines if line.prediction.risk <= options.risk]
+        rates = [line.prediction.tokens_per_second for line in safe[:1]]
+        return tokens / rates[0] if rates else math.inf
 
-    while seconds(nodes) > limit:
-        last = seconds(nodes)
-        more = nodes + 1 if math.isinf(last) else math.ceil(nodes * last / limit)
-        nodes = max(nodes + 1, more)
+    fastest = math.inf
+    nodes = _product_from(least)
+    while (now := seconds(nodes)) > limit:
+        fastest = min(fastest, now)
+        needed = math.ceil(nodes * now / limit / FASTER) if math.isfinite(now) else nodes + 1
+        nodes = _product_from(max(nodes + 1, needed))
         if nodes > MOST_NODES:
-            reached = min(tried.values()) / DAY
             raise UserError(
-                f"no {MOST_NODES} nodes of {question.machine.name} train {tokens:.3g} tokens in "
-                f"{options.days:g} days with this batch: at best in {reached:.1f}"
+                f"no number of {question.machine.name} nodes trains {tokens:.3g} tokens in "
+                f"{options.days:g} days with this batch: at best {fastest / DAY:.1f} days"
             )
-    while nodes > least and seconds(nodes - 1) <= limit:
-        nodes -= 1
     here = Namespace(**vars(options) | {"nodes": nodes, "days": None})
     found = days(replace(question, options=here))
     text = f"{nodes} nodes of {node} {question.machine.name} for {options.days:g} days:"
     return Answer(f"{text}\n{found.text}", {"nodes": nodes, **found.data})
+
+
+def _product_from(number: int) -> int:
+    """Return the smallest number that is at least `number` and a product of FACTORS alone."""
+    rest = number
+    for factor in FACTORS:
+        while rest % factor == 0:
+            rest //= factor
+    return number if rest == 1 else _product_from(number + 1)
 
 
 def rampup(question: Question) -> Answer:

@@ -288,9 +288,9 @@ def where_it_fits(question: Question, answer: layouts.Answer) -> list[str]:
         nodes, line = question.fewest_nodes()
     except UserError as error:
         return [str(error)]
-    return [
-        f"{nodes} nodes of {question.machine.node} hold it, with {_words(line.layout, question)}"
-    ]
+    hold = "node of {} holds" if nodes == 1 else "nodes of {} hold"
+    hold = hold.format(question.machine.node)
+    return [f"{nodes} {hold} it, with {_words(line.layout, question)}"]
 
 
 def _command(question: Question, layout: schema.Layout) -> list[str]:

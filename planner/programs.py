@@ -11,7 +11,7 @@ the commands of a version that they name. To add a program, add its engine and i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from config.errors import UserError, nearest
@@ -50,7 +50,7 @@ class Program:
         own = engines.programs()[self.rates].get("machines", {}).get(machine.name)
         if own is None or calibration:
             return machine
-        return hardware.load(own)
+        return replace(hardware.load(own), note=f"{name}: planned with the rates of {own}")
 
     def on(self, machine: Machine, model: ModelShape, fp8: bool = False) -> Machine:
         """Return the machine with this program's terms of time and memory in place of Trine's.

@@ -286,6 +286,9 @@ def _reasons(
     parts = model.layers / layout.stages
     if layout.pp > 1 and model.layers % layout.stages:
         found.append(f"{model.layers} blocks over {layout.stages} stages: {parts:.1f} each")
+    if layout.recompute != "none":
+        number = layout.recompute_layers
+        found.append(f"recomputes {'all' if number is None else number} blocks of a stage")
     return found or ["products and heads fill the GPU"]
 
 

@@ -293,5 +293,6 @@ def test_a_model_that_cannot_be_expressed_says_what_is_missing(name, missing):
 
 
 def test_a_model_that_is_planned_but_not_trained_says_what_it_lacks(capsys):
-    plan.main("layouts --model meta-llama/Llama-4-Scout-17B-16E --gpu h100 --nodes 16".split())
+    name = "meta-llama/Llama-4-Scout-17B-16E"
+    plan.main(["layouts", "--model", name, "--gpu", "h100", "--nodes", "16"])
     assert "chunks of 8192 tokens" in capsys.readouterr().err

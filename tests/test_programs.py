@@ -157,7 +157,8 @@ def test_other_questions_answer_for_a_program_too():
     days = plan.ask(f"days --for megatron {gpu} --gpus 64 --tokens 1e12".split())
     own = plan.ask(f"days {gpu} --gpus 64 --tokens 1e12".split())
     assert days.data["days"] != own.data["days"]
-    assert plan.ask("largest --for torchtitan --gpu h100 --gpus 8".split()).data["parameters"] > 1e9
+    largest = plan.ask(["largest", "--for", "torchtitan", "--gpu", "h100", "--gpus", "8"])
+    assert largest.data["parameters"] > 1e9
     assert "stage" in plan.ask(f"stages --for megatron {gpu} --gpus 8 --tp 2 --pp 2".split()).text
 
 

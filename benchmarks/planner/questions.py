@@ -8,6 +8,8 @@ layout.
 
 import contextlib
 import io
+import itertools
+import re
 import shlex
 import sys
 import time
@@ -21,6 +23,8 @@ from config.cli import Parser
 from config.command_line import read_toml
 from config.errors import UserError, sentences
 
+ONE_CELL = re.compile(r"\b(interleaved|full|selective) (\d+)")  # a cell of two words
+LEFT_OUT = ("90%", "bubble", "risk", "sp", "s/slow", "waves", "products", "attn", "why")
 QUESTIONS = ROOT / "benchmarks" / "data" / "questions.toml"
 
 
@@ -37,20 +41,25 @@ def answer(command: str) -> tuple[str, float]:
             found = plan.ask(shlex.split(command)).text
         except UserError as error:
             found = f"refused: {error}"
-    return short(found.splitlines(), command), time.process_time() - began
+    return short(found.splitlines()), time.process_time() - began
 
 
-def short(lines: list[str], command: str) -> str:
-    """Return the first line of an answer, and the rows of its table that tell the layout."""
-    rows = [" ".join(line.split()) for line in lines if line[:5].strip()[:2].isdigit() or not line]
-    first = " ".join(lines[0].split())
-    for head, line in zip(lines, lines[1:], strict=False):
-        if head.split()[:1] in (["tp"], ["hidden"]):
-            pairs = zip(head.split(), line.split(), strict=False)
-            return f"{first}: " + ", ".join(f"{name} {cell}" for name, cell in pairs)
-    more = [line for line in lines if line.startswith(("  sum", "out of memory"))]
-    kinds = [" ".join(line.split()) for line in lines if "out of memory" in line or "hold" in line]
-    return "; ".join([first, *more, *kinds[:1], *kinds[-1:][: len(kinds) > 1], *rows[:0]])
+def short(lines: list[str]) -> str:
+    """Return the first line of an answer, and the first row of its table or why nothing fits."""
+    words = [ONE_CELL.sub(r"\1-\2", line).split() for line in lines]
+    first = " ".join(words[0])
+    for head, row in itertools.pairwise(words):
+        if head[:1] in (["tp"], ["hidden"]):
+            pairs = zip(_heads(head), row, strict=False)
+            cells = (f"{name} {cell}" for name, cell in pairs if name not in LEFT_OUT)
+            return f"{first}: {', '.join(cells)}"
+    reasons = [" ".join(line) for line in words if {"memory:", "hold", "sum"} & set(line)]
+    return "; ".join([first, *reasons[:2]])
+
+
+def _heads(head: list[str]) -> list[str]:
+    """Return the heads of a table, each of which is one word; "90 %" is one head."""
+    return " ".join(head).replace("90 %", "90%").split()
 
 
 def report() -> list[str]:
