@@ -12,15 +12,16 @@ once.
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from config.command_line import check_option, to_words
+from config.command_line import check_option, parse_request, reshape, to_words
 from config.errors import UserError
 from config.run_options import Run
-from config.schema import GROUPS, Config, Layout
+from config.schema import GROUPS, Config, Layout, ModelShape
 from config.validation import refusal
 from planner import layouts
 from planner.enumeration import Asked, Rejected
@@ -60,6 +61,7 @@ class Candidate:
 
     config: Config
     prediction: Prediction
+    model: str = ""  # the name of its model, if several are tried
 
     @property
     def ranks(self) -> int:
@@ -91,6 +93,7 @@ class Candidate:
         recomputes = layout.recompute != "none"
         has_schedule = pipeline and layout.schedule != "1f1b"
         words = [  # pairs: whether the word is shown, and the word
+            (bool(self.model), self.model.rpartition("/")[2]),
             (True, f"tp{layout.tp}"),
             (True, f"pp{layout.pp}"),
             (layout.cp > 1, f"cp{layout.cp}"),
@@ -269,6 +272,8 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
     certain if their layouts differ only in micro-batch size and recomputation, the micro-batch is
     not smaller, and the candidate recomputes as the other one does, or nothing.
     """
+    if candidate.config.model != other.config.model:
+        return False
     a = candidate.config.layout
     b = other.config.layout
     recomputation = ("recompute", "recompute_layers")
@@ -286,21 +291,54 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
 def tried_values(texts: list[str]) -> dict[str, list]:
     """Return the values of all --try AXIS=V,V options, by the option's name with underscores.
 
-    The texts ["tp=1,2", "zero=1"] give {"tp": [1, 2], "zero": [1]}. Raise UserError for an unknown
+    The texts ["tp=1,2", "zero=1"] give {"tp": [1, 2], "zero": [1]}; for the axis `model` see
+    `tried_models`. Raise UserError for an unknown
     or repeated axis, and for a value that the option cannot have.
     """
     values_of_axes: dict[str, list] = {}
     for text in texts:
         name, _, values = text.partition("=")
         name = name.replace("-", "_")
+        if name == "model" and values:
+            continue
         if name not in AXES or not values or name in values_of_axes:
-            axes = ", ".join(axis.replace("_", "-") for axis in AXES)
+            axes = ", ".join(["model", *(axis.replace("_", "-") for axis in AXES)])
             raise UserError(f"--try takes AXIS=V,V with AXIS one of {axes}, once, not {text!r}")
         try:
             values_of_axes[name] = [_tried_value(name, value) for value in values.split(",")]
         except UserError as error:
             raise UserError(f"--try {text}: {error}") from None
     return values_of_axes
+
+
+# A shape as `plan.py shapes` names it: blocks, hidden size, heads and MLP width.
+SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?")
+
+
+def tried_models(texts: list[str]) -> list[str]:
+    """Return the names of the models in --try model=A,B; empty if there is none.
+
+    Raise UserError if the axis is given twice or has no name.
+    """
+    values = [text.removeprefix("model=") for text in texts if text.startswith("model=")]
+    if len(values) > 1 or any(not name for name in ",".join(values).split(",")) and values:
+        raise UserError(f"--try model=A,B names models, once, not {' '.join(values)!r}")
+    return values[0].split(",") if values else []
+
+
+def model_of(name: str, base: ModelShape) -> ModelShape:
+    """Return the model of a name in --try: a preset, a path, or blocks x hidden x heads x MLP.
+
+    base: the model of the run, whose other options such a shape has.
+    """
+    if found := SHAPE.fullmatch(name):
+        sizes = [int(number) if number else None for number in found.groups()]
+        own = dict(zip(("layers", "hidden", "heads", "ffn_hidden"), sizes, strict=True))
+        shared = base.heads // base.kv_heads  # query heads of a key head
+        own["kv_heads"] = sizes[2] // math.gcd(sizes[2], shared)
+        own["head_size"] = sizes[1] // sizes[2]
+        return reshape(base, {key: value for key, value in own.items() if value is not None})
+    return parse_request(["--model", name], plans=True).config.model
 
 
 def _tried_value(option: str, text: str) -> bool | int | str:

@@ -171,6 +171,9 @@ class Session:
         given_axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in given_axes}
         self.held |= search_space.tried_values(options.tried)
+        base = self.config.model
+        names = search_space.tried_models(options.tried)
+        self.models = {name: search_space.model_of(name, base) for name in names} or {"": base}
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
@@ -199,6 +202,9 @@ class Session:
             on_cpu = given.get("device") == "cpu"
             return {"out": "runs/tune", "precision": "fp32" if on_cpu else precision}
 
+        names = search_space.tried_models(self.options.tried)
+        if names and "--model" not in arguments and not search_space.SHAPE.fullmatch(names[0]):
+            arguments = [*arguments, "--model", names[0]]
         return command_line.parse_request(arguments, defaults=defaults)
 
     def run(self) -> None:
@@ -260,11 +266,18 @@ class Session:
         """
         config = self.config
         ranks = self.options.gpus
-        say(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
         most = math.inf if self.options.all else PREDICTED
-        candidates, self.rejected, slower = search_space.candidates(
-            config, self.machine, ranks, self.held, self.options.risk, most
-        )
+        candidates, slower = list[Candidate](), 0
+        for name, model in self.models.items():
+            say(f"predicting every layout of {model.layers} blocks on {ranks} ranks")
+            of_model = dataclasses.replace(config, model=model)
+            found, rejected, left = search_space.candidates(
+                of_model, self.machine, ranks, self.held, self.options.risk, most
+            )
+            candidates += [dataclasses.replace(candidate, model=name) for candidate in found]
+            self.rejected += rejected
+            slower += left
+        candidates.sort(key=lambda candidate: candidate.prediction.seconds)
         for entry in self.rejected:
             say("rejected " + result_tables.rejection_line(entry))
         say(f"{len(candidates)} layouts can run, {len(self.rejected)} cannot")

@@ -1,14 +1,14 @@
-"""Describes how the training programs of published rows differ from Trine.
+"""Describes how other training programs differ from Trine.
 
-    machine = on(hardware.load("jean-zay-a100"), facts, values)
+    program = programs()["nemo-2025"]                       # a table of planner/engines.toml
+    machine = on(hardware.load("h100-megatron"), program["software"])
 
-Each fact is a field of `Engine`, set in benchmarks/data/engines.toml; a field's default is what
-Trine does. A method has the name of a term of the planner's formulas and takes its place
-(`planner.job.term`); most add to what Trine's own formula gives.
+Each fact is a field of `Engine`, set in planner/engines.toml; a field's default is what Trine does.
+A method has the name of a term of the planner's formulas and takes its place (`planner.job.term`);
+most add to what Trine's own formula gives.
 """
 
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ import numpy as np
 from config.command_line import read_toml
 from config.model_stats import normed_width
 from planner import hardware, memory, memory_terms, op_costs, step_time, time_terms
-from planner.hardware import Constant, Machine, Software
+from planner.hardware import Machine, Software
 from planner.job import Column, Job
 from planner.op_costs import Pass
 from schedules.simulation import Seconds
 
-FITTED = Path(__file__).parents[1] / "data" / "engines_fitted.toml"
+PROGRAMS = Path(__file__).parent / "engines.toml"
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
 # in FP32 as five kernels of torch, forward and backward; rotary positions as eight.
 UNFUSED_NORM, FUSED_NORM = Pass(16.0, 37.0), Pass(2.0, 3.0)
@@ -31,17 +31,16 @@ UNFUSED_ROTARY = 9.0
 # The logits in half precision, in FP32, less their maximum, and their exponentials, as Megatron's
 # loss keeps them.
 LOGIT_BYTES = 2 + 4 + 4 + 4
-# Products in fp8 are faster than in bf16 by this share of the ratio of the GPU's two peaks. Of the
-# values from 0.8 to 0.95 this one fits 44 measured steps best.
-FP8_SHARE = 0.85
 PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 
-@cache  # `on` asks for them once for each row
-def constants() -> tuple[Constant, ...]:
-    """The fitted constants of the planner, and those of programs."""
-    own = read_toml(FITTED, FITTED.name)
-    return (*hardware.constants(), *(Constant(name, **entry) for name, entry in own.items()))
+def programs() -> dict[str, dict[str, Any]]:
+    """The tables of engines.toml by name; one that is `like` another has its software too."""
+    tables = read_toml(PROGRAMS, PROGRAMS.name)
+    for own in tables.values():
+        if "like" in own:
+            own["software"] = tables[own["like"]]["software"] | own["software"]
+    return tables
 
 
 def on(
@@ -51,25 +50,34 @@ def on(
     kind: "type[Engine] | None" = None,
 ) -> Machine:
     """The machine with a program of these facts, in which a constant's name stands for its value:
-    that of `values`, or else the one in use. kind: a class of Engine, default: Engine.
+    that of `values`, or else the one in use. Without any fact the program is Trine. kind: a class
+    of Engine, default: Engine.
     """
-    values = {c.name: c.value for c in constants()} | (values or {})
+    if not facts:
+        return machine
+    values = {**hardware.fitted_values(), **(values or {})}
     found = asdict(machine.software) | OF_PROGRAMS
     found |= {name: values[name] for name in ("misaligned_fraction", "stride_penalty")}
     for name, fact in facts.items():
         found[name] = values.get(fact, fact) if isinstance(fact, str) else fact
+    for name in OF_MACHINE & found.keys():
+        machine = replace(machine, **{name: found.pop(name)})
     if found.get("attention") in hardware.KERNELS:
         machine = replace(machine, kernel=found.pop("attention"))
     return replace(machine, software=(kind or Engine)(**found))
 
 
+# Facts that are fields of the machine.
+OF_MACHINE = {"memory_spread"}
 # What a program has if its facts do not say otherwise, where Trine differs: communication buffers
-# of the same size for every layout, and no measured time of the host beside its launches.
+# of the same size for every layout, no measured time of the host beside its launches, and seconds
+# of a step that do not depend on the model or the batch.
 OF_PROGRAMS = {
     "buffers": 2e9,
     "group_bytes": 0.0,
     "limited_group_bytes": 0.0,
     "host_of_block": 0.0,
+    "per_step": 0.05,
 }
 
 
@@ -78,11 +86,16 @@ class Engine(Software):
     """A training program of published rows."""
 
     fp8: bool = False  # whether linear layers of blocks compute in fp8
+    # Linear layers keep their inputs in fp8 for the backward, as Transformer Engine does; torchao
+    # keeps them in half precision.
+    keeps_fp8: bool = False
     # flash: the machine's kernel; fused: GEMMs and one kernel for the softmax; math: a kernel for
     # each of scale, mask, softmax, dropout. A name of hardware.KERNELS goes to the machine.
     attention: str = "flash"
     fused_norms: bool = True  # a norm is one kernel, and not five
     fused_elementwise: bool = True  # rotary positions are one kernel, and a gated activation
+    fused_gate: bool = False  # a gated activation's backward computes the gate's result again
+    offloaded: float = 0.0  # share of the blocks whose activations wait in the host's memory
     dropout: bool = False  # masks are drawn, applied and kept
     virtual_stages: int = 1  # interleaved chunks per stage, arXiv 2104.04473 section 2.2
     overlap_messages: bool = False  # chunks' messages between stages hide behind other chunks
@@ -102,7 +115,8 @@ class Engine(Software):
     # Selective recomputation keeps attention's result and those of q, v, w1 and w2 of a Llama's
     # block: every other product, as torchtitan's policy `op` does.
     keeps_products: bool = False
-    # The number of copies of attention's result that a block keeps beside it.
+    # The number of copies of attention's result that a block keeps beside it; -1: none, also of
+    # micro-batches of several samples.
     copies_of_attention: float = 0.0
     gather_buffers: float = 0.0  # whole activations held for what tensor ranks gather
     # The share of FP32's peak that attention's GEMMs reach off the tensor cores.
@@ -174,13 +188,16 @@ class Engine(Software):
         return (count + (job.layout.pp - 1) / chunks) * slot + shown * chunks * sent
 
     def message_seconds(self, job: Job) -> Column:
+        """Return also the host's seconds; of chunks with `overlap_messages` none are seen."""
         tp, count = job.layout.tp, job.activation_bytes
         gathered = 0.0
         if self.scatter_p2p:
             gathered = count * (tp - 1) / tp / job.machine.nvlink.speed
             count = count / tp
         sent = op_costs.message(job.machine, tp * job.shards, count)
-        return np.where(job.layout.pp > 1, self.host_per_message + sent + gathered, 0.0)
+        hidden = np.equal(job.layout.schedule, "interleaved") & self.overlap_messages
+        seen = np.greater(job.layout.pp, 1) & ~hidden
+        return np.where(seen, self.host_per_message + sent + gathered, 0.0)
 
     def sharing(self, job: Job) -> Column:
         """Ranks over which --zero shards: all that hold the same weights, or those of a node."""
@@ -208,6 +225,11 @@ class Engine(Software):
         return (1 - self.overlap_data) * (inside + between)
 
     # ---- Memory ----------------------------------------------------------------------------------
+
+    def kept_of_block(self, job: Job) -> tuple[Column, Column]:
+        """Return what is kept on the GPU, as the mean over blocks, some in the host's memory."""
+        recomputed, whole = unwrap(memory_terms.kept_of_block)(job)
+        return (1 - self.offloaded) * recomputed, (1 - self.offloaded) * whole
 
     def most_in_flight(self, job: Job, kept: np.ndarray, ends: list[float]) -> tuple[list, list]:
         """1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule."""
@@ -261,8 +283,16 @@ class Engine(Software):
         if not self.fused_norms:  # the input in FP32, and the result before it is scaled
             outside += 2 * (4.0 + 2.0) * model.hidden
             widths += 3 * normed_width(model)
-        if self.keeps_scores and self.fused_elementwise and model.activation == "swiglu":
+        is_gated = model.up_matrices == 2
+        if self.fused_gate and is_gated:
+            widths -= memory_terms.mlp_width(job)
+        elif self.keeps_scores and self.fused_elementwise and is_gated:
             widths -= model.mlps[1] * model.ffn_hidden
+        if self.fp8 and self.keeps_fp8:
+            # The results of both norms and of the activation have half of their bytes. Attention's
+            # result is kept twice: for its own backward, and in fp8 as the next product's input.
+            outside -= 2 * model.hidden
+            widths += (model.attention_width - memory_terms.mlp_width(job)) / 2
         more = outside / job.sequence_shards + 2.0 * widths / t
         if self.keeps_scores:
             each = 5.0 if self.dropout else 2.0
@@ -275,7 +305,7 @@ class Engine(Software):
         return 0.0
 
     def attention_copies(self, job: Job) -> Column:
-        if self.keeps_scores:
+        if self.keeps_scores or self.copies_of_attention < 0:
             return 0.0
         return np.maximum(self.copies_of_attention, unwrap(memory_terms.attention_copies)(job))
 
@@ -302,7 +332,7 @@ def kept_products(job: Job) -> Column:
     return job.number_bytes * job.tokens * (widths / t + model.hidden)
 
 
-# ---- Attention that writes its scores ------------------------------------------------------------
+# ---- Products in fp8 -----------------------------------------------------------------------------
 
 
 def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pass:
@@ -311,9 +341,12 @@ def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pas
     Inputs and gradients are read in half precision (2 bytes), and written in fp8 twice (1 byte
     each): as they are, and transposed. rows, outs, ins: tokens, outputs and inputs.
     """
-    faster = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
+    faster = replace(machine, peak=machine.peak * machine.fp8 * machine.fp8_share)
     casts = Pass(4.0 * rows * ins, 4.0 * rows * outs)
     return op_costs.linear(faster, rows, outs, ins) + op_costs.moved(machine, casts)
+
+
+# ---- Attention that writes its scores ------------------------------------------------------------
 
 
 def scores_seconds(job: Job, engine: Engine) -> Pass:
