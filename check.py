@@ -20,6 +20,9 @@ tensor of every step is compared with one rank's. At last a run is saved in one 
 in two others. A difference is reported with the first tensor, in the order in which tensors are
 computed, the operations before it, and explanations that fit its values.
 
+Under srun or mpirun, --cluster measures and tries the cluster itself and writes a page about it
+(docs/clusters.md). It takes none of these options; its own: check.py --cluster --help.
+
 Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistake.
 """
 
@@ -62,6 +65,10 @@ def main(arguments: list[str]) -> int:
 
     Raise UserError if an option is wrong; torch is imported after that.
     """
+    if "--cluster" in arguments:
+        from check import cluster  # imported here: it is for the ranks of a launcher
+
+        return cluster.main(arguments)
     given, train_arguments = _parser().parse_known_args(arguments)
     for word in train_arguments:  # what is nearly one of this program's options
         if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:

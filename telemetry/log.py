@@ -74,12 +74,14 @@ class Log:
         kernels: dict[str, str],
         before: list[StepStats],
         checkpoint_bytes: int | None = None,
+        about_model: dict[str, Any] | None = None,
     ):
         """Print the start-up lines on rank 0; `begin` opens the files.
 
         stage_specs: the stages of the whole pipeline. kernels: the implementation in use, by
         purpose. before: every rank's statistics before the model was built. checkpoint_bytes: disk
-        space that one save needs, for run.json; None if the run does not save.
+        space that one save needs, for run.json; None if the run does not save. about_model: what
+        run.json says of the model (start_of_run.py); None: what its options say.
         """
         self.config = config
         self.context = context
@@ -99,11 +101,14 @@ class Log:
         self.waiting: list[str] | None = None  # the lines that `held` keeps
         self.kernels = kernels
         self.checkpoint_bytes = checkpoint_bytes
+        self.about_model = about_model or {"parameters": model_stats.parameters(config.model)}
         self.facts: dict[str, Any] = {}  # the contents of run.json, after `begin`
         if self.is_writer:
             facts = context.describe()
             for line in log_lines.at_start(config, facts, stage_specs, kernels):
                 self.note(line)
+            if "unknown" in self.about_model:
+                self.note(log_lines.of_unknown(self.about_model))
 
     # -- during the run ---------------------------------------------------------------------
 
@@ -374,7 +379,7 @@ class Log:
             "config": self.config.as_dict(),
             "cluster": self.context.describe(),
             "kernels": self.kernels,
-            "parameters": model_stats.parameters(self.config.model),
+            **self.about_model,
             "checkpoint_bytes": self.checkpoint_bytes,
             "blocks_per_stage": [spec.blocks for spec in self.stage_specs],
             "flops_formula": FORMULA,
