@@ -11,14 +11,12 @@ heads, and the ranks of `mesh.kv` gather keys and values. Read parallel.py first
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
-from torch.utils.checkpoint import checkpoint
 
 import attention_masks
 from attention_masks import Mask
@@ -35,12 +33,15 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, compile_if_large
+from parallel import (
+    ColumnLinear,
+    Matrices,
+    ParamFactory,
+    RowLinear,
+    compile_if_large,
+    recompute,
+)
 from rotary import Rotary, rotate
-
-# recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
-# to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
-recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 class Positions:

@@ -1,7 +1,7 @@
 """Continues token ids with a model, under any layout: all ranks call it and get the same ids.
 
     decoder = Decoder(pipeline, factory, model)
-    ids = decoder.generate(prompt, 50, Choice(temperature=0.8, top_p=0.95))
+    ids = decoder.generate(prompt, 50, SamplingParams(temperature=0.8, top_p=0.95))
 
 The prompt takes one forward pass through the stages, and so does every new token; the keys and
 values of earlier tokens are in a cache (attention.KeyValueCache). The last stage's logits are
@@ -27,7 +27,7 @@ from rotary import switch_length
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplingParams:
     """How a token is chosen: at temperature 0 the most likely token, otherwise a random draw.
 
     A token is drawn with the probabilities softmax(logits / temperature) from the smallest set of
@@ -39,7 +39,7 @@ class Choice:
     seed: int = 1234
 
 
-def choose(logits: Tensor, how: Choice, random: torch.Generator) -> int:
+def choose(logits: Tensor, how: SamplingParams, random: torch.Generator) -> int:
     """Return the id of the next token, chosen in the way `how`; logits: (V,), on the CPU.
 
     random: the generator of the draws, whose state each draw changes.
@@ -73,7 +73,7 @@ class Decoder:
         self,
         prompt: list[int],
         count: int,
-        how: Choice,
+        how: SamplingParams,
         ends: Collection[int] = (),
     ) -> list[int]:
         """Return the ids that follow the prompt, the same on every rank.
@@ -103,7 +103,7 @@ class Decoder:
         self,
         tokens: Tensor,
         cache: KeyValueCache,
-        how: Choice,
+        how: SamplingParams,
         random: torch.Generator,
     ) -> int:
         """Return the token after `tokens`, (1, s), which follow the cached tokens.
@@ -172,7 +172,7 @@ class RunSamples:
         the run continues; without any, the token that ends a document of the corpus does.
         """
         self.every = config.run.sample_every
-        self.choice = Choice(config.run.sample_temperature, seed=config.training.seed)
+        self.choice = SamplingParams(config.run.sample_temperature, seed=config.training.seed)
         self.length = config.model.seq_length
         self.text, self.prompts = prompts_of_run(config)
         self.decoder = decoder

@@ -48,7 +48,7 @@ from parallel import DeferredGradients, Matrices, ParamFactory, add_product
 class Balance(Protocol):
     """The auxiliary losses that a step adds to a router: a class of optim/balance.py."""
 
-    def add_penalty(self, router: "Router", weights: Tensor, choice: "Choice") -> Tensor:
+    def add_penalty(self, router: "Router", weights: Tensor, choice: "RouterOutput") -> Tensor:
         """Return `weights`, (T, k), whose backward pass trains by auxiliary losses too (Router)."""
 
 
@@ -62,7 +62,7 @@ class Routing(Protocol):
         """
 
 
-class Choice(NamedTuple):
+class RouterOutput(NamedTuple):
     """A router's results for T tokens.
 
     logits, scores: (T, E). experts: the numbers of each token's k experts, ascending, (T, k).
@@ -137,7 +137,7 @@ class Router(nn.Module):
         if self.balance is not None and torch.is_grad_enabled():
             if not repeated:
                 self.counts += counts
-            choice = Choice(logits, scores, experts, places % samples, samples)
+            choice = RouterOutput(logits, scores, experts, places % samples, samples)
             weights = self.balance.add_penalty(self, weights, choice)
         return experts, weights, counts
 

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import KeyValueCache, attend, recompute, rotate
+from attention import KeyValueCache, attend, rotate
 from attention_masks import Mask
 from config.schema import ModelShape
 from distributed.collectives import Group, spread_to_tp
 from distributed.context_parallel import to_heads, to_tokens
-from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, linear
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, linear, recompute
 
 # The epsilon of the latents' norms. It is fixed in DeepSeek's code and in transformers, whatever
 # the epsilon of the blocks' norms is.

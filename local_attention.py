@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import attention_masks
 from attention_masks import compiled_flex, takes_flex, visible_blocks
@@ -36,7 +35,7 @@ from config.schema import ModelShape
 from data import Batch
 from distributed.collectives import Group
 from distributed.context_parallel import gather_tokens, to_heads, to_tokens
-from parallel import ParamFactory
+from parallel import ParamFactory, recompute
 from rotary import Rotary
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ def attend_locally(
     sinks = None if layer.sinks is None else heads.shard(layer.sinks)
     run: Callable = _attend
     if layer.recompute and torch.is_grad_enabled():
-        run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
+        run = partial(recompute, _attend)
     return to_tokens(run(q, k, v, sinks, block.softcap, seen, layer.mesh.kv), heads)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Attention, KeyValueCache, Positions, recompute, rms_norm_plus_one
+from attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
 from config.errors import UserError
 from config.schema import Layout, ModelShape
 from data import Batch
@@ -27,7 +27,7 @@ from distributed.collectives import reduce_from_tp
 from experts import ExpertMLP
 from latent_attention import LatentAttention
 from loss import cross_entropy
-from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear
+from parallel import ColumnLinear, Matrices, ParamFactory, RowLinear, column_linear, recompute
 from schedules.partition import StageSpec
 
 if TYPE_CHECKING:

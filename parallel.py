@@ -22,10 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import checkpoint
 
 from config.errors import UserError
 from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
+
+# recompute(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
+# to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
+recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 # ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
 

@@ -68,7 +68,7 @@ class Kind(NamedTuple):
 GPUS = ("nodes", "gpus")
 COSTS = ("price_per_gpu_hour", "watts_per_gpu")
 TABLE = (*GPUS, "top", "rejected", "risk", "picture", *COSTS, "launch", "sbatch")
-RAMP_UP = (*GPUS, "risk", "deadline", "restart", "stages", "submit")
+RAMP_UP = (*GPUS, "risk", "nodes_by_batch", "jobs", "submit")
 QUESTIONS = {
     "layouts": Kind(
         layout_table.ranked_layouts,
@@ -118,7 +118,7 @@ QUESTIONS = {
         (*GPUS, "risk"),
     ),
 }
-WRITTEN = ("trace", "stages", "write", "picture", "sbatch")  # options that name a file to write
+WRITTEN = ("trace", "jobs", "write", "picture", "sbatch")  # options that name a file to write
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -165,7 +165,7 @@ def ask(arguments: list[str]) -> Answer:
         return calibration.answer(calibration.fit(runs, machine), options.write)
     found = QUESTIONS[name].answer(question_of(options, rest))
     if options.submit:
-        return replace(found, text=f"{found.text}\n{_submitted(options.stages)}")
+        return replace(found, text=f"{found.text}\n{_submitted(options.jobs)}")
     return found
 
 
@@ -208,7 +208,7 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     config, options.model = request.config, options.model or request.model
     # Layout options that the question does not read are refused, or noted.
     reads = kind.layout
-    if name == "rampup" and options.deadline is None:
+    if name == "rampup" and options.nodes_by_batch is None:
         reads = ("tp", "pp", "cp")
     for option in layout_names:
         if option in request.given and reads is not None and option not in reads:
@@ -288,14 +288,14 @@ def _compared(arguments: list[str]) -> Answer:
     return compare.compare(asked[0], asked[1], sides)
 
 
-def _submitted(stages: str) -> str:
+def _submitted(jobs: str) -> str:
     """Submit the job of the ramp-up's first stage, and return what scripts/stages.py prints.
 
-    stages: the file of --stages, which `rampup` has just written. Raise UserError if the program
+    jobs: the file of --jobs, which `rampup` has just written. Raise UserError if the program
     fails.
     """
     program = str(Path(__file__).parent / "scripts" / "stages.py")
-    words = [sys.executable, program, "submit", stages]
+    words = [sys.executable, program, "submit", jobs]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise UserError(done.stderr.strip().removeprefix("error: "))

@@ -33,8 +33,7 @@ from config.errors import UserError, exit_with
 from config.paths import check_file, write_file
 from config.validation import check_any_length
 from emulator import device_guard
-from planner import hardware
-from schedules import choice
+from planner import auto_schedule, hardware
 
 MOST_RANKS = 1_000_000  # largest --gpus
 LINES = 4  # the number of lines that Progress prints after its first line, if nothing takes long
@@ -65,7 +64,7 @@ def _rehearse(arguments: list[str]) -> int:
     # The same decisions as at the start of a run, for GPUs: checks, layout, then the schedule.
     config = check_any_length(request.config, options.gpus)
     layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
-    config, decided = choice.decide(replace(config, layout=layout), "cuda")
+    config, decided = auto_schedule.decide(replace(config, layout=layout), "cuda")
     notes = list(request.notes)
     if machine.note:
         notes.insert(0, machine.note)
@@ -74,7 +73,7 @@ def _rehearse(arguments: list[str]) -> int:
     if config.run.device not in ("auto", "cuda"):
         notes.append(f"--device {config.run.device}: rehearsed on fake GPUs")
     if decided:  # --schedule auto has chosen a schedule
-        notes.append(choice.note(config.layout, decided))
+        notes.append(auto_schedule.note(config.layout, decided))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     own_kernels = {"adamw8bit": "bitsandbytes'", "apex": "apex'"}.get(config.training.optimizer)
@@ -86,7 +85,7 @@ def _rehearse(arguments: list[str]) -> int:
     device_guard.load()
     from emulator import answers, rehearsal
 
-    case = rehearsal.Case(
+    case = rehearsal.RehearsalCase(
         config, options.gpus, nodes, machine.device, options.all_ranks, options.routing
     )
     ranks = len(rehearsal.ranks_of(case))

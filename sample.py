@@ -47,7 +47,7 @@ with errors.installed():
     from distributed.store import StoreExchange
 
 if TYPE_CHECKING:
-    from decoding import Choice, Decoder
+    from decoding import Decoder, SamplingParams
 
 MAX_TOKENS = 100  # new tokens for each prompt without --max-tokens
 MAX_ANSWER = 1024  # new tokens for each answer of --chat without --max-tokens
@@ -274,7 +274,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
     import data
     import trainer
     from checkpointing.load import load_weights
-    from decoding import Choice, Decoder
+    from decoding import Decoder, SamplingParams
     from optim import precision
 
     precision.check(task.config, context)
@@ -291,7 +291,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
         print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
     if task.text is not None:
         options = task.options
-        how = Choice(options.temperature, options.top_p, options.seed)
+        how = SamplingParams(options.temperature, options.top_p, options.seed)
         decoder = Decoder(state.pipeline, state.factory, task.config.model)
         for prompt in task.prompts:
             context.recorder.enter("sample")
@@ -309,7 +309,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
 
 
 def _chat(
-    task: Task, talk: Conversation, decoder: "Decoder", how: "Choice", context: Context
+    task: Task, talk: Conversation, decoder: "Decoder", how: "SamplingParams", context: Context
 ) -> Iterator[str]:
     """Yield an answer for each line of the standard input of rank 0; collective over all ranks.
 

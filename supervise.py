@@ -33,7 +33,7 @@ with errors.installed():
     from config.errors import UserError
     from supervisor.command import Command, read_command
     from supervisor.fewer import Fewer, Options
-    from supervisor.session import Session
+    from supervisor.session import Supervisor
 
 
 def main(arguments: list[str]) -> int:
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     command = read_command(ranks_command, options.spare_nodes)
     fewer_nodes = _layouts_for_fewer_nodes(command, options)  # None without --gpu
     # The session starts the command, and again after each fault, until the run is done or hopeless.
-    return Session(command, options.restarts_per_hour, fewer_nodes).run()
+    return Supervisor(command, options.restarts_per_hour, fewer_nodes).run()
 
 
 def _layouts_for_fewer_nodes(command: Command, options: Namespace) -> Fewer | None:

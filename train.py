@@ -53,7 +53,7 @@ with ending_all_ranks(watch), errors.installed():
     from telemetry import trackers
 
 # The largest number of tensor elements, optimizer state and copies included, of a run that fits on
-# every node: for a smaller run `check_memory` loads no planner.
+# every node: for a smaller run `check_memory` computes nothing.
 SMALL_RUN = 10_000_000
 
 
@@ -116,7 +116,7 @@ def check_machine(config: Config) -> None:
 def check_memory(config: Config) -> None:
     """Raise UserError if this node has less memory than its ranks certainly need.
 
-    The planner computes a lower bound of the need. Its formulas are not loaded for a run with fewer
+    The planner computes a lower bound of the need. Nothing is computed for a run with fewer
     than SMALL_RUN elements. Memory includes swap space.
     """
     if model_stats.elements_of_run(config) < SMALL_RUN:

@@ -22,7 +22,7 @@ import data
 from attention import attention_kernel
 from checkpointing.folders import Chosen
 from checkpointing.save import Checkpointer
-from checkpointing.state import check_begin, fingerprints, room_for_saves
+from checkpointing.state import check_begin, fingerprints
 from config.errors import UserError
 from config.past import Past
 from config.schema import Config
@@ -46,7 +46,8 @@ from optim.precision import DTYPES
 from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
-from schedules.partition import StageSpec, part_costs, stage_specs
+from planner.partition_costs import part_costs
+from schedules.partition import StageSpec, stage_specs
 from telemetry import replica_check, run_time, step_stats
 from telemetry.audit import Audit
 from telemetry.log import Log
@@ -121,7 +122,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
         from optim.fsdp import block_sharder  # only --zero 3 needs the 43 MB that this loads
 
         factory = replace(factory, shard=block_sharder(factory, training, layout))
-    specs = stage_specs(config.model, layout, part_costs(config.model, factory.device.type))
+    costs = part_costs(config.model, training.precision, factory.device.type)
+    specs = stage_specs(config.model, layout, costs)
     masked = config.data.masks_attention
     stage_of: dict[int, Stage] = {}  # this rank's stages by their number in the pipeline
     for spec in specs:
@@ -296,9 +298,8 @@ def _open_log(
     kernels = preflight.kernel_names(config, state.optimizer.kernel, attention, source)
     preflight.check_compiler(kernels, context.device.type, context.nodes[context.rank])
     before = step_stats.exchange(at_start, state.factory.mesh.world, context.device)
-    bytes_per_save = room_for_saves(config, state.optimizer)
     about = about_model(tensors, config.model)
-    return Log(config, context, state.stage_specs, kernels, before, bytes_per_save, about)
+    return Log(config, context, state.stage_specs, kernels, before, about)
 
 
 def _checkpointer(
@@ -433,7 +434,10 @@ class Trainer:
         """Open the files of the run's record on rank 0, because steps are about to run."""
         config = self.config
         samples: dict[str, str] = {}
+        checkpoint_bytes: int | None = None
         if self.log.is_writer:
+            if config.run.saves:
+                checkpoint_bytes = self.checkpoints.bytes_needed
             answers = config.data.answers_only
             most = max(level.batch for level in config.levels)
 
@@ -443,7 +447,7 @@ class Trainer:
                 return config.passes_over(first, sample + most - first)
 
             samples = fingerprints(self.splits.train, config.total_samples, answers, skips)
-        self.log.begin(samples)
+        self.log.begin(samples, checkpoint_bytes)
 
     def _announce(self) -> None:
         """Print how long the run will take, if that can be estimated and is long."""

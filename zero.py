@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from config.errors import UserError
 from config.schema import BUCKET_ELEMENTS, EMA, Layout, ModelShape, Training
 from distributed.collectives import Handle
-from optim import muon, update_rules
+from optim import update_rules
 from optim.balance import ConstantGroup, RouterBalance
 from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
 from optim.loss_scale import LossScale
@@ -486,14 +486,15 @@ class UpdateSet:
             self.masters += group.masters
         self.rate = update_rules.rate_factor(training, key.family)
         buckets = [group for group in groups if isinstance(group, Bucket)]
-        rule = (
-            muon.make_rule(training, self.masters, buckets, groups[0].mesh)
-            if key.family == "muon"
-            else update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
-        )
-        self.rule: Rule = rule
+        self.rule: Rule
+        if key.family == "muon":
+            from optim import muon  # no other optimizer needs this module
+
+            self.rule = muon.make_rule(training, self.masters, buckets, groups[0].mesh)
+        else:
+            self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
         if training.ema:
-            self.rule = AveragedRule(rule, self.masters, training.ema)
+            self.rule = AveragedRule(self.rule, self.masters, training.ema)
         for group in groups:
             group.rule = self.rule
 

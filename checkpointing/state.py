@@ -253,17 +253,6 @@ def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
     return ("weights", *optimizer.state_kinds)
 
 
-def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
-    """Return the free bytes that every save of this run needs on the disk; right on rank 0 only.
-
-    Return None if the run saves only when it is stopped. The number is in run.json, where the
-    supervisor reads it to tell whether a lack of room ended a run.
-    """
-    if not config.run.saves:
-        return None
-    return bytes_of_a_save(config, optimizer, saved_kinds(config, optimizer))
-
-
 def check_begin(config: Config, done: Progress) -> None:
     """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples.
 

@@ -146,7 +146,9 @@ class Training:
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     grad_dtype: str = option(
-        "fp32", "sum 16-bit gradients in fp32, or in bf16 to save memory", choices=("fp32", "bf16")
+        "fp32",
+        "gradient accumulation in 16-bit runs: in fp32, or in bf16 to save memory",
+        choices=("fp32", "bf16"),
     )
     optimizer: str = option(
         "adamw", "update rule; apex: AdamW by NVIDIA's FusedAdam", choices=OPTIMIZERS
@@ -304,16 +306,16 @@ class Data:
     )
     objective: str = option(
         "causal",
-        "prefix: each token of a random prefix sees all of it, and what follows is learned",
+        "prefix: prefix LM, full attention within a random prefix, loss on what follows",
         choices=("causal", "prefix"),
     )
     eod_token: int = option(None, "id of the token that ends a document", minimum=0)
-    reset_attention: bool = option(False, "tokens see only tokens of their own document")
+    reset_attention: bool = option(False, "attention within a document only, in samples of several")
     reset_positions: bool = option(False, "positions count from 0 in each document")
-    mask_eod_loss: bool = option(False, "do not learn what follows the end of a document")
+    mask_eod_loss: bool = option(False, "no loss for the token after the end of a document")
     answers_only: bool = option(
         False,
-        "learn only what PREFIX.targets.bin marks, as scripts/prepare_chats.py writes it",
+        "loss only where PREFIX.targets.bin marks it, as scripts/prepare_chats.py writes it",
     )
 
     @property
@@ -486,24 +488,26 @@ class Run:
     )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
     save_switch: str = option(None, "save when this file appears, remove it, and continue")
-    watchdog: bool = option(True, "watch all ranks: name who hangs or dies, and end the job")
+    watchdog: bool = option(
+        True, "watch all ranks: name the one that hangs or dies, and end the job"
+    )
     hang_timeout: float = option(
         None,
         "seconds without progress that count as a hang, default: 300, or 10 median steps if longer",
         minimum=1.0,
         needs=Needs(("watchdog",), reason="now it is off"),
     )
-    check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
+    check_speed_every: int = option(100, "steps between checks for stragglers, 0: never", minimum=0)
     slow_rank_percent: float = option(
         20.0,
-        "per cent by which a slow rank computes longer than its peers",
+        "per cent by which a straggler computes longer than its peers",
         minimum=0.0,
         needs=Needs(("check_speed_every",), above=0),
     )
     blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
     compile: bool = option(
         False,
-        "fuse norms, rotary positions, SwiGLU and the loss by torch.compile, before step 1",
+        "fuse norms, RoPE, SwiGLU and the loss by torch.compile, before step 1",
     )
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     record_routing: str = option(

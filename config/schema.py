@@ -76,7 +76,11 @@ class ModelShape:
         file_only=True,
     )
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
-    positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
+    positions: str = option(
+        "learned",
+        "position embeddings: learned, ALiBi, or RoPE (rotary)",
+        choices=("learned", "alibi", "rotary"),
+    )
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
     norm_plus_one: bool = option(
         False,
@@ -476,9 +480,9 @@ class Layout:
         choices=SCHEDULES,
     )
     schedule_costs: str = option(
-        "counted",
-        "what --schedule auto simulates with: counted FLOPs, measured when the run starts, or six "
-        "numbers: F, B, W of a block and of the head",
+        "planned",
+        "what --schedule auto simulates with: planned seconds, measured when the run starts, or "
+        "six numbers of microseconds: F, B, W of a block and of the head",
     )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2
@@ -486,9 +490,15 @@ class Layout:
     partition: str = option(
         "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
     )
-    micro_batch_size: int = option(1, "samples in one forward pass of one replica", minimum=1)
+    micro_batch_size: int = option(
+        1,
+        "samples in one forward pass of one replica; gradients accumulate over the micro-batches",
+        minimum=1,
+    )
     recompute: str = option(
-        "none", "recompute attention, or whole blocks", choices=("none", "selective", "full")
+        "none",
+        "activation recomputation: of attention (selective), or of whole blocks (full)",
+        choices=("none", "selective", "full"),
     )
     recompute_layers: int = option(
         None, "recompute only the first N blocks of each stage, default: all", minimum=0
@@ -500,14 +510,16 @@ class Layout:
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
     )
     overlap_param_gather: bool = option(
-        None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
+        None,
+        "all-gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2",
     )
     sync_each_batch: bool = option(
         True,
-        "--zero 3: reduce gradients in every micro-batch; no: sum them whole, reduce them once",
+        "--zero 3: reduce-scatter gradients in every micro-batch; no: accumulate them, reduce once",
     )
     reshard_after_forward: bool = option(
-        True, "--zero 3: free gathered weights after a forward pass; no: keep them for its backward"
+        True,
+        "--zero 3: free all-gathered weights after a forward pass; no: keep them for the backward",
     )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 

@@ -343,21 +343,22 @@ def _check_schedule(layout: Layout) -> None:
 
 
 def explicit_costs(layout: Layout) -> list[float] | None:
-    """Return the six numbers of --schedule-costs, or None for counted and measured.
+    """Return the six seconds of --schedule-costs, or None for planned and measured.
 
-    The numbers are the costs of F, B and W (forward, gradient of the input, gradient of the
-    weights) of a block, then of the head. Raise UserError for any other text.
+    They are the seconds of F, B and W (forward, gradient of the input, gradient of the weights) of
+    a block, then of the head; the option has microseconds. Raise UserError for any other text.
     """
     text = layout.schedule_costs
-    if text in ("counted", "measured"):
+    if text in ("planned", "measured"):
         return None
     with contextlib.suppress(ValueError):
-        costs = [float(part) for part in text.split(",")]
+        costs = [1e-6 * float(part) for part in text.split(",")]
         if len(costs) == 6 and all(0 < cost < math.inf for cost in costs):
             return costs
+    went = ": the planner's seconds (planned) replace counted FLOPs" if text == "counted" else ""
     raise UserError(
-        "--schedule-costs is counted, measured, or six numbers above 0 like 11,13,8,26,17,16, "
-        f"not {text!r}"
+        "--schedule-costs is planned, measured, or six numbers above 0 like 11,13,8,26,17,16, "
+        f"not {text!r}{went}"
     )
 
 
@@ -365,7 +366,7 @@ def _check_auto(layout: Layout) -> None:
     """Raise UserError if options of --schedule auto do not go with the schedule."""
     name = layout.schedule
     costs = layout.schedule_costs
-    if name != "auto" and costs != "counted":
+    if name != "auto" and costs != "planned":
         raise UserError(f"--schedule-costs {costs} needs --schedule auto, not {name}")
     if name == "auto" and layout.recompute_blocks is not None:
         raise UserError(

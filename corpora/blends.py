@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
-from corpora.mapped_files import ArrayCache, Found
+from corpora.mapped_files import ArrayCache, CachedArrays
 from corpora.sample_order import Continued, GPTSamples, TextSpan
 
 Part = GPTSamples | Continued  # the samples of a corpus
@@ -98,7 +98,7 @@ class BlendOrder:
     which: np.ndarray
     number: np.ndarray
     taken: list[int]
-    found: Found
+    found: CachedArrays
 
 
 def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> BlendOrder:

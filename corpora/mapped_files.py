@@ -132,7 +132,7 @@ def why_others_could_replace(folder: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class CachedArrays:
     """The result of `ArrayCache.find`.
 
     arrays: the arrays by name; read-only if they are mapped from `files`. files: the mapped files;
@@ -182,14 +182,16 @@ class ArrayCache:
                 f"or name another folder, or give --cache none"
             )
 
-    def find(self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]) -> Found:
+    def find(
+        self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]
+    ) -> CachedArrays:
         """Return the arrays that `facts` determine, from the cache or from `build`.
 
         facts: JSON values by name. build: returns the arrays by name, which are then stored. If
         several processes of a node call this at once, one process builds and the others wait.
         """
         if self.folder is None:
-            return Found(build())
+            return CachedArrays(build())
         text = json.dumps(facts | self._system, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         path = os.path.join(self.folder, f"{digest}.arrays")
@@ -246,7 +248,7 @@ class ArrayCache:
         )
 
 
-def _read(path: str) -> Found | None:
+def _read(path: str) -> CachedArrays | None:
     """Return the mapped arrays of the entry in the folder `path`.
 
     Return None if the entry is missing or damaged, or if another user could have written it.
@@ -264,7 +266,7 @@ def _read(path: str) -> Found | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # an entry with an old time would be removed as unused
-    return Found(arrays, files, built=False)
+    return CachedArrays(arrays, files, built=False)
 
 
 def _write(path: str, arrays: dict[str, np.ndarray]) -> None:

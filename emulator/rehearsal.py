@@ -1,7 +1,7 @@
 """Runs the trainer of some ranks of a large run on fake GPUs: build, two steps, save, the checks.
 
     with processes(most=8, gpu="A100") as pool:
-        run = rehearse(Case(config, world=384, nodes=48, gpu="A100"), pool)
+        run = rehearse(RehearsalCase(config, world=384, nodes=48, gpu="A100"), pool)
     run.world                       # the operations of all ranks, for matching.py
     run.records                     # memory and stops of the ranks that were run
 
@@ -48,7 +48,7 @@ from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from checkpointing.writer import Writer
 from config.schema import Config, coordinates
-from decoding import Choice, Decoder
+from decoding import Decoder, SamplingParams
 from distributed import preflight
 from distributed.parent_death import end_with_parent
 from distributed.placement import allowed_cores
@@ -207,7 +207,7 @@ class Rehearsal:
     seconds: float
 
 
-class Case(NamedTuple):
+class RehearsalCase(NamedTuple):
     """A run to rehearse.
 
     config: a checked configuration, without automatic options. world, nodes: the numbers of ranks
@@ -240,7 +240,7 @@ def processes(most: int, gpu: str) -> ProcessPoolExecutor:
 
 
 def rehearse(
-    case: Case, pool: ProcessPoolExecutor, show: Callable[[int], None] = lambda done: None
+    case: RehearsalCase, pool: ProcessPoolExecutor, show: Callable[[int], None] = lambda done: None
 ) -> Rehearsal:
     """Run the ranks that `ranks_of(case)` returns, in the processes of a pool of `processes`.
 
@@ -273,7 +273,7 @@ def rehearse(
     )
 
 
-def ranks_of(case: Case) -> Sequence[int]:
+def ranks_of(case: RehearsalCase) -> Sequence[int]:
     """Return the ranks of a case that are run: all with --all-ranks, else those of `chosen`."""
     return range(case.world) if case.all_ranks else chosen(case.config)
 
@@ -318,7 +318,7 @@ def run_rank(
 ) -> RankRecord:
     """Run one rank on a fake GPU, in this process, and return its record.
 
-    config: the result of `shortened`. The other arguments are as in `Case`.
+    config: the result of `shortened`. The other arguments are as in `RehearsalCase`.
     """
     began = time.monotonic()
     context = recording_context(world, rank, nodes)
@@ -378,7 +378,7 @@ def _after_steps(
         state.optimizer.finish_gathering()
         decoder = Decoder(state.pipeline, state.factory, config.model)
         # Two tokens take a pass over the prompt, and a pass that uses its cached keys and values.
-        decoder.generate([0], 2, Choice())
+        decoder.generate([0], 2, SamplingParams())
     # The save does all but writing: the disk has room for any checkpoint, and the writer, which
     # would store the tensors, only sets the seconds that the save has taken.
     disk = SimpleNamespace(free=2**60)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from config.schema import EMA, ModelShape, Training
 from distributed.mesh import Mesh
 from distributed.token_exchange import occurrences
-from experts import Choice, Router
+from experts import Router, RouterOutput
 from loss import add_gradient_of
 from optim.buckets import Key, ParamGroup, ParamShard
 from parallel import ParamFactory
@@ -45,7 +45,7 @@ class Penalty:
     z_rate: float
     weight: float
 
-    def add_penalty(self, router: Router, weights: Tensor, choice: Choice) -> Tensor:
+    def add_penalty(self, router: Router, weights: Tensor, choice: RouterOutput) -> Tensor:
         """Return `weights`, whose backward pass adds the gradient of the auxiliary losses.
 
         The router calls this in each forward pass of training. weights: the weights that the router
@@ -68,7 +68,7 @@ class Penalty:
         return add_gradient_of(weights, penalty * self.weight)
 
 
-def _loads_of_samples(mesh: Mesh, choice: Choice) -> Tensor:
+def _loads_of_samples(mesh: Mesh, choice: RouterOutput) -> Tensor:
     """Return the loads of the experts in each sample of a micro-batch, float64: (b, E).
 
     A load of 2 says that the expert has twice as many rows of this sample as the mean expert. The

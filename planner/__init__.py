@@ -5,13 +5,15 @@ job             the argument of every formula: model, layout, training options a
 op_costs        seconds of GEMMs, attention, memory traffic, collectives
 time_terms      every term of a step's seconds; step_time adds them, with the simulated schedule
 memory_terms    every term of a GPU's bytes; memory adds them for each pipeline rank
+partition_costs the stages of a layout, by the seconds of embedding, block and head
 muon_terms      seconds and bytes of Muon's iteration and of its exchange of matrices
+auto_schedule   what --schedule auto chooses
 risk            intervals, and the probability that a layout does not fit
 enumeration     every layout that train.py takes, as a table of columns
 closed_form     seconds and bytes of every row, without its schedule
 layouts         the fastest rows, each simulated; all others rejected with a reason
 model_sizes     the largest model, and the fewest nodes
-growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
+growth          a ramp-up of the batch in stages of nodes: the fastest layout of each
 gap             where a run's time went, which flags win it back
 flags           the planner's own flags: meaning and limits; plan.py says which question reads them
 questions       what a question and an answer are; the questions are in layout_table (picture draws

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.schema import Layout, ModelShape
 from planner import memory_terms, step_time, time_terms
 from planner.enumeration import Table
-from planner.job import Column
+from planner.job import Column, Job
 from planner.memory_terms import Parts
 from planner.op_costs import Pass
+from planner.partition_costs import specs_of
 from planner.step_time import Most, Passes
-from schedules.partition import StageSpec, stage_specs
+from schedules.partition import StageSpec
 
 # Ranks also wait for one another because of the order of their passes. These are the likely seconds
 # of this waiting as a share of the pipeline's time. FOLDED is for zb-v, whose order assumes that
@@ -69,7 +69,7 @@ class Ranks(NamedTuple):
             kind = way.pp, way.schedule, way.virtual_stages, way.partition
             kinds.append(kind)
             if kind not in ranks_of_kind:
-                ranks_of_kind[kind] = _chosen_ranks(table.asked.model, way)
+                ranks_of_kind[kind] = _chosen_ranks(table.asked.job(way))
         longest = max(map(len, ranks_of_kind.values()))
         padded = [ranks + ranks[-1:] * (longest - len(ranks)) for ranks in ranks_of_kind.values()]
         number_of = {kind: number for number, kind in enumerate(ranks_of_kind)}
@@ -85,14 +85,14 @@ class Ranks(NamedTuple):
         return Parts(self.blocks, self.embedding, self.head, self.tied)
 
 
-def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
+def _chosen_ranks(job: Job) -> list[tuple[int, ...]]:
     """Return the fields of `Ranks` for some pipeline ranks of a way, a tuple for each rank.
 
     Among ranks whose stages have the same blocks, embedding and head, the first and the last are
     chosen: the first keeps the most activations, the last waits longest for its first input.
     """
-    stages_of_rank: list[list[StageSpec]] = [[] for _ in range(way.pp)]
-    for spec in stage_specs(model, way):
+    stages_of_rank: list[list[StageSpec]] = [[] for _ in range(job.layout.pp)]
+    for spec in specs_of(job):
         stages_of_rank[spec.rank].append(spec)
     # By the contents of a rank's stages, the first and the last rank that has these contents.
     chosen: dict[tuple, list[tuple[int, ...]]] = {}

@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from planner import memory
+from planner.auto_schedule import decide_layout
 from planner.hardware import Link
 from planner.job import Job
 from planner.questions import BILLION, Answer, Question, flags
 from planner.step_time import pipeline_time, predict, step_parts
-from schedules.choice import decide_layout
 
 PARTS = (*memory.OF_RUN, "buffers", "context")  # the parts of a GPU's memory that are compared
 FREE = Link(0.0, math.inf, 1.0)  # a link over which every message takes no time
@@ -69,7 +69,7 @@ def _facts(question: Question) -> dict[str, Any]:
     It has the seconds by cause, the memory of the fullest GPU by part, and train.py's flags.
     """
     job = question.job()
-    layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
+    layout, _ = decide_layout(job)
     job = job._replace(layout=layout)
     prediction, fullest = predict(job), memory.fullest(job)
     parts = {name: getattr(fullest, name) for name in PARTS}

@@ -65,7 +65,7 @@ def days(question: Question) -> Answer:
 
 
 def rampup(question: Question) -> Answer:
-    """Return the answer of `plan.py rampup` without --deadline: a line for each batch size.
+    """Return the answer of `plan.py rampup` without --nodes-by-batch: a line for each batch size.
 
     A line says when the batch size begins, for how many steps, and on how many nodes the layout can
     run it with which micro-batch sizes. Raise UserError without a ramp-up.

@@ -25,7 +25,7 @@ from config.schema import Layout, ModelShape, Training
 from config.validation import check_batch, check_sharding, check_split, with_dp
 from planner.hardware import Machine
 from planner.job import Columns, Job
-from schedules.partition import blocks_per_stage
+from planner.partition_costs import blocks_of
 
 # The schedules that are tried; `auto` is planned only if the user asks for it.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
@@ -351,7 +351,7 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
             # The blocks of each stage distinguish ways only if several partitions are tried.
             blocks: tuple[int, ...] = ()
             if len(partitions) > 1:
-                blocks = tuple(blocks_per_stage(asked.model, way))
+                blocks = tuple(blocks_of(asked.job(way)))
             ways.setdefault((way.schedule, count, blocks), way)
     if refusal and not ways:
         raise refusal

@@ -48,13 +48,15 @@ class Flag(NamedTuple):
     """A flag of the command line.
 
     type: the type of its value, or a function that reads it; bool: a switch without a value. below:
-    the value must be above 0 and below this number; None: any value.
+    the value must be above 0 and below this number; None: any value. many: the flag takes
+    several values.
     """
 
     help: str
     type: Callable[[str], Any] = str
     metavar: str | None = None
     below: float | None = None
+    many: bool = False
 
 
 FLAGS = {
@@ -68,16 +70,26 @@ FLAGS = {
     "rejected": Flag("print every rejected layout", bool),
     "tokens": Flag("tokens to train on", float, None, 1e18),
     "risk": Flag(f"of running out of memory, accepted ({risk.DEFAULT})", float),
-    "deadline": Flag("days: fewest GPU-hours within them", float, "DAYS", 1e5),
-    "restart": Flag("minutes that a change of nodes takes (10)", float, "MINUTES"),
-    "stages": Flag("write the stages, for scripts/stages.py", str, "FILE"),
-    "submit": Flag("submit the first: sbatch's options and the batch file", str, "WORDS"),
+    "nodes_by_batch": Flag(
+        "from which batch size on the run has how many nodes: its stages",
+        metavar="BATCH:NODES",
+        many=True,
+    ),
+    "jobs": Flag("write the stages, for scripts/stages.py", str, "FILE"),
+    "submit": Flag("submit the first stage: sbatch's options and the batch file", str, "WORDS"),
     "trace": Flag("write a Chrome trace", str, "FILE"),
     "picture": Flag("draw tokens/s over memory of all layouts", str, "FILE.svg"),
     "price_per_gpu_hour": Flag("adds what a billion tokens cost", float, "PRICE", 1e6),
     "watts_per_gpu": Flag("power, in place of the datasheet's", float, "WATTS", 1e5),
     "sbatch": Flag("write a Slurm batch file for the recommended layout", str, "FILE"),
     "launch": Flag("launcher of the commands: 'srun --mpi=pmix -n {ranks}'", str, "WORDS"),
+}
+
+
+# Flags that went, and what to give instead.
+GONE = {
+    "deadline": "name the stages yourself: --nodes-by-batch 192:18 400:32 2048:48",
+    "restart": "the days of `rampup` are without restarts",
 }
 
 
@@ -96,10 +108,14 @@ def add(parser: Parser, read: Collection[str]) -> None:
         kind: dict[str, Any] = {"type": flag.type, "metavar": flag.metavar}
         if flag.type is bool:
             kind = {"action": "store_true", "default": None}
+        if flag.many:
+            kind["nargs"] = "+"
         if name == "gpus":
             parser.add_gpus(text)
         else:
             parser.add_argument(words_of(name), help=text, **kind)
+    for name in GONE:
+        parser.add_argument(words_of(name), help=SUPPRESS)
 
 
 def words_of(name: str) -> str:
@@ -118,6 +134,9 @@ def check(
     """
     if options.calibration and not options.gpu:
         raise UserError("--calibration needs --gpu: which machine was it measured on?")
+    for name, instead in GONE.items():
+        if getattr(options, name) is not None:
+            raise UserError(f"{words_of(name)} is gone: {instead}")
     given = {name: getattr(options, name) for name in FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():

@@ -32,10 +32,11 @@ from config.schema import Config, Layout, coordinates, rows_along
 from config.validation import check_split
 from planner import compare, hardware, run_files
 from planner.job import Job
+from planner.partition_costs import part_costs
 from planner.questions import FULL_BATCH, Answer
 from planner.run_files import rows_of
 from schedules.orders import build, of_layout
-from schedules.partition import balanced, part_costs, placement, stage_specs
+from schedules.partition import PartCosts, balanced, placement, stage_specs
 from schedules.schedule import Action, Schedule
 from schedules.simulation import Timing, makespan, simulate_each
 
@@ -354,7 +355,7 @@ def gap(run: str, name: str | None = None) -> Answer:
     run_files.check_schedule(run, config)
     device, kind = run_files.cluster_of(run)
     rows, steps = _measured(run, config, kind)
-    costs = part_costs(config.model, kind)
+    costs = part_costs(config.model, config.training.precision, kind)
     shares = [spec.share for spec in stage_specs(config.model, config.layout, costs)]
     passes, messages = steps.by_stage()
     late = [seconds for seconds in messages.values() if seconds]  # messages that ranks waited for
@@ -387,7 +388,7 @@ def gap(run: str, name: str | None = None) -> Answer:
         "evaluation": Remedy(causes["evaluation"] / 2, "--eval-every twice as large"),
     }
     sent = statistics.fmean(late) if late else 0.0
-    remedies |= remedies_of_passes(config, steps.order, passes, sent, kind)
+    remedies |= remedies_of_passes(config, steps.order, passes, sent, costs)
     lines = []
     for cause in LINES:
         seconds = causes.get(cause, 0.0)
@@ -500,14 +501,14 @@ def _table(data: dict[str, Any]) -> str:
 
 
 def remedies_of_passes(
-    config: Config, order: Schedule, passes: Seconds, sent: float, device: str
+    config: Config, order: Schedule, passes: Seconds, sent: float, costs: PartCosts
 ) -> dict[str, Remedy]:
     """Return the remedies against the causes `bubble` and `imbalance`, found by simulation.
 
     Against the bubble other schedules and half the micro-batch size are tried, against imbalance
     another partition. Each is simulated with the seconds of the measured passes; the time that it
     saves of the simulated step is what it wins. passes: seconds by kind and stage, collectives
-    included. sent: seconds of a message between stages. device: such as "cuda", for the costs.
+    included. sent: seconds of a message between stages. costs: by which blocks are shared out.
     """
     layout, model = config.layout, config.model
     if layout.pp == 1:  # without a pipeline there is no bubble
@@ -527,7 +528,6 @@ def remedies_of_passes(
             seconds = makespan(new_order, _divided(passes, order, new_order, parts), sent)
             found["bubble"] = max(found["bubble"], Remedy(now - seconds, _changes(layout, new)))
     if layout.stages_per_rank == 1:
-        costs = part_costs(model, device)
         blocks = ",".join(map(str, balanced(model.layers, placement(layout), costs)))
         # By (kind, stage), the seconds of a pass with the new partition: the measured seconds of
         # this kind summed over all stages, times the share of the model that the stage then has.

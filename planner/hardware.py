@@ -157,12 +157,17 @@ class Machine:
         return re.search(word, device.lower()) is not None
 
     @property
+    def kind(self) -> str:
+        """The kind of device, as in a run's torch.device: "cpu" or "cuda"."""
+        return "cpu" if self.device == "CPU" else "cuda"
+
+    @property
     def precision(self) -> str:
         """The precision that --precision auto stands for in a plan on this machine.
 
         A run decides in the same way (optim/precision.py).
         """
-        if self.device == "CPU":
+        if self.kind == "cpu":
             return "fp32"
         return "bf16" if self.bf16 else "fp16"
 

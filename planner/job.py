@@ -274,12 +274,12 @@ class Job(NamedTuple):
 # ---- Formulas that another training program may replace ------------------------------------------
 
 Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def term(
-    formula: Callable[Concatenate[Job, Given], Found],
-) -> Callable[Concatenate[Job, Given], Found]:
+    formula: Callable[Concatenate[Job, Given], Result],
+) -> Callable[Concatenate[Job, Given], Result]:
     """Decorate a formula of Trine that another training program may replace.
 
     If the machine's software has a method with the formula's name, the decorated function calls
@@ -287,23 +287,23 @@ def term(
     """
 
     @wraps(formula)
-    def formula_of_program(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def formula_of_program(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         chosen = getattr(job.machine.software, formula.__name__, formula)
-        return cast(Found, chosen(job, *args, **kwargs))
+        return cast(Result, chosen(job, *args, **kwargs))
 
     return formula_of_program
 
 
 def mean_of_kinds(
-    formula: Callable[Concatenate[Job, Given], Found],
-) -> Callable[Concatenate[Job, Given], Found]:
+    formula: Callable[Concatenate[Job, Given], Result],
+) -> Callable[Concatenate[Job, Given], Result]:
     """Decorate a formula about one block, for models that have blocks of several kinds.
 
     The formula sees jobs whose blocks are alike; the result is the mean over the model's blocks.
     """
 
     @wraps(formula)
-    def mean(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def mean(job: Job, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Return the formula's values for each kind of block, weighted by the kinds' shares."""
         kinds = job.kinds
         values: list[Any] = [formula(kind, *args, **kwargs) for _, kind in kinds]

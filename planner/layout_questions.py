@@ -12,10 +12,11 @@ from typing import Any
 
 from config.paths import write_file
 from planner import hardware, memory, risk, step_time
+from planner.auto_schedule import decide_layout, note
 from planner.job import Job
+from planner.partition_costs import specs_of
 from planner.questions import BILLION, Answer, Question
 from schedules import partition, simulation
-from schedules.choice import decide_layout, note
 from schedules.orders import of_layout
 
 
@@ -26,8 +27,8 @@ def stages(question: Question) -> Answer:
     """
     job = question.job()
     # With --schedule auto, take the layout with the schedule that is chosen.
-    job = job._replace(layout=decide_layout(job.model, job.layout, job.micro_batches)[0])
-    rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
+    job = job._replace(layout=decide_layout(job)[0])
+    rows, table = specs_of(job), memory.stages(job)
     fullest = max(table, key=lambda stage: stage.total).stage
     names = (*memory.OF_RUN, "buffers", "context", "total")
     head = "".join(f"{name:>12}" for name in (*names, "free"))
@@ -101,7 +102,7 @@ def timeline(question: Question) -> Answer:
     """
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
-    layout, choice = decide_layout(job.model, job.layout, job.micro_batches)
+    layout, choice = decide_layout(job)
     job, order = job._replace(layout=layout), of_layout(layout, count)
     slots = simulation.simulate(order, step_time.action_seconds(job))
     events = [

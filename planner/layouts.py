@@ -26,16 +26,16 @@ from config.batch_schedule import BatchSchedule
 from config.schema import Layout
 from config.validation import check_shape
 from planner import memory, risk
+from planner.auto_schedule import decide_layout
 from planner.closed_form import ClosedForm
 from planner.enumeration import MICRO_BATCHES, Asked, Rejected, Table, every_layout, rejected_layout
 from planner.job import Job
+from planner.partition_costs import blocks_of
 from planner.step_time import Prediction, predict
-from schedules.choice import decide_layout
-from schedules.partition import blocks_per_stage
 
-# With --schedule auto, a schedule is searched only for this number of layouts: those that are the
+# With --schedule auto, its schedule is decided only for this number of layouts: those that are the
 # fastest with 1F1B.
-SEARCHED = 8
+PRICED_WITH_AUTO = 8
 # The options with which a layout needs the least memory. Schedules that keep more activations than
 # 1F1B are left out.
 LEAN: dict[str, Any] = {
@@ -95,17 +95,42 @@ def rank(
     Raise UserError if the model or the ramp-up of the batch is impossible.
     """
     check_shape(asked.model)
-    # With --schedule auto, rank the layouts with 1F1B; then `_searched` searches schedules for the
-    # fastest of them. A layout must be one that train.py accepts with `auto`.
     if asked.fixed.get("schedule") == "auto":
-        fixed = asked.fixed | {"schedule": "1f1b"}
+        return _rank_auto(asked, refusal, accepted, most, plain)
+    return _rank_named(asked, refusal, accepted, most, plain, every)
 
-        def refusal_of_auto(layout: Layout) -> str:
-            return refusal(replace(layout, schedule="auto"))
 
-        with_1f1b = rank(asked._replace(fixed=fixed), refusal_of_auto, accepted, most, plain)
-        searched = [_searched(lines, asked) for lines in (with_1f1b.ranked, with_1f1b.plain)]
-        return with_1f1b._replace(ranked=searched[0], plain=searched[1])
+def _rank_auto(
+    asked: Asked,
+    refusal: Callable[[Layout], str],
+    accepted: float,
+    most: float,
+    plain: bool,
+) -> Answer:
+    """Return the result of `rank` with --schedule auto: ranked with 1F1B, then each with its own.
+
+    A layout must be one that train.py accepts with `auto`.
+    """
+    with_1f1b = _rank_named(
+        asked._replace(fixed=asked.fixed | {"schedule": "1f1b"}),
+        lambda layout: refusal(replace(layout, schedule="auto")),
+        accepted,
+        most,
+        plain,
+    )
+    ranked = _with_auto(with_1f1b.ranked, asked)
+    return with_1f1b._replace(ranked=ranked, plain=_with_auto(with_1f1b.plain, asked))
+
+
+def _rank_named(
+    asked: Asked,
+    refusal: Callable[[Layout], str],
+    accepted: float,
+    most: float,
+    plain: bool,
+    every: bool = False,
+) -> Answer:
+    """Return the result of `rank` for schedules with a name."""
     table, rejected = every_layout(asked)
     if table is None:
         return Answer([], rejected, 0, [])
@@ -136,21 +161,20 @@ def leanest(
     return _Search(table, accepted, refusal).first() if table else None
 
 
-def _searched(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
+def _with_auto(ranked: list[Ranked], asked: Asked) -> list[Ranked]:
     """Return layouts that were ranked with 1F1B as layouts with --schedule auto, in order of speed.
 
-    The first SEARCHED layouts are predicted with the schedule that the search finds. The others
-    keep the prediction of 1F1B: in simulation the searched schedule is never slower.
+    The first PRICED_WITH_AUTO layouts are predicted with the schedule that `auto` is for them. The
+    others keep the prediction of 1F1B: in simulation `auto` is never slower.
     """
     with_auto = []
     for number, (with_1f1b, prediction, priced) in enumerate(ranked):
         auto_layout = replace(with_1f1b, schedule="auto")
-        if number < SEARCHED:
-            micro_batches = asked.job(with_1f1b).micro_batches
-            layout, _ = decide_layout(asked.model, auto_layout, micro_batches)
-            searched = predict(asked.job(layout))
-            if searched.fits and searched.seconds < prediction.seconds:
-                prediction, priced = searched, layout
+        if number < PRICED_WITH_AUTO:
+            layout, _ = decide_layout(asked.job(auto_layout))
+            chosen = predict(asked.job(layout))
+            if chosen.fits and chosen.seconds < prediction.seconds:
+                prediction, priced = chosen, layout
         with_auto.append(Ranked(auto_layout, prediction, priced))
     return _in_order(with_auto)
 
@@ -314,7 +338,7 @@ class _Search:
         tried = [layout]
         if layout.recompute != "none" and asked.counts_blocks:
             fewest = int(self.recomputed[risky][row.number, 0])
-            numbers = range(fewest, max(blocks_per_stage(asked.model, layout)))
+            numbers = range(fewest, max(blocks_of(asked.job(layout))))
             tried = [replace(layout, recompute_layers=number) for number in numbers] + tried
         for layout in tried:
             job = asked.job(layout)

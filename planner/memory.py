@@ -23,8 +23,9 @@ from config.schema import Config
 from planner import hardware, memory_terms, muon_terms
 from planner.job import Job, term
 from planner.memory_terms import Parts
+from planner.partition_costs import specs_of
 from schedules.long_schedule import LongSchedule, long_layout
-from schedules.partition import StageSpec, stage_specs
+from schedules.partition import StageSpec
 
 # The order in which samples are read takes at least this many bytes of host memory for a sample: 8
 # (or 16) for where the sample starts, and 4 (or 8) for its place in the order.
@@ -62,7 +63,7 @@ def stages(job: Job) -> list[StageMemory]:
     Raise UserError if the batch is smaller than one micro-batch on every replica.
     """
     layout = job.layout
-    specs = stage_specs(job.model, job.layout)
+    specs = specs_of(job)
     parts = Parts.of(specs)
     rank_of = np.array([spec.rank for spec in specs])  # the pipeline rank of each stage
     kept = kept_of_stages(job, specs)

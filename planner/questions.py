@@ -86,23 +86,25 @@ class Question:
             return machine
         return hardware.at_share_of_network(machine, NETWORK_SHARES[-1])
 
-    def rank(self, most: float = math.inf, plain: bool = False) -> layouts.Answer:
+    def rank(
+        self, most: float = math.inf, plain: bool = False, starts: Config | None = None
+    ) -> layouts.Answer:
         """Return the fastest layouts on the question's GPUs, and the layouts that cannot run.
 
         Layout options that the user gave are fixed, and a layout is ranked only if train.py's own
         checks accept it. most: the number of layouts to rank. plain: whether the answer also has
-        the fastest layout of the kind that real runs have measured (enumeration.PLAIN).
+        the fastest layout of the kind that real runs have measured (enumeration.PLAIN). starts: a
+        start of the run, all of whose batch sizes a layout must run; None: the full batch alone.
         """
         run = self.config
         fixed = {field.name: getattr(run.layout, field.name) for field in fields(schema.Layout)}
         fixed = {name: value for name, value in fixed.items() if name in self.given}
         searched = self.options.question in SEARCHED
-        # A question that is not in SEARCHED tries only plain layouts, to be quick: a ramp-up ranks
-        # for each number of nodes.
+        # A question that is not in SEARCHED tries only plain layouts, to be quick.
         if not searched:
             fixed = PLAIN | {"recompute_layers": None} | fixed
         machine = self.machine
-        refusal = self._refusal(run.model, self.gpus)
+        refusal = self._refusal(run.model, self.gpus, starts)
         asked = Asked(run.model, run.training, self.compared_on, self.gpus, fixed)
         found = layouts.rank(asked, refusal, self.options.risk, most, plain)
         if self.compared_on == machine:
@@ -135,14 +137,16 @@ class Question:
         asked = Asked(model, self.config.training, self.machine, gpus)
         return layouts.leanest(asked, self._refusal(model, gpus), self.options.risk)
 
-    def _refusal(self, model: schema.ModelShape, gpus: int) -> Callable[[schema.Layout], str]:
+    def _refusal(
+        self, model: schema.ModelShape, gpus: int, starts: Config | None = None
+    ) -> Callable[[schema.Layout], str]:
         """Return a function from a layout to the error with which train.py would refuse it, or "".
 
-        The check is for the full batch: whether a layout can run the smaller batches of a ramp-up
-        is not a reason to reject it, but a column of the table.
+        starts: as in `rank`. Without it the check is for the full batch: whether a layout can run
+        the smaller batches of a ramp-up is then no reason to reject it, but a column of the table.
         """
         training = replace(self.config.training, **FULL_BATCH)
-        full = replace(self.config, model=model, training=training)
+        full = starts or replace(self.config, model=model, training=training)
 
         def refusal(layout: schema.Layout) -> str:
             try:

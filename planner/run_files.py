@@ -20,11 +20,11 @@ from config.errors import UserError, printable
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.run_options import DynamicScale
 from config.schema import GROUPS, SCHEDULES, Config, ModelShape
+from planner.auto_schedule import decide_layout
 from planner.hardware import Machine
 from planner.job import Job
 from planner.questions import FULL_BATCH
 from planner.step_time import predict
-from schedules.choice import decide_layout
 
 OF_RUN = ("model", "layout", "training")  # the groups of options in run.json that a plan uses
 DECIDED = ("schedule", "partition", "recompute_blocks")  # options that --schedule auto decided
@@ -98,6 +98,8 @@ def options_of(path: str) -> dict[str, Any]:
     if str(found.get("schedule")).startswith("searched"):
         found |= dict.fromkeys(DECIDED) | {"schedule": "auto"}
     elif found.get("schedule") != "auto":
+        found["schedule_costs"] = None
+    if found.get("schedule_costs") == "counted":  # FLOPs, which the planner's seconds replace
         found["schedule_costs"] = None
     # By name, the values that follow from the model's other sizes, for example kv_heads = heads. An
     # option with this value is left out, so that it follows again if a flag changes the sizes.
@@ -216,7 +218,7 @@ def read(path: str, machine: Machine) -> Run:
     # The job has this batch size without a ramp-up, and the schedule that the run had.
     training = replace(config.training, **FULL_BATCH | {"global_batch_size": batch})
     job = Job(config.model, replace(config.layout, dp=config.layout.dp or 1), training, machine)
-    layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
+    layout, _ = decide_layout(job)
     middle = statistics.median(seconds)
     away = statistics.median(abs(one - middle) for one in seconds)
     spread = SPREAD_OF_MEDIAN * away / middle / math.sqrt(len(seconds))

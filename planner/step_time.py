@@ -23,8 +23,8 @@ from planner import hardware, memory, memory_terms, risk, time_terms
 from planner.job import Column, Job, mean_of_kinds, term
 from planner.memory_terms import Parts
 from planner.op_costs import Pass
+from planner.partition_costs import specs_of
 from schedules.long_schedule import LongSchedule, long_layout
-from schedules.partition import stage_specs
 from schedules.simulation import Seconds
 
 # If the network's rate was not measured, a step is predicted with each of these shares of the
@@ -190,7 +190,7 @@ def block_passes(job: Job) -> Pass:
 def stage_passes(job: Job) -> tuple[Pass, ...]:
     """Return the seconds of one micro-batch through each stage of the layout."""
     layout = job.layout
-    specs = stage_specs(job.model, layout)
+    specs = specs_of(job)
     redone = np.array([layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs])
     stages = through(passes_of(job), Parts.of(specs), redone)
     return tuple(map(Pass, stages.forward.tolist(), stages.backward.tolist()))
@@ -205,17 +205,21 @@ def through(passes: Passes, parts: Parts, redone: Column) -> Pass:
     return blocks + passes.embedding * parts.embedding + passes.head * parts.head
 
 
-def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
+def pipeline_time(
+    job: Job, sent: float | None = None, actions: Seconds | None = None
+) -> tuple[float, float]:
     """Return the seconds from the first forward to the last backward, and the stages' idle share.
 
-    sent: seconds of a message between stages; None: `time_terms.message_seconds`.
+    sent: seconds of a message between stages; None: `time_terms.message_seconds`. actions: seconds
+    by kind of action and stage; None: `action_seconds`.
     """
     layout = job.layout
     machine = job.machine
     count = job.micro_batches
     if sent is None:
         sent = float(time_terms.message_seconds(job))
-    actions = action_seconds(job)
+    if actions is None:
+        actions = action_seconds(job)
     seconds = schedule_seconds(job, actions, sent)
     busy = count * sum(actions.values()) / layout.pp
     if machine.ranks_per_core > 1:
@@ -275,7 +279,7 @@ def stage_weights(job: Job) -> list[float]:
     block = time_terms.block_weights(job)
     head = time_terms.head_weights(job)
     weights = []
-    for spec in stage_specs(job.model, job.layout):
+    for spec in specs_of(job):
         has_head_matrix = spec.head and (spec.tied or not job.model.tied)
         weights.append(float(spec.blocks * block + has_head_matrix * head))
     return weights
@@ -304,7 +308,7 @@ def step_parts(job: Job) -> dict[str, float]:
     The parts are reduce (gradients between replicas), tied (the matrix that embedding and head
     share), optimizer, and fixed.
     """
-    specs = stage_specs(job.model, job.layout)
+    specs = specs_of(job)
     passes = stage_passes(job)
     # The parameters of a rank are the sum over its stages; the fullest rank counts.
     stage_parameters = memory_terms.held_parameters(job, Parts.of(specs))

@@ -5,8 +5,7 @@
     simulation       when each action runs, how much time is idle; grids and Chrome traces
     orders           makes every schedule: `build`, with list_scheduling; `of_layout`
     long_schedule    what a schedule of many micro-batches takes and holds
-    partition        which blocks each stage holds, by the costs of the passes of a model's parts
-    choice           what --schedule auto chooses
+    partition        which blocks each stage holds, by the seconds of a model's parts
 
 The pipeline executes the object that the planner prices.
 """

@@ -1,177 +1,37 @@
 """Decides which blocks each pipeline stage holds, balanced by the costs of a model's parts.
 
-    stage_specs(model, layout)      the stages, with parameters and share of time
+    stage_specs(model, layout, costs)      the stages, with parameters and share of time
 
 The parts are the embedding (tokens, positions, their norm), the blocks, and the head (final norm,
 output matrix, loss). A stage is a run of blocks; the first stage also has the embedding and the
 last stage the head. Each pipeline rank holds one stage or several. A partition is the number of
 blocks of each stage.
 
-Counts the costs of a forward and a backward pass through embedding, block and head.
-
-    embedding, block, head = pass_costs(model, "cuda")      for one token, without tp
-    part_costs(model, "cuda").block                         forward and backward pass together
-
-Costs are FLOPs per token, which stand for seconds where only ratios matter; bytes moved in memory
-are converted to FLOPs and added. F is a forward pass, B a backward pass, W the part of a backward
-pass that computes the gradients of weights, where a schedule does this part by itself.
+The time of each part is given as `PartCosts`. A run and a plan take it from the planner
+(planner/partition_costs.py).
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from config import model_stats
-from config.model_stats import mean_of_blocks
 from config.schema import Layout, ModelShape
-from config.validation import explicit_costs, explicit_partition
-
-# The number of FLOPs that take as long as moving one byte in memory: on GPUs about an A100's
-# 312 TFLOP/s divided by its 2 TB/s, on a CPU core about 80 GFLOP/s divided by 8 GB/s.
-FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
-
-
-class PassCosts(NamedTuple):
-    """The costs of a part or a stage for one micro-batch; `pass_costs` gives FLOPs for one token.
-
-    forward, inputs, weights: the seconds of F (forward), B (gradients of inputs) and W (gradients
-    of weights). held: the bytes of activations that are held for the backward pass.
-    """
-
-    forward: float
-    inputs: float
-    weights: float
-    held: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The sum of the three costs: the time of F, B and W of this part or stage together.
-
-        It has the unit of the costs: seconds of a micro-batch, or FLOPs for one token.
-        """
-        return self.forward + self.inputs + self.weights
+from config.validation import explicit_partition
 
 
 @dataclass(frozen=True)
 class PartCosts:
-    """The time of one token's forward and backward pass through each part, in FLOPs."""
+    """The time of a forward and a backward pass through each part; only ratios matter."""
 
     embedding: float
     block: float
     head: float
 
 
-@lru_cache(maxsize=256)
-def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, PassCosts]:
-    """Return the costs of embedding, block and head for one token, without tp or recomputation.
-
-    The cost of a GEMM is its FLOPs. Another operation costs the FLOPs that take as long as moving
-    its numbers, of 4 bytes each, in memory. For each token (h: hidden size, V: vocabulary size):
-
-    - the embedding moves 6 h numbers, half of them in the forward pass: it reads and writes a row
-      forward and adds a row backward;
-    - the loss moves 4 V numbers, half of them in the forward pass: it reads the logits for their
-      maximum, their sum and their gradient, and writes the gradient;
-    - norms, activation and residuals of a block move about 40 h numbers, a third of them forward.
-
-    Attention scores have no weights: their backward pass takes twice their FLOPs in B, where a GEMM
-    with weights takes its FLOPs once in B and once in W.
-    """
-    byte = FLOPS_PER_BYTE[device]  # the FLOPs that take as long as moving a byte
-    embedding_pass = 4.0 * 3 * model.hidden * byte  # the cost of moving 3 h numbers of 4 bytes
-    embedding = PassCosts(embedding_pass, embedding_pass, 0.0)  # the costs of F, of B and of W
-    # The FLOPs of a block's forward pass: GEMMs with weights, and attention scores.
-    flops = model_stats.block_flops(model)
-    scores = attention_scores(model)
-    # B computes the weights' GEMMs once and the scores twice, W computes only the weights' GEMMs.
-    moved = 4.0 * 40 * model.hidden * byte  # the cost of moving 40 h numbers of 4 bytes
-    block = PassCosts(flops + moved / 3, flops + scores + 2 * moved / 3, flops - scores)
-    logits = model_stats.head_flops(model)
-    head_pass = logits + 4.0 * 2 * model.vocab_size * byte
-    head = PassCosts(head_pass, head_pass, logits)
-    return embedding, block, head
-
-
-def attention_scores(model: ModelShape) -> float:
-    """Return the FLOPs of one token's attention scores in one block, in the forward pass.
-
-    A token sees half of the s tokens on average. For each it takes 2 FLOPs per column of the query
-    for its score, and 2 per column of the value to add the value.
-    """
-    return model_stats.score_flops(model)
-
-
-def sent_bytes(model: ModelShape) -> float:
-    """Return the bytes of one token in a message between stages: h numbers of 4 bytes.
-
-    A recomputed block holds as much, since it keeps only its input.
-    """
-    return 4.0 * model.hidden
-
-
-def parts_of(
-    model: ModelShape,
-    layout: Layout,
-    device: str,
-) -> tuple[PassCosts, PassCosts, PassCosts]:
-    """Return the costs of embedding, block and head on one tensor rank, for one token.
-
-    Times are in FLOPs; `held` is in bytes. A block's backward pass includes recomputation only if
-    all blocks are recomputed.
-    """
-    t = layout.tp
-    h = model.hidden
-    parts = pass_costs(model, device)
-    embedding, block, head = (PassCosts(*(cost / t for cost in part)) for part in parts)
-    # Recomputation adds to B: the FLOPs of the attention scores, or the whole forward pass.
-    if layout.recompute_layers is None and layout.recompute_blocks is None:
-        again = {
-            "none": 0.0,
-            "selective": attention_scores(model) / t,
-            "full": block.forward,
-        }
-        block = block._replace(inputs=block.inputs + again[layout.recompute])
-    # A block holds activations of 2 bytes a number for its backward pass: about 8 h numbers around
-    # its norms, which only sequence parallelism divides by tp, and two for each unit of `widths`,
-    # the summed widths of its other activations (queries, keys, values, the MLP's units).
-    # A recomputed block holds only its input; the head holds its logits, 4 bytes each.
-    widths = mean_of_blocks(model, _kept_widths)
-    norm_shards = t if layout.sequence_parallel else 1
-    held = 2.0 * (8 * h / norm_shards + 2 * widths / t)
-    if layout.recompute == "full":
-        held = sent_bytes(model)
-    logits = 4.0 * model.vocab_size / t
-    # --schedule-costs may give numbers: the costs of F, B and W of a block, then of the head.
-    if given := explicit_costs(layout):
-        # The given costs have an unknown unit, and the embedding's costs are FLOPs. So the given
-        # costs are scaled such that a block takes the FLOPs that were counted for it.
-        unit = block.seconds / sum(given[:3])
-        scaled = [unit * cost for cost in given]
-        block = PassCosts(*scaled[:3])  # the costs of F, B and W
-        head = PassCosts(*scaled[3:])
-    return embedding, block._replace(held=held), head._replace(held=logits)
-
-
-def _kept_widths(model: ModelShape) -> int:
-    """Return how many numbers a block keeps for its backward pass, for one token, without norms.
-
-    They are queries, keys and values, attention's output (counted twice), and the MLP's units
-    before and after the activation; the latents too, if there are any. `mean_of_blocks` calls this
-    for a model with equal blocks.
-    """
-    latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + model.qk_rope_head_dim
-    return latents + model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
-
-
-def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
-    """Return the time of each part, forward and backward pass together, in FLOPs per token.
-
-    The partition is balanced by these times.
-    """
-    # `seconds` is a part's time in all its passes, here in FLOPs.
-    return PartCosts(*(part.seconds for part in pass_costs(model, device)))
+# Costs by which nothing is balanced: for one stage, or a partition that is a list.
+BLOCKS_ALONE = PartCosts(0.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -198,23 +58,18 @@ class StageSpec:
         return self.last - self.first
 
 
-def stage_specs(
-    model: ModelShape,
-    layout: Layout,
-    costs: PartCosts | None = None,
-) -> list[StageSpec]:
+def stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[StageSpec]:
     """Return the stages of a layout with their parameters, not divided by tp, and share of time.
 
-    Called to build the model's stages, to print them, and by the planner. costs: the times of the
-    parts; None: those of a GPU. A tied head on another rank than the embedding holds a copy of the
-    embedding's matrix, which is counted in both stages. Raise UserError for an impossible
-    --partition.
+    Called to build the model's stages, to print them, and by the planner. A tied head on another
+    rank than the embedding holds a copy of the embedding's matrix, which is counted in both stages.
+    Raise UserError for an impossible --partition.
     """
     # The result is cached by a layout that has only the fields on which it depends. So the many
     # layouts of a plan that differ in other fields share the cached result.
     used = ("tp", "pp", "schedule", "virtual_stages", "partition", "pad_vocab_multiple")
     layout_of_stages = Layout(**{name: getattr(layout, name) for name in used})
-    return list(_stage_specs(model, layout_of_stages, costs or part_costs(model)))
+    return list(_stage_specs(model, layout_of_stages, costs))
 
 
 @lru_cache(maxsize=4096)
@@ -252,11 +107,7 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
     return specs
 
 
-def blocks_per_stage(
-    model: ModelShape,
-    layout: Layout,
-    costs: PartCosts | None = None,
-) -> list[int]:
+def blocks_per_stage(model: ModelShape, layout: Layout, costs: PartCosts) -> list[int]:
     """Return the number of blocks of each stage with the layout's --partition.
 
     Raise UserError if a list that --partition gives does not fit the layout.
@@ -276,7 +127,6 @@ def blocks_per_stage(
         counts[0] -= 1
         counts[-1] -= 1
         return counts
-    costs = costs or part_costs(model)
     return list(balanced(model.layers, placement(layout), costs))
 
 

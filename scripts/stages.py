@@ -4,7 +4,7 @@
     python scripts/stages.py words STAGES train.py ...      by scripts/slurm_job.sh
     python scripts/stages.py next STAGES train.py ...       by scripts/requeue.py
 
-STAGES is what `plan.py rampup --deadline DAYS --stages STAGES` wrote. The stage is that of the
+STAGES is what `plan.py rampup --nodes-by-batch ... --jobs STAGES` wrote. The stage is that of the
 samples that the newest checkpoint of the run's --out has consumed. `words` prints the options of
 the stage, which replace those of the batch file; `submit` and `next` start its job by sbatch, with
 the stage's --nodes and STAGES in the environment, `submit` from the first sample.
@@ -41,7 +41,7 @@ def read(path: str) -> dict[str, Any]:
         if not {"stages", "model", "batches", "sbatch"} <= set(tree):
             raise ValueError("keys are missing")
     except (OSError, ValueError, TypeError) as error:
-        text = f"is not what `plan.py rampup --stages` writes: {error}"
+        text = f"is not what `plan.py rampup --jobs` writes: {error}"
         raise UserError(f"STAGES {path} {text}") from None
     return tree
 

@@ -46,7 +46,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Found:
+class SmallerLayout:
     """A layout on fewer nodes.
 
     nodes: the number of nodes. flags: the layout's options. seconds: the predicted seconds of a
@@ -94,7 +94,7 @@ class Fewer:
                 words += to_words(getattr(self.config, group))
         return words
 
-    def best(self, left: int) -> Found:
+    def best(self, left: int) -> SmallerLayout:
         """Return the fastest layout on at most `left` nodes that the rehearsal accepts.
 
         left: the number of usable nodes. Raise UserError if the planner has no layout, if a step is
@@ -120,7 +120,7 @@ class Fewer:
                 return replace(found, reason=reason)
         raise UserError(f"on {left} nodes {finding}")
 
-    def _layouts(self, left: int) -> list[Found]:
+    def _layouts(self, left: int) -> list[SmallerLayout]:
         """Return the planner's layouts on `left` nodes and fewer, the fastest first.
 
         Every number of nodes above left / 2 is tried: a smaller number often divides the batch
@@ -141,7 +141,7 @@ class Fewer:
                 if ranked.prediction.risk <= risk.DEFAULT:  # the risk of running out of memory
                     # Without --dp: train.py computes it from the number of ranks.
                     flags = tuple(to_words(ranked.layout, without="dp"))
-                    found.append(Found(nodes, flags, ranked.prediction.seconds))
+                    found.append(SmallerLayout(nodes, flags, ranked.prediction.seconds))
         return sorted(found, key=lambda layout: layout.seconds)
 
     def _rank(self, nodes: int, fixed: dict[str, Any], accepted: float) -> layouts.Answer:
@@ -161,7 +161,7 @@ class Fewer:
 
         return layouts.rank(asked, refused, accepted)
 
-    def _rehearse(self, found: Found) -> tuple[bool, str]:
+    def _rehearse(self, found: SmallerLayout) -> tuple[bool, str]:
         """Rehearse a layout; return whether it is accepted, and a sentence on the rehearsal.
 
         A layout that cannot be rehearsed is accepted: then the planner's prediction alone counts.

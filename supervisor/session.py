@@ -1,6 +1,6 @@
 """Runs the supervisor: starts the ranks, waits, decides by the evidence, and starts them again.
 
-    Session(command, limit=5).run()        # the exit status, when the run has ended for good
+    Supervisor(command, limit=5).run()        # the exit status, when the run has ended for good
 
 The launcher (srun, mpirun) is a child process of the supervisor and starts the ranks. A case is the
 report in OUT/hang/case.json that the watchdog or a rank writes after a fault. A node that is left
@@ -174,7 +174,7 @@ SECONDS_BETWEEN_PROBES = 30.0  # how often nodes that were left out are asked fo
 SECONDS_OF_A_PROBE = 5.0  # a node that was left out must answer within this time
 
 
-class Session:
+class Supervisor:
     """Keeps one run going, until it is finished or cannot be started again.
 
     limit: the most restarts in an hour. fewer: finds layouts for fewer nodes; None if the user has

@@ -35,6 +35,7 @@ from config.errors import NOT_WRITTEN, UserError
 from config.run_options import TRACKED_RUNS, unused_number
 from config.schema import Config
 from distributed.context import Context
+from planner import hardware
 from schedules import partition
 from telemetry import log_lines, parts, step_stats
 from telemetry.log_lines import FORMULA, Steps
@@ -73,14 +74,12 @@ class Log:
         stage_specs: list[partition.StageSpec],
         kernels: dict[str, str],
         before: list[StepStats],
-        checkpoint_bytes: int | None = None,
         about_model: dict[str, Any] | None = None,
     ):
         """Print the start-up lines on rank 0; `begin` opens the files.
 
         stage_specs: the stages of the whole pipeline. kernels: the implementation in use, by
-        purpose. before: every rank's statistics before the model was built. checkpoint_bytes: disk
-        space that one save needs, for run.json; None if the run does not save. about_model: what
+        purpose. before: every rank's statistics before the model was built. about_model: what
         run.json says of the model (start_of_run.py); None: what its options say.
         """
         self.config = config
@@ -100,7 +99,6 @@ class Log:
         self.early: list[str] | None = []  # the lines before `begin`; None: it has been called
         self.waiting: list[str] | None = None  # the lines that `held` keeps
         self.kernels = kernels
-        self.checkpoint_bytes = checkpoint_bytes
         self.about_model = about_model or {"parameters": model_stats.parameters(config.model)}
         self.facts: dict[str, Any] = {}  # the contents of run.json, after `begin`
         if self.is_writer:
@@ -215,8 +213,6 @@ class Log:
         """The device's peak FLOPs per second, for MFU; None on CPUs and on unknown GPUs."""
         if self.context.device.type != "cuda":
             return None
-        from planner import hardware
-
         name = self.context.describe()["device"]
         return hardware.peak_of(name, self.config.training.precision)
 
@@ -363,12 +359,13 @@ class Log:
 
     # -- start and end ----------------------------------------------------------------------
 
-    def begin(self, samples: dict[str, str]) -> None:
+    def begin(self, samples: dict[str, str], checkpoint_bytes: int | None) -> None:
         """Rename an earlier run's files, write run.json, and open the other files and trackers.
 
         Called once, before the first step of this start. samples: the fingerprints of some samples
-        (checkpointing/state.py), so that two runs can be compared. Raise UserError if a file cannot
-        be written.
+        (checkpointing/state.py), so that two runs can be compared. checkpoint_bytes: disk space
+        that one save needs; None if the run does not save. The supervisor reads it to tell whether
+        a lack of room ended the run. Raise UserError if a file cannot be written.
         """
         early = self.early or []
         self.early = None
@@ -380,7 +377,7 @@ class Log:
             "cluster": self.context.describe(),
             "kernels": self.kernels,
             **self.about_model,
-            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_bytes": checkpoint_bytes,
             "blocks_per_stage": [spec.blocks for spec in self.stage_specs],
             "flops_formula": FORMULA,
             "samples": samples,

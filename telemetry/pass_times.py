@@ -4,11 +4,11 @@
     config = with_measured_costs(config, context, dtype)
     config.layout.schedule_costs                     six times in microseconds, as in run.json
 
-`--schedule auto` chooses a pipeline schedule by the times of the passes. FLOPs do not give these
-times: the speeds of attention, of the loss and of operations limited by memory bandwidth differ
-between machines. So every rank times one block and the head with its tensor-parallel shards and
-without attention masks, and the slowest rank's times count. A resumed run reuses the times that
-run.json has from the start of the run. Read schedules/partition.py first.
+`--schedule auto` chooses a pipeline schedule by the seconds of the passes. Those of the planner are
+those of a reference machine. With `measured` every rank times one block and the head instead, with
+its tensor-parallel shards and without attention masks, and the slowest rank's times count. A
+resumed run reuses the times that run.json has from the start of the run. Read
+planner/auto_schedule.py first.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from distributed.store import StoreExchange
 from model import Stage
 from optim.precision import DTYPES
 from parallel import CPU, DeferredGradients, ParamFactory
-from schedules import choice
-from schedules.partition import StageSpec, stage_specs
+from planner import auto_schedule
+from schedules.partition import BLOCKS_ALONE, StageSpec, stage_specs
 from telemetry.row_file import read_object
 
 WARM_UP = 3  # repetitions of the passes that are not timed
@@ -50,10 +50,10 @@ def decide_schedule(config: Config, context: Context | None) -> tuple[Config, li
     if context:
         config = with_measured_costs(config, context, DTYPES[config.training.precision])
         device_type = context.device.type
-    config, chosen = choice.decide(config, device_type)
+    config, chosen = auto_schedule.decide(config, device_type)
     if not chosen:
         return config, []
-    return config, [choice.note(config.layout, chosen)]
+    return config, [auto_schedule.note(config.layout, chosen)]
 
 
 def with_measured_costs(config: Config, context: Context, dtype: torch.dtype) -> Config:
@@ -121,7 +121,7 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
     mesh = Mesh(axes, context, over_heads=layout.over_heads(config.model))
     # The seed 0 and the standard deviation 0.02 have no influence on the times.
     factory = ParamFactory(mesh, dtype, device, 0, 0.02, split, deferred)
-    _, block, head = stage_specs(config.model, layout)
+    _, block, head = stage_specs(config.model, layout, BLOCKS_ALONE)
     return [*_seconds(config, factory, block), *_seconds(config, factory, head)]
 
 

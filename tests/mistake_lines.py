@@ -174,16 +174,17 @@ model --model 176b --tokens 1e9 | --tokens goes with days, not model
 model --model 176b --trace t.json | --trace goes with timeline, not model
 days --model 176b --tokens inf | --tokens must be below 1e+18, not inf
 rampup | which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as 192 16 9765625
-rampup --rampup-batch-size 16 16 1600 --submit x | --submit needs --stages FILE
-rampup --rampup-batch-size 16 16 1600 --stages x | --stages and --restart need --deadline DAYS
-rampup --rampup-batch-size 16 16 1600 --deadline 9 --gpus 12 | plans full nodes of 8, not --gpus 12
-rampup --rampup-batch-size 16 16 1600 --deadline nan | --deadline must be above 0, not nan
-rampup --rampup-batch-size 16 16 1600 --deadline 9 | how long is the run? give --train-samples or
-layouts --model 176b --deadline 3 | --deadline goes with rampup, not layouts
+rampup --rampup-batch-size 16 16 1600 --submit x | --submit needs --jobs FILE
+rampup --rampup-batch-size 16 16 1600 --jobs x | --jobs needs --nodes-by-batch BATCH:NODES
+rampup --rampup-batch-size 16 16 1600 --nodes-by-batch 16:1 --gpus 12 | leave out --gpus
+rampup --rampup-batch-size 16 16 1600 --nodes-by-batch 16 | takes BATCH:NODES, such as 192:18
+rampup --rampup-batch-size 16 16 1600 --nodes-by-batch 16:1 | how long is the run? give --train-
+layouts --model 176b --nodes-by-batch 3:1 | --nodes-by-batch goes with rampup, not layouts
+rampup --rampup-batch-size 16 16 1600 --deadline 3 | --deadline is gone: name the stages yourself
 rampup --rampup-batch-size 16 16 1000 --global-batch-size 33 | a ramp-up from 16 by 16 over 1000
 timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or directory
 timeline --schedule auto --pp 8 --layers 32 --trace nowhere/t.json | cannot write nowhere/t.json
-rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write dir: Is a directory
+rampup --rampup-batch-size 16 16 1600 --jobs dir | cannot write dir: Is a directory
 calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
 gap nowhere --json | cannot read nowhere: No such file or directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were

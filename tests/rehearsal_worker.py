@@ -18,7 +18,7 @@ from config.command_line import parse
 from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware
-from schedules.choice import decide
+from planner.auto_schedule import decide
 from schedules.schedule import Schedule
 
 device_guard.load()
@@ -36,6 +36,6 @@ if __name__ == "__main__":
             config = check_any_length(parse(line.split()), world)
             layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
             config, _ = decide(replace(config, layout=layout), "cuda")
-            case = rehearsal.Case(config, world, -(-world // machine.node), machine.device)
+            case = rehearsal.RehearsalCase(config, world, -(-world // machine.node), machine.device)
             found[name] = rehearsal.rehearse(case, pool)
     Path(sys.argv[2]).write_bytes(pickle.dumps(found))

@@ -13,7 +13,7 @@ import sample
 import trainer
 from config import validation
 from config.schema import Config
-from decoding import Choice, Decoder
+from decoding import Decoder, SamplingParams
 from distributed.context import Context
 
 
@@ -25,7 +25,7 @@ def sampled_steps(config: Config, context=None) -> list[dict]:
         consumed = config.batches.consumed(iteration - 1)
         result = trainer.step(state, splits.train, consumed, 1e-3)
         state.optimizer.finish_gathering()
-        sample = decoder.generate([5, 60, 17], 12, Choice())
+        sample = decoder.generate([5, 60, 17], 12, SamplingParams())
         rows.append({"grad_norm": result.grad_norm, "sample": sample})
     state.reader.close()
     return rows

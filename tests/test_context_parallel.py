@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 import attention_masks
-from attention import attend, query_places, recompute
+from attention import attend, query_places
 from attention_masks import range_mask
 from distributed import context_parallel
 from distributed.collectives import Group
 from distributed.context_parallel import chunk_kernel
+from parallel import recompute
 
 # ------------------------------------------------------------------------------------------------
 # Attention of one rank, beside others that send what it does

@@ -22,6 +22,7 @@ from config.schema import Layout, ModelShape
 from config.spelling import preset
 from config.validation import check
 from schedules.partition import (
+    BLOCKS_ALONE,
     PartCosts,
     balanced,
     blocks_per_stage,
@@ -135,7 +136,20 @@ def test_balanced_partition_is_as_fast_as_brute_force(layers, pp, embedding, blo
 
 def test_partition_by_layers_and_by_blocks():
     model = preset("bloom-176b")
-    assert blocks_per_stage(model, Layout(pp=12, partition="blocks")) == [5, *[6] * 10, 5]
-    assert blocks_per_stage(ModelShape(7, 64, 1), Layout(pp=2, partition="layers")) == [4, 3]
-    assert blocks_per_stage(ModelShape(7, 64, 1), Layout(pp=2, partition="blocks")) == [4, 3]
-    assert blocks_per_stage(ModelShape(42, 64, 1), Layout(pp=16, partition="layers")).count(0) == 0
+    assert blocks_per_stage(model, Layout(pp=12, partition="blocks"), BLOCKS_ALONE) == [
+        5,
+        *[6] * 10,
+        5,
+    ]
+    assert blocks_per_stage(
+        ModelShape(7, 64, 1), Layout(pp=2, partition="layers"), BLOCKS_ALONE
+    ) == [4, 3]
+    assert blocks_per_stage(
+        ModelShape(7, 64, 1), Layout(pp=2, partition="blocks"), BLOCKS_ALONE
+    ) == [4, 3]
+    assert (
+        blocks_per_stage(
+            ModelShape(42, 64, 1), Layout(pp=16, partition="layers"), BLOCKS_ALONE
+        ).count(0)
+        == 0
+    )

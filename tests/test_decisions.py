@@ -8,12 +8,10 @@ import time
 from dataclasses import replace
 
 import pytest
-from checkpoint_worker import build_run, make
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import start
 
-from checkpointing.state import room_for_saves
 from config.errors import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence
@@ -232,14 +230,8 @@ def test_a_checkpoint_that_vanishes_does_not_end_the_supervisor(tmp_path):
     assert evidence.newest_checkpoint(str(tmp_path)) == (4, LEAST_ROOM + 4)
 
 
-def test_the_room_is_that_which_the_saver_asks_for(tmp_path, monkeypatch):
-    """A size that is larger than the newest checkpoint; of an old run.json, that checkpoint's."""
+def test_the_room_is_that_of_run_json_else_of_the_newest_checkpoint(tmp_path, monkeypatch):
     out, stated = tmp_path / "run", 5 * LEAST_ROOM
-    config = make(out)
-    checkpoints = build_run(config)[1]
-    room = room_for_saves(config, checkpoints.optimizer)
-    assert room == checkpoints.bytes_needed
-    assert room_for_saves(make(out, save_every=0), checkpoints.optimizer) is None
     folder = out / "checkpoints/step_00000004"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(bytes(2 * LEAST_ROOM))

@@ -161,7 +161,7 @@ def our_stage(theirs, dtype: torch.dtype, recompute="none", masked=False) -> Sta
     """Our model of the same shape with their weights."""
     shape, layout = shape_of(theirs), schema.Layout(dp=1, recompute=recompute)
     factory = ParamFactory(Mesh(), dtype)
-    spec = partition.stage_specs(shape, layout)[0]
+    spec = partition.stage_specs(shape, layout, partition.BLOCKS_ALONE)[0]
     stage = Stage(factory, shape, layout, spec, masked=masked)
     weights = convert(theirs, theirs.state_dict())
     parameters = {p.spec.name: p for p in stage.parameters()}

@@ -17,13 +17,13 @@ import plan
 from config.command_line import parse
 from config.errors import UserError
 from distributed.store import StoreExchange
-from planner import gap, run_files
-from schedules import orders, partition, simulation
+from planner import gap, partition_costs, run_files
+from schedules import orders, simulation
 from telemetry import step_times
 from watchdog.flight_recorder import FlightRecorder
 
 WAITS = list(step_times.WAITS)
-COSTS = partition.part_costs
+COSTS = partition_costs.part_costs
 SHAPE = (
     "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --pad-vocab-multiple 4 "
     "--global-batch-size 4 --micro-batch-size 1 --steps 9 --device cpu --data synthetic"
@@ -97,7 +97,7 @@ def test_a_balanced_partition_and_other_schedules_are_simulated():
     config = parse([*SHAPE.split(), "--pp", "2", "--partition", "3,1"])
     order = orders.build("1f1b", 2, 4)
     passes = {("F", 0): 0.03, ("B", 0): 0.06, ("F", 1): 0.01, ("B", 1): 0.02}
-    found = gap.remedies_of_passes(config, order, passes, 0.0, "cpu")
+    found = gap.remedies_of_passes(config, order, passes, 0.0, COSTS(config.model, "fp32", "cpu"))
     assert found["imbalance"].flags == "--partition 2,2"
     even = {key: 0.02 if key[0] == "F" else 0.04 for key in passes}
     now, then = (
@@ -105,7 +105,7 @@ def test_a_balanced_partition_and_other_schedules_are_simulated():
         for each in (passes, even)
     )
     assert found["imbalance"].seconds == pytest.approx(now - then, rel=0.1)  # embedding and head
-    found = gap.remedies_of_passes(config, order, even, 0.0, "cpu")
+    found = gap.remedies_of_passes(config, order, even, 0.0, COSTS(config.model, "fp32", "cpu"))
     assert found["bubble"].flags.startswith("--schedule ")
     assert 0 < found["bubble"].seconds < then - 4 * 0.06 + 1e-9
 
@@ -183,7 +183,7 @@ def test_the_gap_of_one_rank_on_a_gpu_has_costs_of_a_gpu(tmp_path, monkeypatch):
     done = fork_one("train.py", *SHAPE.split(), "--out", str(tmp_path))
     assert done.status == 0, done.err
     kinds: list[str] = []
-    monkeypatch.setattr(gap, "part_costs", lambda model, kind: kinds.append(kind) or COSTS(model))
+    monkeypatch.setattr(gap, "part_costs", lambda *asked: kinds.append(asked[-1]) or COSTS(*asked))
     gap.gap(str(tmp_path))
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["cluster"]["backend"] == "none"

@@ -3,9 +3,9 @@
 import itertools
 import json
 import os
-import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,11 @@ from supervised_runs import write_batch
 
 import plan
 from config import validation
-from config.batch_schedule import Level
 from config.command_line import parse
 from config.errors import UserError
-from config.schema import Layout
 from planner import growth
+from planner.job import Job
+from planner.step_time import predict
 from scripts import stages
 
 # Sizes 2, 4 and 12: four steps of each.
@@ -31,55 +31,9 @@ SECONDS = 400  # until the last of three jobs has ended
 # ---- The plan ------------------------------------------------------------------------------------
 
 
-def made_table(seed: int) -> tuple[list[Level], list[growth.Choice]]:
-    """Ten batch sizes on 1 to 8 nodes: a part of each step is the same on any number of nodes."""
-    draw = random.Random(seed)
-    fixed = draw.uniform(0.5, 3)
-    levels = [Level(32 * i, 10 * i, 100 * i, draw.randint(20, 60)) for i in range(1, 11)]
-    choices = []
-    for nodes in (1, 2, 4, 8):
-        seconds = [level.batch / nodes / 8 * draw.uniform(1, 1.03) + fixed for level in levels]
-        choices.append(growth.Choice(nodes, 4 * nodes, Layout(dp=nodes), tuple(seconds)))
-    return levels, choices
-
-
-def totals(levels, choices, path, restart: float) -> tuple[float, float]:
-    """Seconds and GPU-seconds of a plan: at each level the choice with that index."""
-    seconds = gpu_seconds = 0.0
-    for number, (level, place) in enumerate(zip(levels, path, strict=True)):
-        spent = level.steps * choices[place].seconds[number]
-        if number and path[number - 1] != place:
-            spent += restart
-        seconds += spent
-        gpu_seconds += spent * choices[place].gpus
-    return seconds, gpu_seconds
-
-
-def test_no_plan_that_is_as_fast_costs_less():
-    """Against every plan, for 20 tables and 5 deadlines each."""
-    for seed in range(20):
-        levels, choices = made_table(seed)
-        restart = 5.0 * (seed % 3)
-        paths = itertools.combinations_with_replacement(range(len(choices)), len(levels))
-        every = [totals(levels, choices, path, restart) for path in paths]
-        fastest, slowest = (pick(seconds for seconds, _ in every) for pick in (min, max))
-        for share in (0.02, 0.1, 0.3, 0.6, 1.0):
-            deadline = (fastest + share * (slowest - fastest)) * (1 + 1e-9)
-            found = growth.cheapest(levels, choices, restart, deadline)
-            path = [choices.index(choice) for choice in found.chosen]
-            assert path == sorted(path)
-            ours = totals(levels, choices, path, restart)
-            assert (found.seconds, found.gpu_seconds) == pytest.approx(ours)
-            assert found.seconds <= deadline
-            as_fast = [cost for seconds, cost in every if seconds <= found.seconds * (1 + 1e-9)]
-            assert found.gpu_seconds <= min(as_fast) * (1 + 1e-9)
-        late = growth.cheapest(levels, choices, restart, 0.9 * fastest)
-        assert late.seconds == pytest.approx(fastest)
-
-
 BLOOM = (
-    "rampup --model 176b --gpu a100-80 --nodes 48 --rampup-batch-size 192 16 9765625 "
-    "--train-samples 220000000 --tp 4 --pp 12"
+    "rampup --model 176b --gpu a100-80 --rampup-batch-size 192 16 9765625 "
+    "--train-samples 220000000 --tp 4"
 )
 
 
@@ -87,15 +41,15 @@ def ask(line: str):
     return plan.ask(line.split())
 
 
-def test_the_ramp_up_of_bloom_costs_less_on_nodes_that_grow():
-    """Every stage is one that train.py would start, and the run ends in time."""
-    line = f"{BLOOM} --deadline 110"
-    data, model = ask(line).data, "--model 176b --global-batch-size 2048 --train-samples 220000000"
-    nodes = [stage["nodes"] for stage in data["stages"]]
-    assert nodes == sorted(nodes)
-    assert nodes[0] < nodes[-1] <= 48
-    assert data["days"] <= 110
-    assert data["gpu_hours"] < data["constant"]["gpu_hours"]
+def question_of(line: str):
+    return plan.question_of(*plan.parser().parse_known_args(line.split()))
+
+
+def test_every_stage_of_blooms_ramp_up_is_one_that_train_py_starts():
+    """On the nodes that the user named, each with the fastest layout for its batch sizes."""
+    data = ask(f"{BLOOM} --nodes-by-batch 192:18 400:32 2048:48").data
+    model = "--model 176b --global-batch-size 2048 --train-samples 220000000"
+    assert [stage["nodes"] for stage in data["stages"]] == [18, 32, 48]
     for before, after in itertools.pairwise(data["stages"]):
         assert before["stop_at_samples"] == after["begin_at_samples"] > 0
     reached = []
@@ -107,28 +61,64 @@ def test_the_ramp_up_of_bloom_costs_less_on_nodes_that_grow():
         assert [sizes[0], sizes[-1]] == stage["batches"]
         reached += sizes
     assert reached == list(range(192, 2049, 16))
+    assert data["gpu_hours"] == pytest.approx(
+        sum(24 * stage["days"] * stage["gpus"] for stage in data["stages"])
+    )
+
+
+def test_a_stage_has_the_fastest_of_the_layouts_that_run_all_its_sizes():
+    """Without the smaller sizes of the stage, a faster layout may come first."""
+    question = question_of(BLOOM)
+    levels = growth.levels_of_run(question.config)
+    (stage,) = growth.stages_of(levels, [(192, 36)])
+    layout, seconds = growth.fastest(question, stage)
+    assert all(level.batch % (layout.micro_batch_size * layout.dp) == 0 for level in levels)
+    tried = 0
+    for pp in (1, 2, 4, 6, 9, 12, 18, 24, 36):
+        for size in (1, 2, 4, 8):
+            for recompute in ("none", "full"):
+                other = replace(layout, pp=pp, micro_batch_size=size, recompute=recompute)
+                other = replace(other, dp=36 * 8 // (4 * pp))
+                if any(level.batch % (size * other.dp) for level in levels):
+                    continue
+                job = Job(question.config.model, other, question.config.training, question.machine)
+                prediction = predict(job)
+                if not prediction.fits or prediction.risk > question.options.risk:
+                    continue
+                tried += 1
+                assert growth.seconds_of(question, other, stage) >= seconds * (1 - 1e-9)
+    assert tried > 3
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--deadline 5", "--deadline 5 days cannot be kept: the fastest plan takes "),
-        ("--stages x.json", "--stages and --restart need --deadline DAYS"),
-        ("--deadline 95 --submit x.slurm", "--submit needs --stages FILE"),
-        ("--deadline 95 --restart -1", "--restart must be at least 0, not -1"),
-        ("--deadline -1", "--deadline must be above 0, not -1"),
-        ("--deadline 95 --dp 7", "no plan runs every batch size"),
+        (
+            "192:18 200:32",
+            "--nodes-by-batch 200:32: the ramp-up has no batch 200 there; it goes on",
+        ),
+        ("192:18 400:32 304:48", "the ramp-up has no batch 304 there"),
+        ("208:18", "--nodes-by-batch begins with 208, but the ramp-up with 192"),
+        ("192", "--nodes-by-batch takes BATCH:NODES, such as 192:18, not '192'"),
+        ("192:0", "--nodes-by-batch takes BATCH:NODES, such as 192:18, not '192:0'"),
+        (
+            "192:7",
+            "no layout on 7 nodes (56 GPUs of a100-80) fits and runs the batches 192 to 2048",
+        ),
+        ("192:18 --nodes 48", "--nodes-by-batch names the nodes of each stage: leave out --nodes"),
+        ("192:18 --submit x.slurm", "--submit needs --jobs FILE"),
+        ("192:18 --deadline 95", "--deadline is gone: name the stages yourself"),
     ],
 )
 def test_a_mistake_is_a_sentence(words, sentence):
     with pytest.raises(UserError) as caught:
-        ask(f"{BLOOM} {words}")
+        ask(f"{BLOOM} --nodes-by-batch {words}")
     assert sentence in str(caught.value)
 
 
 def test_the_length_of_the_run_is_needed():
     with pytest.raises(UserError, match="how long is the run"):
-        ask("rampup --model 176b --rampup-batch-size 192 16 9765625 --deadline 95")
+        ask("rampup --model 176b --rampup-batch-size 192 16 9765625 --nodes-by-batch 192:48")
 
 
 # ---- The options of a start ----------------------------------------------------------------------
@@ -170,30 +160,20 @@ def test_stages_that_cannot_be(words, sentence):
 # ---- The chain of jobs ---------------------------------------------------------------------------
 
 
-def staged(folder: Path, **environment: str) -> list[int]:
-    """Plan the run over 1, 2 and 3 nodes and submit its first stage; the stages' nodes.
-
-    On a machine whose computation is slow beside its network the deadline decides alone.
-    """
+def staged(folder: Path, **environment: str) -> None:
+    """Plan the run over 1, 2 and 3 nodes and submit its first stage."""
     folder.mkdir(exist_ok=True)
     start_of_all = f"ranks train.py {WORDS} --tp 1 --pp 1 --out {folder}/run --resume auto"
     write_batch(folder / "batch.slurm", f"--time=10 --output={folder}/job-%j.txt", start_of_all)
-    (folder / "slow.toml").write_text('device = "CPU"\nnode = 1\ngemm_fraction = 1e-5\n')
-    line = f"rampup --gpu cpu --calibration {folder}/slow.toml --nodes 3 --restart 0 --zero 1 "
-    line += f"--recompute none {WORDS} --tp 1 --pp 1 --stages {folder}/stages.json"
-    days = 1000.0
-    while True:
-        data = ask(f"{line} --deadline {days}").data
-        nodes = [stage["nodes"] for stage in data["stages"]]
-        if nodes == [1, 2, 3]:
-            break
-        days = 0.97 * data["days"]  # UserError at the end, if there is none
-    submit = ["--submit", str(folder / "batch.slurm")]
-    words = [*line.split(), "--deadline", str(days), *submit]
+    (folder / "one.toml").write_text('device = "CPU"\nnode = 1\n')
+    line = (
+        f"rampup --gpu cpu --calibration {folder}/one.toml --nodes-by-batch 2:1 4:2 12:3 --zero 1 "
+    )
+    line += f"--recompute none {WORDS} --tp 1 --pp 1 --jobs {folder}/stages.json"
+    words = [*line.split(), "--submit", str(folder / "batch.slurm")]
     outcome = start([sys.executable, "plan.py", *words], **environment)
     assert outcome.status == 0, outcome.err
     assert outcome.out.splitlines()[-1].endswith(": 1 nodes, after 0 samples")
-    return nodes
 
 
 def curve(run: Path) -> list[tuple]:

@@ -264,7 +264,9 @@ def test_a_plain_run_loads_nothing_heavy_that_it_does_not_use(tmp_path):
     assert "train" in loaded or "trainer" in loaded, "the names are those of modules"
     assert sorted(loaded & set(HEAVY)) == []
     rooms = {room_of(module) for module in loaded}
-    assert sorted(rooms & {"planner", "tuner", "emulator", "supervisor"}) == []
+    assert sorted(rooms & {"tuner", "emulator", "supervisor"}) == []
+    # A run takes the planner's prices, and asks it no questions.
+    assert sorted(loaded & {"planner.enumeration", "planner.layouts", "planner.questions"}) == []
 
 
 # ------------------------------------------------------------------------------------------------

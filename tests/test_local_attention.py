@@ -26,7 +26,7 @@ from model import Stage
 from parallel import ParamFactory
 from planner import op_costs
 from planner.hardware import load
-from schedules.partition import stage_specs
+from schedules.partition import BLOCKS_ALONE, stage_specs
 
 S, V = 40, 61
 WINDOWED = {
@@ -126,7 +126,7 @@ def test_spans_and_flex_are_attention_by_its_definition(monkeypatch, softcap, wi
 
 def stage_of(kind: str, masked: bool = False, **more) -> Stage:
     shape, layout = ModelShape(**WINDOWED | KINDS[kind] | more), Layout(dp=1)
-    spec = stage_specs(shape, layout)[0]
+    spec = stage_specs(shape, layout, BLOCKS_ALONE)[0]
     return Stage(ParamFactory(Mesh(), torch.float64, std=0.2), shape, layout, spec, masked=masked)
 
 
@@ -177,9 +177,9 @@ def test_a_plain_model_loads_none_of_it():
     program = (
         "import sys, torch; from model import Stage; from parallel import ParamFactory;"
         "from distributed.mesh import Mesh; from config.schema import Layout, ModelShape;"
-        "from schedules.partition import stage_specs;"
+        "from schedules.partition import BLOCKS_ALONE, stage_specs;"
         "shape, layout = ModelShape(2, 16, 2, seq_length=8, positions='rotary'), Layout(dp=1);"
-        "spec = stage_specs(shape, layout)[0];"
+        "spec = stage_specs(shape, layout, BLOCKS_ALONE)[0];"
         "stage = Stage(ParamFactory(Mesh()), shape, layout, spec);"
         "stage.hidden_states(torch.zeros(1, 8, dtype=torch.int64));"
         "print(sorted({'local_attention', 'rotary_scaling'} & set(sys.modules)))"

@@ -12,9 +12,9 @@ from config.command_line import parse
 from config.errors import UserError
 from config.validation import check_any_length
 from planner import calibration, compare, hardware, questions, run_files
+from planner.auto_schedule import decide
 from planner.job import Job
 from planner.step_time import predict
-from schedules.choice import decide
 
 OLD = ROOT / "tests" / "data" / "run_189cc1d"
 H100, A100 = hardware.load("h100"), hardware.load("a100-80")
@@ -243,7 +243,7 @@ def test_one_run_determines_one_constant_and_says_so(tmp_path):
     assert "nvlink.fraction = 0.7: as in h100; not determined by" in found.text
 
 
-@pytest.mark.parametrize("costs", ["counted", "10.7,12.5,6.6,0.1,0.1,0.1"])
+@pytest.mark.parametrize("costs", ["planned", "10700,12500,6600,100,100,100"])
 def test_a_run_with_schedule_auto_is_a_source_like_any_other(costs, tmp_path):
     """run.json has the schedule that was chosen, beside the costs by which it was."""
     words = "--model gpt2-1.5b --pp 4 --schedule auto --steps 5 --global-batch-size 4"

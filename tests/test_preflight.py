@@ -1,7 +1,11 @@
 """If this failed, a fault of a node would be found in training and not before it."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from random import Random
 from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from config.errors import NodeError
 from distributed import preflight
 from distributed.placement import Place
 from distributed.preflight import Peers, checks_nodes
+from distributed.store import StoreExchange
 
 EXPECTED = {
     "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],
@@ -106,6 +111,31 @@ def test_each_rank_reads_what_was_found_and_not_the_answers_of_all(tmp_path, mon
         list(pool.map(checks, range(64)))
     assert len(store.read) == 3 * 64
     assert max(store.read) < 100
+
+
+def test_places_of_all_ranks_are_sent_compressed():
+    """Every rank reads the places of all: 4,096 ranks read 5 GB of text."""
+    random = Random(1)
+    cores = [tuple(range(16 * rank, 16 * rank + 16)) for rank in range(8)]
+    places = [
+        asdict(
+            Place(
+                f"node{i // 8}",
+                i % 8,
+                f"cuda:{i % 8}",
+                f"GPU-{UUID(int=random.getrandbits(128))}",
+                cores[i % 8],
+                16,
+            )
+        )
+        for i in range(512)
+    ]
+    store = Counting()
+    with ThreadPoolExecutor(2) as pool:
+        exchanges = [StoreExchange(store, rank, 2, "places") for rank in range(2)]
+        told = list(pool.map(lambda each: each.gather("place", places), exchanges))
+    assert told == [json.loads(json.dumps([places, places]))] * 2
+    assert max(store.read) < 0.2 * len(json.dumps(told[0]))
 
 
 # ---- Time ----------------------------------------------------------------------------------------

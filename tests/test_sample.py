@@ -21,7 +21,7 @@ from config import validation
 from config.errors import UserError
 from corpora import text
 from corpora.encoder import END
-from decoding import Choice, choose
+from decoding import SamplingParams, choose
 from distributed.launch import Launch
 
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab_size": 131, "seq_length": 40}
@@ -224,17 +224,19 @@ def test_a_seed_draws_the_same_text_again_and_the_cache_changes_nothing(runs, ca
 
 def test_a_token_is_drawn_of_the_most_likely_ones():
     random, logits = torch.Generator().manual_seed(0), torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert choose(logits, Choice(), random) == 0
+    assert choose(logits, SamplingParams(), random) == 0
 
-    def shares(how: Choice) -> list[float]:
+    def shares(how: SamplingParams) -> list[float]:
         counts = torch.bincount(torch.tensor([choose(logits, how, random) for _ in range(4000)]))
         return (counts / 4000).tolist()
 
-    assert shares(Choice(1.0, 1.0)) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
-    assert shares(Choice(1.0, 0.75)) == pytest.approx([0.625, 0.375], abs=0.04)
-    assert shares(Choice(1.0, 0.5)) == [1.0]
+    assert shares(SamplingParams(1.0, 1.0)) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
+    assert shares(SamplingParams(1.0, 0.75)) == pytest.approx([0.625, 0.375], abs=0.04)
+    assert shares(SamplingParams(1.0, 0.5)) == [1.0]
     squares = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
-    assert shares(Choice(0.5)) == pytest.approx((squares / squares.sum()).tolist(), abs=0.04)
+    assert shares(SamplingParams(0.5)) == pytest.approx(
+        (squares / squares.sum()).tolist(), abs=0.04
+    )
 
 
 def test_a_sample_ends_where_the_document_does(runs, tmp_path, capsys):

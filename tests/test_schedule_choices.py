@@ -11,7 +11,7 @@ from test_checkpoint import check_chain
 from test_golden import TOLERANCE, check_lines, effect_of_rounding, lines_of
 
 from config import validation
-from schedules.choice import decide
+from planner.auto_schedule import decide
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_the_lines_of_choices_choose_several_schedules():
     for case in lines_of("choices")[4][:4]:
         config, _ = decide(validation.check(options(case), 4), "cpu")
         names.add(config.layout.schedule)
-    assert names == {"1f1b", "zb-h1", "zb-v"}
+    assert names == {"1f1b", "zb-h1", "interleaved"}
 
 
 def test_rounding_is_well_within_the_tolerance_with_many_words():

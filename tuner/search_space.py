@@ -24,8 +24,9 @@ from config.validation import refusal
 from planner import layouts
 from planner.enumeration import Asked, Rejected
 from planner.hardware import Machine
+from planner.partition_costs import part_costs
 from planner.step_time import Prediction
-from schedules import partition
+from schedules.partition import blocks_per_stage
 
 # A search varies these options of a layout, unless the command line gives them.
 AXES = (
@@ -206,7 +207,9 @@ def _program(config: Config, layout: Layout) -> tuple:
     It has everything that decides what the ranks do. An option that has no effect in a layout, such
     as the schedule without a pipeline, is None or False, whatever its value.
     """
-    blocks = partition.blocks_per_stage(config.model, layout)
+    kind = "cpu" if config.run.device == "cpu" else "cuda"
+    costs = part_costs(config.model, config.training.precision, kind)
+    blocks = blocks_per_stage(config.model, layout, costs)
     pipeline = layout.pp > 1
     several_micro_batches = config.training.global_batch_size > layout.micro_batch_size * layout.dp
     return (

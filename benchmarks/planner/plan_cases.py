@@ -43,9 +43,9 @@ from planner import layouts, memory
 from planner.closed_form import ClosedForm
 from planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, Asked, Table, divisors
 from planner.job import Job
+from planner.partition_costs import blocks_of
 from planner.questions import Question
 from planner.step_time import predict, with_networks
-from schedules.partition import blocks_per_stage
 
 NEAR = 1.001  # a layout is faster if it takes less than 1 / NEAR of the time
 DOUBT = 0.95  # no layout is faster than this share of its closed form
@@ -278,7 +278,7 @@ def least_of(job: Job) -> float:
     asked = Asked(model, training, machine, int(job.gpus))
     columns = layout.micro_batch_size, layout.zero, layout.recompute, bool(job.sequence_parallel)
     table = Table(asked, [layout], *(np.array([value]) for value in (0, *columns)))
-    blocks = enumerate(blocks_per_stage(model, layout))
+    blocks = enumerate(blocks_of(job))
     recomputed = max(layout.recomputed_blocks(count, stage) for stage, count in blocks)
     _, least = ClosedForm(table).seconds(np.array([[recomputed]]))
     return float(least[0])
