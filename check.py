@@ -10,9 +10,11 @@ All of train.py's options are taken, and these:
     --layout TEXT     this one alone, such as "tp 2 pp 2 schedule zb-v"; may be given several times
     --ranks N         ranks of a layout, at most; default: 4, from 8 cores on 8
     --minutes M       begin no further layout after so many minutes
-    --all             do not stop early: else a difference ends the check when 20 layouts have run
+    --all             do not stop early: else a difference ends the check when 6 layouts have run
+    --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
+                      --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
-    --cuda            on this machine's GPUs, in bf16, with bf16's bounds (not tried on many GPUs)
+    --cuda            on this machine's GPUs, in bf16, with bounds of bf16; not tried on several GPUs
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
@@ -28,6 +30,7 @@ Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistak
 
 import dataclasses
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -42,7 +45,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 from config import errors  # imported first: it prints an error if Python is too old
 
 with errors.installed():
-    from check.layouts import cover, ranks_of, read, to_resume
+    from check.layouts import cover, ranks_of, read, some, to_resume
     from check.shrink import shrink
     from config import validation
     from config.cli import Parser
@@ -54,8 +57,9 @@ with errors.installed():
 
 MODEL = "gpt2-124m"  # the run if no options are given
 MOST_RANKS = 16
-ENOUGH = 20  # layouts that tell where a difference comes from
-OWN = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--at-once", "--cuda")
+ENOUGH = 6  # layouts that tell where a difference comes from
+OWN = ("--layouts", "--layout", "--ranks", "--minutes", "--all", "--random")
+OWN += ("--at-once", "--cuda")
 OF_TRAIN = ("--layers",)
 SAVED_AFTER = 1  # the step after which the resumed run is saved
 
@@ -76,6 +80,9 @@ def main(arguments: list[str]) -> int:
     ranks = given.ranks or (8 if len(allowed_cores()) >= 8 else 4)
     if not 1 <= ranks <= MOST_RANKS:
         raise UserError(f"--ranks is from 1 to {MOST_RANKS}, not {ranks}")
+    if given.random:
+        seed = _request(train_arguments).config.training.seed
+        return _check_random(given, ranks, seed)
     request = _request(train_arguments)
     with tempfile.TemporaryDirectory(prefix="trine-check-") as folder:
         small, lines = shrink(request.config, Path(folder), given.cuda)
@@ -114,7 +121,7 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
         print(line(outcome), flush=True)
 
     with Engine(small, at_once) as runner:
-        losses = " ".join(f"{loss:.6f}" for loss in runner.reference.answer.losses)
+        losses = " ".join(f"{loss:.6f}" for loss in runner.begin().losses)
         print(f"{'losses':{WIDTH}s} one rank: {losses}", flush=True)
 
         def may_begin() -> bool:
@@ -134,6 +141,37 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
         for text in verdict(runner.reference, outcomes, left, seconds):
             print(text)
     return int(not all(outcome.is_equal for outcome in outcomes))
+
+
+def _check_random(given: Namespace, ranks: int, seed: int) -> int:
+    """Check runs drawn at random, print those that differ, and return the exit status."""
+    from check.drawn import drawn
+
+    local_ranks.prepare()
+    with errors.installed():
+        from check.engine import Engine
+        from check.report import line, verdict
+
+    began = time.monotonic()
+    at_once = given.at_once or max(2, len(allowed_cores()) // 2)
+    runs, wrong, ran = 0, 0, 0
+    for number in range(given.random):
+        if given.minutes and time.monotonic() - began > 60.0 * given.minutes:
+            break
+        name = f"{seed}/{number}"
+        words = drawn(name)
+        with tempfile.TemporaryDirectory(prefix="trine-check-") as folder:
+            small, _ = shrink(_request(words).config, Path(folder))
+            chosen = some(small, ranks, given.layouts or 2, name)
+            with Engine(small, at_once) as runner:
+                outcomes = list(runner.run(chosen))
+                differs = [outcome for outcome in outcomes if not outcome.is_equal]
+                if differs:
+                    print(f"run {name}: {shlex.join(words)}")
+                    print(*map(line, outcomes), *verdict(runner.reference, outcomes), sep="\n")
+        runs, ran, wrong = runs + 1, ran + len(outcomes), wrong + bool(differs)
+        print(f"{runs} runs, {ran} layouts, {wrong} runs differ", flush=True)
+    return int(wrong > 0)
 
 
 def _request(arguments: list[str]) -> Request:
@@ -158,6 +196,7 @@ def _parser() -> Parser:
     parser.add_argument("--ranks", type=int, metavar="N")
     parser.add_argument("--minutes", type=float, metavar="M")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--random", type=int, default=0, metavar="N")
     parser.add_argument("--at-once", type=int, metavar="N")
     parser.add_argument("--cuda", action="store_true")
     return parser

@@ -8,6 +8,7 @@ runs      one run on one rank: its losses, its tensors, and what the recorder ha
 recorder  every tensor of a step: inputs, outputs and gradients of modules, weights, state
 compare   the first tensor of a run that is not one rank's
 causes    what such a difference usually is, and the operations before a tensor
+drawn     runs drawn at random, for --random
 engine    runs layouts in worlds of ranks, and compares each with one rank
 report    the lines that check.py prints
 

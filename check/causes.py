@@ -57,8 +57,10 @@ def title(key: Key) -> str:
         return f"the weights {name} as drawn" if drawn else f"the update of {name}"
     if kind.startswith("gradient of "):
         return f"the gradient of the {kind.removeprefix('gradient of ')} of {name}"
+    if (kind, name) == ("output", "head"):
+        return "the output of head: the loss of each token"
     if kind in ("output", "input"):
-        return f"the {kind} of {name}" if "." in name or name in ("embedding", "head") else name
+        return f"the {kind} of {name}" if name not in ("tokens", "labels") else f"the {name}"
     return f"the optimizer's {kind} of {name}"
 
 
@@ -88,6 +90,8 @@ def _backward(reference: Reference, key: Key, layout: Layout) -> str:
     if (forward, name) == ("output", "head"):
         return WORDS["backward"]["losses"]
     after = _after(reference, (step, forward, name))
+    if after[2].endswith(".router.choice"):
+        return _for(WORDS["backward"]["experts"], layout)
     words = [f"the backward of {_for(_forward(reference, after), layout)}"]
     if layout.pp > 1:
         words.append("the message between stages")
@@ -188,7 +192,7 @@ def _groups(difference: Difference, axis: str) -> list[list[Part]]:
             for p in group
         )
     ]
-    wrong = [group for group in alike if any(p.off > CLOSE for p in group)]
+    wrong = [group for group in alike if any(p.differs for p in group)]
     return wrong if len(alike) == len(groups) else []
 
 
@@ -323,7 +327,7 @@ def _of_terms(reference: Reference, difference: Difference, layout: Layout) -> I
     if kind != GRADIENT or last not in ("weight", "bias"):
         return
     grad = reference.tensors.get((step, "gradient of output", module))
-    alias = reference.answer.aliases.get(module, ("input", module))
+    alias = reference.aliases.get(module, ("input", module))
     x = reference.tensors.get((step, *alias))
     if grad is None or (x is None and last == "weight"):
         return
@@ -408,6 +412,7 @@ TRAITS: dict[str, Callable[[Layout], bool]] = {
     "dp above 1": lambda x: (x.dp or 1) > 1,
     "ep above 1": lambda x: (x.ep or 1) > 1,
     "dp x cp above 1": lambda x: x.cp * (x.dp or 1) > 1,
+    "tp above 1 without sequence parallelism": lambda x: x.tp > 1 and not x.sequence_parallel,
     "sequence parallelism": lambda x: bool(x.sequence_parallel),
     "ZeRO 0": lambda x: x.zero == 0 and x.cp * (x.dp or 1) > 1,
     "ZeRO 1": lambda x: x.zero == 1 and x.cp * (x.dp or 1) > 1,

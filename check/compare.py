@@ -1,23 +1,25 @@
 """The first tensor of a run that is not one rank's.
 
-    reference = Reference(answer)                     of one rank
-    difference = first_difference(reference, answers) of the ranks of a layout, or None
+    reference = Reference(pieces)                       of one rank
+    seen = Seen.by(reference, pieces, layout, mesh)     on every rank of a layout; collective
+    difference = first_difference(reference, seen)      the rank's together, or None
 
-A tensor differs if an element is off by more than TOLERANCE of the tensor's largest element. In
+A tensor differs if an element is off by more than TOLERANCES of the tensor's largest element. In
 fp64 rounding is millions of times smaller, also where it grows from step to step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from check.recorder import Key, Piece
+from check.recorder import IN_USE, Key, Piece
 
-TOLERANCE = 1e-9
+TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
 # A tensor whose elements are all this small, relative to the largest of its kind, is rounding.
-FLOOR = 1e-13
+FLOOR = 1e-4  # of the tolerance
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Part:
     piece: Piece
     expected: np.ndarray
     off: float  # the largest difference, relative to the tensor's largest element; inf for NaN
+    differs: bool
 
 
 @dataclass
@@ -55,22 +58,26 @@ class Difference:
     @property
     def wrong(self) -> list[Part]:
         """The pieces that differ."""
-        return [part for part in self.parts if not part.off <= TOLERANCE]
+        return [part for part in self.parts if part.differs]
 
 
 class Reference:
     """The tensors of a run on one rank, whole, in the order in which it computed them.
 
-    tensors: by key. Activations are (s, samples, ...), parameters flat. order: the keys.
+    tensors: by key. Activations are (s, samples, ...), parameters flat. order: the keys. aliases:
+    see recorder. tolerance: the largest difference of an equal tensor.
     """
 
-    def __init__(self, answer: Any):
-        """answer: of a world of one rank (runs.Answer)."""
-        self.answer = answer
+    def __init__(
+        self, pieces: list[Piece], aliases: dict[str, tuple[str, str]], precision: str = "fp64"
+    ):
+        """pieces: of a world of one rank."""
+        self.aliases = aliases
+        self.tolerance = TOLERANCES[precision]
         groups: dict[Key, list[Piece]] = {}
-        for piece in answer.pieces:
+        for piece in pieces:
             groups.setdefault(piece.key, []).append(piece)
-        self.order = sorted(groups, key=lambda key: key[0])  # stable: steps, then as computed
+        self.order = sorted(groups, key=_in_order(list(groups)))
         self.tensors = {key: _whole(pieces) for key, pieces in groups.items()}
         self.scales = {key: _largest(values) for key, values in self.tensors.items()}
         self.largest: dict[tuple[int, str], float] = {}  # of a kind in a step
@@ -103,11 +110,33 @@ class Reference:
 
     def off(self, key: Key, values: np.ndarray, expected: np.ndarray) -> float:
         """Return the largest difference over the tensor's largest element; inf for NaN."""
-        scale = max(self.scales[key], FLOOR / TOLERANCE * self.largest[key[:2]], 1e-300)
+        scale = max(self.scales[key], FLOOR * self.largest[key[:2]], 1e-300)
         if not values.size:
             return 0.0
         worst = float(np.abs(values - expected).max())
         return worst / scale if np.isfinite(worst) else float("inf")
+
+
+def _in_order(keys: list[Key]) -> Callable[[Key], tuple[int, int, int]]:
+    """Return a sort key: steps ascend, and tensors are in the order in which they were computed.
+
+    The parameters of a kind, such as gradients, are in the order in which a pass uses them.
+    """
+    used = [name for _, kind, name in keys if kind == IN_USE]
+    place_of = {name: place for place, name in reversed(list(enumerate(used)))}
+    first_of_kind: dict[tuple[int, str], int] = {}
+    for place, (step, kind, _) in enumerate(keys):
+        first_of_kind.setdefault((step, kind), place)
+    places = {key: place for place, key in enumerate(keys)}
+
+    def sort_key(key: Key) -> tuple[int, int, int]:
+        """Return the step, the place of the kind or of the tensor, and the place in the kind."""
+        step, kind, name = key
+        if kind == IN_USE or name not in place_of:
+            return step, places[key], 0
+        return step, first_of_kind[step, kind], place_of[name]
+
+    return sort_key
 
 
 def _whole(pieces: list[Piece]) -> np.ndarray:
@@ -134,56 +163,63 @@ def _largest(values: np.ndarray) -> float:
     return float(np.abs(values).max(initial=0.0))
 
 
-def first_difference(
-    reference: Reference, answers: list[Any], tp: int, begin: int = 0
-) -> Difference | None:
-    """Return the first tensor that is not one rank's, in one rank's order, or None.
+@dataclass
+class Seen:
+    """What a rank has found about its pieces.
 
-    answers: runs.Answer of every rank. tp: of the layout. begin: a run that was resumed has the
-    tensors from this step on.
+    offs: by key the largest difference from one rank's. parts: the pieces of the tensor that
+    differs first on any rank.
     """
-    parts_of: dict[Key, list[Part]] = {}
-    for rank, answer in enumerate(answers):
-        for piece in answer.pieces:
-            expected = reference.expected(piece, tp, answer.place["tp"])
+
+    offs: dict[Key, float]
+    parts: list[Part]
+
+    @classmethod
+    def by(cls, reference: Reference, pieces: list[Piece], tp: int, mesh: Any) -> "Seen":
+        """Compare this rank's pieces; collective over the world. tp: of the layout."""
+        offs: dict[Key, float] = {}
+        for piece in pieces:
+            expected = reference.expected(piece, tp, mesh.place["tp"])
             if expected is not None:
                 off = reference.off(piece.key, piece.values, expected)
-                part = Part(rank, answer.place, piece, expected, off)
-                parts_of.setdefault(piece.key, []).append(part)
-    found: Difference | None = None
-    last_equal: Key | None = None
-    differ = 0
-    for key in reference.order:
-        parts = parts_of.get(key, [])
-        if not parts:
-            continue
-        if all(part.off <= TOLERANCE for part in parts):
-            last_equal = last_equal if found else key
-            continue
-        differ += 1
-        if found is None:
-            parts.sort(key=lambda part: part.off <= TOLERANCE)
-            found = Difference(key, parts, last_equal)
-    more = list(_others(reference.answer, answers, begin))
-    if found is None and more:
-        found = Difference((-1, "number", more[0].partition(":")[0]), [], last_equal)
-    if found is not None:
-        found.differ, found.compared, found.more = differ, len(parts_of), more
-    return found
+                offs[piece.key] = max(off, offs.get(piece.key, 0.0))
+
+        def differs(key: Key) -> bool:
+            """Return whether a tensor is not one rank's here."""
+            return not offs.get(key, 0.0) <= reference.tolerance
+
+        first = next((key for key in reference.order if differs(key)), None)
+        if mesh.size > 1:
+            every: list[Any] = [None] * mesh.size
+            torch.distributed.all_gather_object(every, first)
+            places = [reference.order.index(key) for key in every if key is not None]
+            first = reference.order[min(places)] if places else None
+        parts = []
+        for piece in pieces:
+            if piece.key != first:
+                continue
+            expected = reference.expected(piece, tp, mesh.place["tp"])
+            if expected is not None:
+                off = reference.off(piece.key, piece.values, expected)
+                wrong = not off <= reference.tolerance
+                parts.append(Part(mesh.rank, mesh.place, piece, expected, off, wrong))
+        return cls(offs, parts)
 
 
-def _others(one: Any, answers: list[Any], begin: int) -> Iterator[str]:
-    """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
-    first = answers[0]
-    for name, loss in one.evaluated.items():
-        other = first.evaluated.get(name, float("nan"))
-        if not abs(other - loss) <= TOLERANCE * max(abs(loss), 1e-300):
-            yield f"{name} loss: {other:.12g} for {loss:.12g}"
-    for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
-        if not np.allclose(loads, others, rtol=TOLERANCE, atol=0.0):
-            yield f"loads of experts of step {step}: {others} for {loads}"
-            break
-    for answer in answers:
-        for sentence in answer.unequal:
-            yield f"replicas: {sentence}"
-            return
+def first_difference(reference: Reference, seen: list[Seen]) -> Difference | None:
+    """Return the first tensor that is not one rank's, in one rank's order, or None.
+
+    seen: of every rank.
+    """
+    offs: dict[Key, float] = {}
+    for each in seen:
+        for key, off in each.offs.items():
+            offs[key] = max(off, offs.get(key, 0.0))
+    compared = [key for key in reference.order if key in offs]
+    differing = [key for key in compared if not offs[key] <= reference.tolerance]
+    if not differing:
+        return None
+    place = compared.index(differing[0])
+    last_equal = compared[place - 1] if place else None
+    parts = [part for each in seen for part in each.parts]
+    return Difference(differing[0], parts, last_equal, len(differing), len(compared))

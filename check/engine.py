@@ -18,9 +18,8 @@ from typing import Any
 from check.compare import Difference, Reference, first_difference
 from check.layouts import ranks_of
 from check.ranks import Failure, Worlds
-from check.runs import Job, work
+from check.runs import Answer, Job, Worker
 from config.errors import UserError
-from config.run_options import Run
 from config.schema import Config, Layout
 
 
@@ -53,27 +52,48 @@ class Engine:
         """config: small. at_once: runs at a time. seconds: the limit of one run."""
         self.config = config
         self.began = time.monotonic()
-        plain = Run(device=config.run.device, watchdog=False, bind_cores=False)
-        self.worlds = Worlds(work, plain, at_once, seconds)
+        self.at_once, self.seconds = at_once, seconds
+        self.plain = dataclasses.replace(config.run, watchdog=False, bind_cores=False)
         self.number = 0  # of the jobs so far
-        self._reference: Reference | None = None
+        self.one: Answer | None = None  # of one rank
+        self.worlds: Worlds | None = None
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *of_error: Any) -> None:
-        self.worlds.__exit__(*of_error)
+        if self.worlds is not None:
+            self.worlds.__exit__(*of_error)
 
-    @property
-    def reference(self) -> Reference:
-        """The run on one rank. Raise UserError if it fails: then there is nothing to compare."""
-        if self._reference is None:
-            alone = dataclasses.replace(self.config.layout, dp=1)
-            ((_, answers),) = self.worlds.answers([(1, self._job(alone))])
-            if isinstance(answers, Failure):
-                raise UserError(f"the run on one rank fails: {answers.text}")
-            self._reference = Reference(answers[0])
-        return self._reference
+    def begin(self) -> Answer:
+        """Run one rank and return its answer. Raise UserError if it fails: nothing can be compared.
+
+        The worlds that are forked after this have its tensors.
+        """
+        # Ranks share what this process has imported: each of them would import these by itself.
+        import h5py  # noqa: F401
+
+        import optim.fsdp  # noqa: F401
+
+        alone = dataclasses.replace(self.config.layout, dp=1)
+        with Worlds(Worker(), self.plain, 1, self.seconds) as worlds:
+            ((_, answers),) = worlds.answers([(1, self._job(alone))])
+        if isinstance(answers, Failure):
+            raise UserError(f"the run on one rank fails: {answers.text}")
+        (self.one,) = answers
+        precision = self.config.training.precision
+        self.reference = Reference(self.one.pieces, self.one.aliases, precision)
+        self.one.pieces = []
+        worker = Worker(self.reference)
+        self.worlds = Worlds(worker, self.plain, self.at_once, self.seconds)
+        return self.one
+
+    def _begun(self) -> Worlds:
+        """Return the worlds, after the run of one rank."""
+        if self.worlds is None:
+            self.begin()
+        assert self.worlds is not None  # `begin` has made it
+        return self.worlds
 
     def _job(self, layout: Layout, save: int = 0, **run: Any) -> Job:
         """Return the job of a layout. run: options of Run."""
@@ -89,19 +109,39 @@ class Engine:
 
         may_begin: whether a further layout may begin; if not, those that run are waited for.
         """
-        reference = self.reference
+        worlds = self._begun()
         jobs = [(ranks_of(layout), self._job(layout)) for layout in layouts]
-        for number, answers in self.worlds.answers(jobs, may_begin):
-            yield self._outcome(layouts[number], answers, reference)
+        for number, answers in worlds.answers(jobs, may_begin):
+            yield self._outcome(layouts[number], answers)
 
-    def _outcome(
-        self, layout: Layout, answers: list[Any] | Failure, reference: Reference, begin: int = 0
-    ) -> Outcome:
+    def _outcome(self, layout: Layout, answers: list[Any] | Failure, begin: int = 0) -> Outcome:
+        """Return what came of a layout; begin: the steps that were done before a resume."""
         seconds = time.monotonic() - self.began
         if isinstance(answers, Failure):
             return Outcome(layout, failure=answers, seconds=seconds)
-        difference = first_difference(reference, answers, layout.tp, begin)
+        difference = first_difference(self.reference, [answer.seen for answer in answers])
+        more = list(self._others(answers, begin))
+        if difference is None and more:
+            difference = Difference((-1, "number", more[0].partition(":")[0]), [], None)
+        if difference is not None:
+            difference.more = more
         return Outcome(layout, difference, seconds=seconds)
+
+    def _others(self, answers: list[Answer], begin: int) -> Iterator[str]:
+        """Yield what is wrong beside tensors: evaluations, loads of experts, replicas."""
+        first, one = answers[0], self.one
+        assert one is not None  # it ran before
+        for name, loss in one.evaluated.items():
+            other = first.evaluated.get(name, float("nan"))
+            if not abs(other - loss) <= self.reference.tolerance * abs(loss):
+                yield f"{name} loss: {other:.12g} for {loss:.12g}"
+        for step, (loads, others) in enumerate(zip(one.loads[begin:], first.loads), begin + 1):
+            most = self.reference.tolerance
+            if not all(abs(a - b) <= most * abs(a) for a, b in zip(loads, others)):
+                yield f"loads of experts of step {step}: {others} for {loads}"
+                break
+        for sentence in [x for answer in answers for x in answer.unequal][:1]:
+            yield f"replicas: {sentence}"
 
     def resume(
         self, saved_by: Layout, layouts: Sequence[Layout], step: int, folder: Path
@@ -110,16 +150,16 @@ class Engine:
 
         folder: for the checkpoint. If the save fails, the only outcome is of that layout.
         """
-        reference = self.reference
+        worlds = self._begun()
         job = self._job(saved_by, save=step, out=str(folder))
-        ((_, answers),) = self.worlds.answers([(ranks_of(saved_by), job)])
+        ((_, answers),) = worlds.answers([(ranks_of(saved_by), job)])
         if isinstance(answers, Failure):
-            yield self._outcome(saved_by, answers, reference)
+            yield self._outcome(saved_by, answers)
             return
         jobs = []
         for layout in layouts:
             jobs.append((ranks_of(layout), self._job(layout, out=str(folder), resume="auto")))
-        for number, answers in self.worlds.answers(jobs):
-            outcome = self._outcome(layouts[number], answers, reference, step)
+        for number, answers in worlds.answers(jobs):
+            outcome = self._outcome(layouts[number], answers, step)
             outcome.resumed_from, outcome.resumed_step = saved_by, step
             yield outcome

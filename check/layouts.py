@@ -1,7 +1,8 @@
 """Layouts that cover every pair of axes and options that a run could take on a few ranks.
 
-    chosen = cover(config, ranks=4)          a list of Layouts, the simplest first
-    layout = read("tp 2 pp 2 zero 2")        one of them, as a user writes it
+    chosen = cover(config, ranks=4)                  a list of Layouts, the simplest first
+    layout = read("tp 2 pp 2 zero 2", config)        one, as a user writes it
+    few = some(config, 4, 2, "1/17")                 random ones
 
 An option counts in a layout only if it does something there: sequence parallelism with tp above 1,
 ZeRO with replicas. Pairs are covered greedily (D. M. Cohen et al., "The AETG system", 1997). What
@@ -29,7 +30,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
     "recompute_layers": (None, 1),
-    "micro_batch_size": (1, 2, 3),
+    "micro_batch_size": (2, 1, 3),  # 2 takes half the passes of 1
     "overlap_param_gather": (False, True),
     "sync_each_batch": (True, False),
     "reshard_after_forward": (True, False),
@@ -75,8 +76,13 @@ def read(text: str, config: Config) -> Layout:
         words.append(f"--{word.removeprefix('--')}" if is_name else word)
     any_model = ["--layers", "1", "--hidden", "1", "--heads", "1"]  # a command line has a model
     given = command_line.parse([*any_model, *words]).layout
+    size = given.micro_batch_size
+    if "micro-batch-size" not in text:
+        divides = config.training.global_batch_size % (2 * (given.dp or 1)) == 0
+        size = 2 if divides and not config.training.rampup_batch_size else 1
     layout = dataclasses.replace(
         given,
+        micro_batch_size=size,
         dp=given.dp or 1,
         sequence_parallel=bool(given.sequence_parallel),
         overlap_param_gather=bool(given.overlap_param_gather),
@@ -129,12 +135,25 @@ def cover(config: Config, ranks: int, count: int | None = None) -> list[Layout]:
     return [pool[name] for name in chosen]
 
 
+def some(config: Config, ranks: int, count: int, name: str) -> list[Layout]:
+    """Return random layouts of 2 to `ranks` ranks, the same for the same name; perhaps fewer."""
+    chance = random.Random(name)
+    found: dict[str, Layout] = {}
+    for _ in range(TRIES * TRIES * count):
+        layout = _drawn(config, ranks, chance, {})
+        if layout is not None and ranks_of(layout) > 1:
+            found.setdefault(name_of(layout), layout)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
 def _singles(config: Config, ranks: int) -> list[Layout]:
     """Return the layouts of one axis of two ranks, and the plain options on one rank."""
     found: list[dict[str, Any]] = [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}]
     found += [{"cp": 2}, {"dp": 2, "zero": 0}, {"dp": 2}, {"dp": 2, "zero": 2}]
-    found += [{"dp": 2, "zero": 3}, {"dp": 2, "ep": 2}, {"micro_batch_size": 2}]
-    found += [{"recompute": "full"}, {"tp": 3}, {"pp": 2, "schedule": "zb-h1"}]
+    found += [{"dp": 2, "zero": 3}, {"dp": 2, "ep": 2}, {"micro_batch_size": 3}]
+    found += [{"recompute": "full"}, {"tp": 2, "cp": 2}, {"pp": 2, "schedule": "zb-h1"}]
     layouts = [_layout(config, options) for options in found]
     seen: dict[str, Layout] = {}
     for layout in layouts:
@@ -144,7 +163,14 @@ def _singles(config: Config, ranks: int) -> list[Layout]:
 
 
 def _layout(config: Config, options: dict[str, Any]) -> Layout | None:
-    """Return the layout with these options, the others plain; None if a run cannot have it."""
+    """Return the layout with these options, the others plain; None if a run cannot have it.
+
+    Where micro-batches of the plain size do not divide the batch, they have one sample.
+    """
+    if "micro_batch_size" not in options:
+        plain = VALUES["micro_batch_size"][0]
+        layout = _layout(config, options | {"micro_batch_size": plain})
+        return layout or _layout(config, options | {"micro_batch_size": 1})
     values = {name: of[0] for name, of in VALUES.items()} | dict.fromkeys(AXES, 1) | options
     tp, replicas = values["tp"], values["dp"] * values["cp"]
     if config.model.experts == 1:

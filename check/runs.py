@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import data
 import trainer
+from check.compare import Reference, Seen
 from check.recorder import Piece, Recorder
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
@@ -40,42 +41,62 @@ class Job:
 class Answer:
     """What a rank has to say about a run.
 
-    place: the rank's position on each axis. losses, norms: of every step. evaluated: the losses of
-    evaluations by name. unequal: replicas that differ. pieces, aliases: see recorder.
+    losses, norms, loads: of every step. evaluated: the losses of evaluations by name. unequal:
+    replicas that differ. seen: how its tensors compare with one rank's. pieces, aliases: of the
+    recorder, if there is nothing to compare with.
     """
 
-    place: dict[str, int]
-    losses: list[float]
-    norms: list[float]
-    loads: list[list[float]]
-    evaluated: dict[str, float]
-    unequal: list[str]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    loads: list[list[float]] = field(default_factory=list)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    unequal: list[str] = field(default_factory=list)
+    seen: Seen | None = None
     pieces: list[Piece] = field(default_factory=list)
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def work(context: Context, job: Job) -> Answer:
-    """Do a run on this rank; collective over the world."""
-    if context.size > 1:
-        # Values of an earlier run must not be taken for this one's.
-        store = dist.PrefixStore(f"job {job.number}", context.store)
-        context = replace(context, store=store)
-    config = validation.check(job.config, context.size)
-    config, chosen, _ = find_past(config, context)
-    config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
-    config, _ = pass_times.decide_schedule(config, context)
-    splits = data.build(config)
-    state = trainer.build(config, context)
-    try:
-        return _train(state, splits, context, job, chosen)
-    finally:
-        state.reader.close()
+class Worker:
+    """Does runs on a rank and compares their tensors with those of one rank."""
+
+    def __init__(self, reference: Reference | None = None):
+        """reference: the run of one rank; None: that is the run to do, and its pieces come back."""
+        self.reference = reference
+
+    def __call__(self, context: Context, job: Job) -> Answer:
+        """Do a run on this rank; collective over the world."""
+        if context.size > 1:
+            # Values of an earlier run must not be taken for this one's.
+            store = dist.PrefixStore(f"job {job.number}", context.store)
+            context = replace(context, store=store)
+        config = validation.check(job.config, context.size)
+        config, chosen, _ = find_past(config, context)
+        config = replace(config, layout=config.layout.automatic(config.model.seq_length, False))
+        config, _ = pass_times.decide_schedule(config, context)
+        splits = data.build(config)
+        state = trainer.build(config, context)
+        recorder = Recorder(state)
+        try:
+            answer = _train(state, recorder, splits, context, job, chosen)
+        finally:
+            state.reader.close()
+        if self.reference is None:
+            answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
+        else:
+            tp = config.layout.tp
+            answer.seen = Seen.by(self.reference, recorder.pieces, tp, state.factory.mesh)
+        return answer
 
 
 def _train(
-    state: trainer.TrainState, splits: data.Splits, context: Context, job: Job, chosen: Any
+    state: trainer.TrainState,
+    recorder: Recorder,
+    splits: data.Splits,
+    context: Context,
+    job: Job,
+    chosen: Any,
 ) -> Answer:
-    """Do the steps of a run."""
+    """Do the steps of a run. chosen: the checkpoint to go on from, if any."""
     config, mesh = state.config, state.factory.mesh
     done = Progress()
     checkpoints: Checkpointer | None = None
@@ -84,8 +105,7 @@ def _train(
             config, mesh, state.optimizer, context, splits.train, _say_nothing, None, chosen
         )
         done = checkpoints.resume()
-    recorder = Recorder(state)
-    answer = Answer(mesh.place, [], [], [], {}, [], recorder.pieces, recorder.aliases)
+    answer = Answer()
     recorder.begin(done.iteration)  # the weights that were drawn, or the state that was loaded
     recorder.end()
     for iteration in range(done.iteration + 1, config.total_steps + 1):

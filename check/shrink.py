@@ -40,7 +40,15 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
     data, said_of_data = small_data(config.data, model, training.seed, folder)
     device = "cuda" if on_gpus else "cpu"
     out = str(folder / "run")
-    run = Run(out=out, device=device, watchdog=False, bind_cores=False, preflight=False)
+    run = Run(
+        out=out,
+        device=device,
+        watchdog=False,
+        bind_cores=False,
+        preflight=False,
+        async_save=config.run.async_save,
+        blocking=config.run.blocking,
+    )
     layout = Layout(dp=1, pad_vocab_multiple=1)
     small = Config(model=model, layout=layout, training=training, data=data, run=run)
     return small, [*_lines(config, small), *said, *said_of_data]
@@ -73,6 +81,8 @@ def _model(model: ModelShape) -> ModelShape:
     """Return the model at small sizes."""
     layers = min(model.layers, LAYERS)
     kv_heads = min(model.kv_heads, HEADS)
+    if HEADS > kv_heads > 3:
+        kv_heads = 2  # cp 4, and cp 2 with tp 2, then divide heads in part, and gather keys in part
     heads = kv_heads * min(model.heads // model.kv_heads, 2)
     length = min(model.seq_length, LENGTH)
     sizes: dict[str, Any] = {"layers": layers, "heads": heads, "kv_heads": kv_heads}

@@ -1,6 +1,6 @@
 """README's own commands: if this failed, a newcomer's first hour would end at a command of ours.
 
-The blocks of Start, Plan, Tune and Train are run as they are printed, in one shell and a copy of
+The blocks of Start, Check, Plan, Tune and Train are run as they are printed, in one shell and a copy of
 the repository; STEPS shortens the runs. What README prints as a program's output is compared.
 """
 
@@ -22,7 +22,7 @@ import tune
 from config.command_line import parse_request
 
 TEXT = (ROOT / "README.md").read_text()
-SECTIONS = ("Start", "Plan", "Tune", "Train")
+SECTIONS = ("Start", "Check", "Plan", "Tune", "Train")
 PROGRAMS = ("bash", "python", "mpirun", "source", ".venv/bin/python")
 STEPS = 24  # more than the warm-up of the demo
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:E[+-]?\d+)?(?::\d\d)*")
@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    """Return README's indented blocks of the four sections, in their order."""
+    """Return README's indented blocks of these sections, in their order."""
     found = []
     for section in SECTIONS:
         (text,) = re.findall(rf"^## {section}\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
@@ -93,8 +93,8 @@ def is_printed(printed: str, line: str) -> bool:
 
 def test_what_is_run_and_what_is_not():
     reasons = [block.not_here for block in COMMANDS]
-    assert {block.section for block in RUN} == {"Start", "Plan", "Train"}
-    assert len(RUN) == 3, [block.lines for block in RUN]
+    assert {block.section for block in RUN} == {"Start", "Check", "Plan", "Train"}
+    assert len(RUN) == 4, [block.lines for block in RUN]
     assert sorted(filter(None, reasons)) == [
         "it is for a GPU",
         "it runs the tests",

@@ -1,0 +1,148 @@
+"""Plants sixty faults into copies of the code, and asks check.py, called as a user calls it.
+
+    python benchmarks/faults/check_faults.py --keep RESULTS.jsonl [--minutes 60] [--only WORD]
+
+check_faults.toml has the faults: a search and a replacement in one file, the options of a run that
+uses the faulty code, and what check.py must print. A fault is found if check.py ends with status 1.
+Its tensor is named if the line of the first tensor matches, and its operation if the lines of the
+operations between that tensor and the last equal one, or of the likely cause, match.
+
+Results are kept in RESULTS.jsonl, so that the list can be run in parts. Each part writes
+results/check_faults.md.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]  # the project's own modules
+
+from benchmarks.results_file import add_options, from_options, machine
+from config.cli import Parser
+from config.errors import UserError, exit_with
+
+FAULTS = Path(__file__).with_suffix(".toml")
+RESULTS = ROOT / "benchmarks" / "results" / "check_faults.md"
+NEEDLESS = ("tests/", "benchmarks/", "docs/", "scripts/", ".")  # what a run does not read
+LIMIT = 900.0  # seconds of a call
+
+
+def copy_of_code(folder: Path) -> None:
+    """Copy what git has of the code, with changes that are not committed."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if not name.startswith(NEEDLESS) and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def plant(fault: dict[str, Any], folder: Path) -> None:
+    """Replace the fault's text in a copy; UserError unless it is there once."""
+    path = folder / fault["file"]
+    text = path.read_text()
+    if text.count(fault["find"]) != 1:
+        raise UserError(
+            f"{fault['name']}: {fault['file']} has its text {text.count(fault['find'])} times"
+        )
+    path.write_text(text.replace(fault["find"], fault["replace"]))
+
+
+def asked(runs: dict[str, str], fault: dict[str, Any]) -> list[dict[str, Any]]:
+    """Plant a fault, call check.py and return a row of what it said."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_of_code(folder)
+        plant(fault, folder)
+        options = shlex.split(f"{runs[fault['run']]} {fault.get('options', '')}")
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "check.py", *options],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        seconds = time.monotonic() - began
+    lines = done.stdout.splitlines()
+    said = {
+        word: " ".join(x.strip()[len(word) :].strip() for x in lines if x.startswith(f"  {word}"))
+        for word in ("where", "layout", "first", "between", "likely", "refused", "error", "hangs")
+    }
+    before = next((n for n, x in enumerate(lines) if x.split(" ")[0].isupper()), len(lines))
+    row = {"name": fault["name"], "status": done.returncode, "seconds": seconds, "before": before}
+    row |= {"said": said, "text": done.stdout[-3000:] + done.stderr[-1500:]}
+    print(row["status"], f"{seconds:.0f} s", judged(fault, row), fault["name"], flush=True)
+    print("     ", said["first"], "|", said["between"], "|", said["likely"], flush=True)
+    return [row]
+
+
+def judged(fault: dict[str, Any], row: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Return whether a fault was found, its tensor named, and its operation named."""
+    said = row["said"]
+    found = row["status"] == 1
+    tensor = found and bool(re.search(fault["tensor"], said["first"]))
+    operation = bool(re.search(fault["operation"], f"{said['between']} {said['likely']}"))
+    return found, tensor, found and operation
+
+
+def report(faults: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """Return the text of the results file."""
+    row_of = {row["name"]: row for row in rows}
+    done = [fault for fault in faults if fault["name"] in row_of]
+    lines = ["# Faults planted by hand, and what check.py says", ""]
+    lines += ["    python benchmarks/faults/check_faults.py --keep RESULTS.jsonl", ""]
+    lines += [(__doc__ or "").split("\n\n")[2], "", f"{machine()}.", ""]
+    lines += ["| faults | run | found | tensor named | operation named |"]
+    lines += ["| --- | --: | --: | --: | --: |"]
+    for name, some in (
+        ("all", done),
+        ("the first twenty", [fault for fault in done if fault.get("first")]),
+    ):
+        results = [judged(fault, row_of[fault["name"]]) for fault in some]
+        columns = [str(sum(result[n] for result in results)) for n in range(3)]
+        lines.append(f"| {name} | {len(some)} | {' | '.join(columns)} |")
+    lines += ["", "All were written before the program that is measured, from the code that they"]
+    lines += ["change, by its author; no tuning run was left out.", ""]
+    lines += ["| fault | found | tensor | operation | first tensor | likely | s |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --: |"]
+    for fault in done:
+        row = row_of[fault["name"]]
+        marks = ["yes" if mark else "**no**" for mark in judged(fault, row)]
+        said = row["said"]
+        cells = [fault["name"], *marks, said["first"] or said["error"] or said["hangs"]]
+        cells += [said["likely"], f"{row['seconds']:.0f}"]
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Ask about the faults that are missing in the file of results."""
+    parser = Parser("check_faults.py", description=(__doc__ or "").splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--only", default="", help="faults whose name has this word")
+    parser.add_argument("--at-once", type=int, default=1, help="calls at a time")
+    given = parser.parse_args()
+    keep = from_options(given)
+    table = tomllib.loads(FAULTS.read_text())
+    known = {row["name"] for row in keep.rows()}
+    left = [f for f in table["fault"] if f["name"] not in known and given.only in f["name"]]
+    keep.run(partial(asked, table["runs"]), left, given.at_once)
+    RESULTS.write_text(report(table["fault"], keep.rows()))
+    print(f"written: {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        exit_with(error)

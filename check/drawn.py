@@ -1,0 +1,68 @@
+"""Runs drawn at random from drawn.toml, for `check.py --random N` and the tests.
+
+words = drawn("1/17")       options of train.py, the same for the same name
+"""
+
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from config import command_line, validation
+from config.errors import UserError
+
+# For each option, how often it is given, and its values.
+Table = dict[str, list[Any]]
+TABLES: dict[str, Table] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+TRIES = 1000
+
+
+def drawn(name: str) -> list[str]:
+    """Return the options of the run with that name, which train.py takes on one rank.
+
+    Its data, if any, is named only: the files need not exist.
+    """
+    chance = random.Random(name)
+    for _ in range(TRIES):
+        words = _words(chance)
+        try:
+            validation.check(command_line.parse(words), 1)
+        except UserError:
+            continue
+        return words
+    raise UserError(f"of {TRIES} drawn runs none goes together; see {__name__.replace('.', '/')}")
+
+
+def _words(chance: random.Random) -> list[str]:
+    """Return random options, which need not go together."""
+    options = _some(chance, TABLES["run"])
+    for option, value in list(options.items()):
+        options |= _some(chance, TABLES.get(f"{option} {value}", {}))
+    keys = _some(chance, TABLES["keys"])
+    if "window" in keys:
+        keys |= _some(chance, TABLES["keys of windows"])
+    if "experts" in options:
+        keys |= _some(chance, TABLES["keys of experts"])
+    if options.get("positions") == "rotary":
+        keys |= _some(chance, TABLES["keys of rotary"])
+        if chance.random() < 0.25:
+            kept = ("norm_plus_one", "embedding_scaled", "logit_softcap", "embedding_norm")
+            keys = {n: v for n, v in keys.items() if n in kept} | _some(
+                chance, TABLES["keys of latent"]
+            )
+            options.pop("kv-heads", None)
+    words = ["--steps", "1", "--global-batch-size", "12"]
+    for option, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{option}")
+        else:
+            words += [f"--{option}", *str(value).split()]
+    texts = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in keys.items()]
+    return words + ["--set", *texts] * bool(texts)
+
+
+def _some(chance: random.Random, table: Table) -> dict[str, Any]:
+    """Return some options of a table, each with one of its values."""
+    return {
+        n: chance.choice(values) for n, (often, *values) in table.items() if chance.random() < often
+    }
