@@ -155,6 +155,7 @@ class KeyValueCache:
         self.most = most
         self.device = device
         self.tokens = 0
+        self.new_tokens: Tensor | None = None  # those of the next pass, (b, s), if they are known
         self.slopes = torch.zeros(1) if slopes is None else slopes  # 0: no bias
         self._keys_and_values: dict[nn.Module, list[Tensor]] = {}
 
@@ -253,11 +254,12 @@ class Attention(nn.Module):
         mask: Any,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
         parallelism. mask: a Mask, None means causal; in a block that is not plain a
         local_attention.Seen. rotary: tables that turn q and k, or None. cache: keys and values of
-        the tokens before x, in decoding; then the mask comes from the cache.
+        the tokens before x, in decoding; then the mask comes from the cache. tokens: see Block.
         """
         if self.norms is None:
             q, k, v = self.split(self.qkv(x), self.queries, self.d, rotary)
@@ -269,20 +271,30 @@ class Attention(nn.Module):
                 k = rotate(k, rotary)
         if self.query_factor != 1.0:
             q = q * self.query_factor
+        mixed = self._mix(q, k, v, mask, cache)
+        return self.out(mixed)
+
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: KeyValueCache | None
+    ) -> Tensor:
+        """Return the values that each query sees, weighted and summed: (s, b, a d).
+
+        q: (s, b, a, d). k, v: (s, b, g, d). mask, cache: see `forward`.
+        """
         if not self.block.is_plain:
             from local_attention import attend_locally  # imported here: most models do without it
 
-            return self.out(attend_locally(self, q, k, v, mask, cache))
+            return attend_locally(self, q, k, v, mask, cache)
         if cache is not None:
             k, v, mask = cache.extend(self, k, v)  # then k and v are those of all tokens so far
-            return self.out(attend(q, k, v, mask, Group()))
+            return attend(q, k, v, mask, Group())
         q, k, v = to_heads(q, k, v, self.mesh.heads)  # with --cp: fewer heads, more tokens
         kv_ranks = self.mesh.kv
         if self.recompute and torch.is_grad_enabled():
             mixed = recompute(attend, q, k, v, mask, kv_ranks)
         else:
             mixed = attend(q, k, v, mask, kv_ranks)
-        return self.out(to_tokens(mixed, self.mesh.heads))
+        return to_tokens(mixed, self.mesh.heads)
 
 
 def _split_heads(

@@ -14,13 +14,16 @@ All of train.py's options are taken, and these:
     --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
                       --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
-    --cuda            on this machine's GPUs, in bf16, with bounds of bf16; not tried on several GPUs
+    --cuda            on this machine's GPUs, in bf16, with its bounds; not tried on several GPUs
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
 tensor of every step is compared with one rank's. At last a run is saved in one layout and goes on
 in two others. A difference is reported with the first tensor, in the order in which tensors are
 computed, the operations before it, and explanations that fit its values.
+
+Under srun or mpirun, --cluster measures and tries the cluster itself and writes a page about it
+(docs/clusters.md). It takes none of these options; its own: check.py --cluster --help.
 
 Exit status: 0 if all layouts are equal to one rank; 1 if one is not; 2 a mistake.
 """
@@ -66,6 +69,10 @@ def main(arguments: list[str]) -> int:
 
     Raise UserError if an option is wrong; torch is imported after that.
     """
+    if "--cluster" in arguments:
+        from check import cluster  # imported here: it is for the ranks of a launcher
+
+        return cluster.main(arguments)
     given, train_arguments = _parser().parse_known_args(arguments)
     for word in train_arguments:  # what is nearly one of this program's options
         if word.startswith("--") and (near := nearest(word, OWN, 0.8)) and word not in OF_TRAIN:

@@ -55,7 +55,9 @@ if __name__ == "__main__":
 with errors.installed():
     from checkpointing import folders, model_record
     from checkpointing.index import GROUPS, Index, check_files
+    from config import tensors
     from config.cli import Parser
+    from config.command_line import make_model
     from config.errors import UserError
     from config.families import FAMILIES
 
@@ -98,6 +100,9 @@ def show(folder: str) -> str:
         if record is not None:
             lines += model_record.describe(record)
         lines.append(f"{len(shapes)} tensors of {total:,} elements, each with: {kinds}")
+        difference = tensors.compare(shapes, make_model(index.attributes("model"), index.path))
+        if difference:
+            lines.append(f"tensors that its options do not describe: {difference.text()}")
         lines += [f"  {name:48} {' x '.join(map(str, shape))}" for name, shape in shapes.items()]
     return "\n".join(lines)
 

@@ -199,7 +199,8 @@ class Batch:
     starts[q] to stops[q] - 1; positions: each token's position in its document. These three are
     None unless an option needs them (corpora/objectives.py). rows: for each label the number of the
     continuation that it belongs to, if a pass scores continuations (scoring.py). length: the most
-    tokens of a text in the micro-batch; None: those of a sample.
+    tokens of a text in the micro-batch; None: those of a sample. cp: the ranks that share each
+    sample's tokens. whole_labels: the labels of all of them, if there are several.
     """
 
     tokens: Tensor
@@ -210,6 +211,22 @@ class Batch:
     positions: Tensor | None = None
     rows: Tensor | None = None
     length: int | None = None
+    cp: Group = field(default_factory=Group)
+    whole_labels: Tensor | None = None
+
+    def labels_after(self, tokens: int) -> Tensor:
+        """Return the labels of a head that predicts so many tokens beyond the next: (b, s).
+
+        With 1 it predicts the next token but one. A label counts if it and all labels before it, up
+        to that of the next token, count: so none is in another sample, or in another document if
+        the loss does not go over their borders. This rank gets its part of them (--cp).
+        """
+        labels = self.labels if self.whole_labels is None else self.whole_labels
+        later = labels
+        for _ in range(tokens):
+            later = torch.cat([later[:, 1:], torch.full_like(later[:, :1], NO_TARGET)], 1)
+            later = later.masked_fill(labels < 0, NO_TARGET)
+        return later if self.whole_labels is None else self.cp.balanced_shard(later, 1)
 
     def first(self, rows: int) -> "Batch":
         """Return this micro-batch, with only its first `rows` samples counted in the loss.
@@ -232,6 +249,8 @@ class Batch:
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
+        if cp.size > 1:
+            fields["whole_labels"] = fields["labels"]
         # None is not in `fields`.
         for name in {"tokens", "labels", "positions", "rows"} & set(fields):
             fields[name] = cp.balanced_shard(fields[name], 1)
@@ -239,7 +258,7 @@ class Batch:
             # Counted on the host, because reading a count from the device would wait for it.
             labels_on_host = cp.balanced_shard(self.labels, 1)
             fields["count"] = int((labels_on_host >= 0).sum())
-        return replace(self, **fields)
+        return replace(self, **fields, cp=cp)
 
 
 class BatchReader:

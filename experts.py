@@ -42,7 +42,7 @@ from distributed.token_exchange import (
     order_by_expert,
     share,
 )
-from parallel import DeferredGradients, Matrices, ParamFactory, ParamSpec, add_product
+from parallel import DeferredGradients, Matrices, ParamFactory, add_product
 
 
 class Balance(Protocol):
@@ -100,8 +100,8 @@ class Router(nn.Module):
             self.logit_bias = factory.parameter(
                 f"{name}.logit_bias", (model.experts,), partial=True
             )
-        self.bias = _constant(factory, f"{name}.bias", model.experts, 0.0)  # added in `_choose`
-        self.load = _constant(factory, f"{name}.load", model.experts, 1.0)  # in the last step
+        self.bias = factory.constant(f"{name}.bias", (model.experts,))  # added in `_choose`
+        self.load = factory.constant(f"{name}.load", (model.experts,), 1.0)  # in the last step
         # counts: of this rank's tokens in this step so far. routing: of --record-, --pin-routing.
         self.counts = torch.zeros(model.experts, dtype=torch.int64, device=factory.device)
         self.balance: Balance | None = None  # auxiliary losses, set before each step of training
@@ -166,18 +166,6 @@ class Router(nn.Module):
         best = group_scores.topk(model.router_groups_per_token, -1).indices
         is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best, True)
         return is_best.repeat_interleave(experts_per_group, -1)
-
-
-def _constant(factory: ParamFactory, name: str, count: int, fill: float) -> nn.Parameter:
-    """Return a tensor of `count` numbers `fill` that no gradient updates but checkpoints have.
-
-    It is equal on all ranks of a stage, and in fp32 (fp64 in an fp64 run).
-    """
-    exact = torch.promote_types(factory.dtype, torch.float32)
-    tensor = torch.full((count,), fill, dtype=exact, device=factory.device)
-    constant: Any = nn.Parameter(tensor, requires_grad=False)
-    constant.spec = ParamSpec(name, (count,), None, 0, count, decay=False)
-    return constant
 
 
 class HeldExperts(nn.Module):

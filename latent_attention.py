@@ -135,6 +135,7 @@ class LatentAttention(nn.Module):
         mask: Mask | None,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
         parallelism. The arguments are those of attention.Attention.

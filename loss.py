@@ -2,6 +2,7 @@
 
     cross_entropy(logits, labels, tp, spec)     split over tensor ranks, differentiable; for Head
     token_scores(logits, labels, tp, spec)      the losses, and which labels are the likeliest
+    x = with_loss(x, term, factory)             adds a term to the loss, in any layer
 
     log Z  of a token = log(sum over all ranks' columns of exp(logit - m)) + m
                         with m the token's largest logit
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from config.schema import LOGITS_AT_ONCE
 from distributed.collectives import Group
-from parallel import ParamSpec, compile_kernel
+from parallel import ParamFactory, ParamSpec, compile_kernel
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -236,3 +237,41 @@ def _scale(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
 def _scale_exponentials(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
     """Replace 16-bit logits by exp(logits - largest) times `scale` (s, b)."""
     logits.copy_((logits - largest[..., None]).exp_().mul_(scale[..., None]))
+
+
+def with_loss(x: Tensor, term: Tensor, factory: ParamFactory) -> Tensor:
+    """Return x, whose backward pass trains `term` too, as if it were added to the sum of losses.
+
+    x: any activation that the loss depends on. term: a scalar, which is a sum over the tokens of x:
+    over all tokens that this rank has, of all samples of the micro-batch. It is divided by the
+    targets of the global batch, as the losses of the tokens are, so no layout changes it. The loss
+    in the log does not contain it. Evaluations and decoding leave it out.
+    """
+    if not torch.is_grad_enabled() or not term.requires_grad:
+        return x
+    return add_gradient_of(x, term * factory.loss_weight.value)
+
+
+def add_gradient_of(x: Tensor, weighted: Tensor) -> Tensor:
+    """Return x, whose backward pass gives `weighted`, a scalar loss, the gradient 1."""
+    return _WithLoss.apply(x, weighted)
+
+
+class _WithLoss(torch.autograd.Function):
+    """Returns x; the backward pass also gives a scalar loss the gradient 1.
+
+    Weights get the same gradients as if the scalar were added to the loss, which another pipeline
+    stage computes.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weighted):
+        """Return a view of x. weighted: a scalar loss, times the weight of the step."""
+        ctx.save_for_backward(weighted)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Return the gradient of x, which is `grad` unchanged, and that of the scalar: 1."""
+        (weighted,) = ctx.saved_tensors
+        return grad, torch.ones_like(weighted)

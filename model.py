@@ -12,7 +12,7 @@ Read parallel.py first; attention is in attention.py and latent_attention.py, th
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from attention import Attention, KeyValueCache, Positions, rms_norm_plus_one
 from config.block_attention import BlockAttention
+from config.errors import UserError
 from config.schema import Layout, ModelShape
 from data import Batch
 from distributed.collectives import reduce_from_tp
@@ -209,20 +210,23 @@ class Block(nn.Module):
         mask: Any,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return two tensors whose sum is the block's output: (s, b, h), or (s/tp, b, h) with
         sequence parallelism. One kernel of --compile does this sum and the next block's first norm.
 
         x, y: the two tensors of the block before; y is None in a stage's first block. mask: see
         Attention. rotary: tables that turn q and k. cache: earlier keys and values, for decoding.
+        tokens: this rank's tokens of the micro-batch, (b, s); of a stage that is not the first only
+        if a layer of it has the attribute `reads_tokens`, else None.
         """
         # The router writes its choice of experts into this list, and reads it if the pass is
         # recomputed, so that recomputation cannot change the choice.
         chosen_experts: list[Tensor] = []
         if self.recompute and torch.is_grad_enabled():
             x = x if y is None else x + y  # one tensor is kept for the backward pass, and not two
-            return recompute(self._run, x, None, mask, rotary, cache, chosen_experts)
-        return self._run(x, y, mask, rotary, cache, chosen_experts)
+            return recompute(self._run, x, None, mask, rotary, cache, tokens, chosen_experts)
+        return self._run(x, y, mask, rotary, cache, tokens, chosen_experts)
 
     def _run(
         self,
@@ -231,6 +235,7 @@ class Block(nn.Module):
         mask: Any,
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None,
+        tokens: Tensor | None,
         chosen_experts: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Run the block in the form of --block; return two tensors whose sum is its output."""
@@ -239,10 +244,10 @@ class Block(nn.Module):
             mlp = functools.partial(self.mlp, chosen_experts=chosen_experts)
         if self.kind == "post-norm":  # norms after attention and MLP; the others: before
             x = x if y is None else x + y
-            x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
+            x = x + self.attention_norm(self.attention(x, mask, rotary, cache, tokens))
             return x, self.mlp_norm(mlp(x))
         x, normed = self.attention_norm.add_and_normalise(x, y)
-        y = self.attention(normed, mask, rotary, cache)
+        y = self.attention(normed, mask, rotary, cache, tokens)
         if self.is_sandwich:
             x, normed = self.mlp_norm.add_and_normalise(x, self.attention_post_norm(y))
             return x, self.mlp_post_norm(mlp(normed))
@@ -440,7 +445,8 @@ class Stage(nn.Module):
         it beside this stage. masked: whether each batch says which tokens each token sees. z_loss:
         the coefficient of --z-loss.
 
-        Raise ValueError if the stage has another number of parameters than `spec` says.
+        The parameters are those that its layers make: they may be others than the options describe
+        (config/tensors.py). Raise UserError if one of them cannot be split, saved or updated.
         """
         super().__init__()
         padded = model.padded_vocab(layout)
@@ -454,10 +460,7 @@ class Stage(nn.Module):
         if spec.head:
             embedding_stage = self if first is None else first  # has the matrix of a tied head
             self.head = Head(factory, model, padded, embedding_stage.embedding, z_loss)
-        # A tied head may use the matrix of the first stage on this rank, which counts it already.
-        counted_elsewhere: list[nn.Parameter] = []
         if self.head is not None and first is not None and model.tied:
-            counted_elsewhere.append(self.head.weight)
             self.head.weight.passes = 2  # the number of gradients in each micro-batch
         self.positions: Positions | LocalPositions | None = None
         if spec.blocks:
@@ -472,7 +475,8 @@ class Stage(nn.Module):
             )
             self._positions_of: dict[int, Positions | LocalPositions] = {}  # by seq_length
             self.set_length(model)
-        check_parameter_count(spec, self.parameters(), counted_elsewhere)
+        self.reads_tokens = any(getattr(layer, "reads_tokens", False) for layer in self.modules())
+        check_parameters(self)
 
     def set_length(self, model: ModelShape) -> None:
         """Take samples of the model's seq_length from now on: with masks and tables for them.
@@ -523,8 +527,13 @@ class Stage(nn.Module):
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Return the last block's output; see `forward`."""
-        token_positions = None if batch is None else batch.positions
-        if cache is not None:
+        tokens = x if self.embedding is not None else None
+        token_positions = None
+        if batch is not None:
+            tokens = batch.tokens
+            token_positions = batch.positions
+        elif cache is not None:
+            tokens = cache.new_tokens if tokens is None else tokens
             token_positions = cache.positions
         if self.embedding is not None:
             x = self.embedding(x, token_positions)
@@ -532,28 +541,31 @@ class Stage(nn.Module):
             kinds = self.positions.of_blocks(batch, cache, len(self.blocks))
             y = None  # a block's output is x + y: the next block adds them, in its first kernel
             for block, (mask, rotary) in zip(self.blocks, kinds, strict=True):
-                x, y = block(x, y, mask, rotary, cache)
+                x, y = block(x, y, mask, rotary, cache, tokens)
             x = x if y is None else x + y
         return x
 
 
-def check_parameter_count(
-    spec: StageSpec,
-    parameters: Iterable[Any],
-    counted_elsewhere: Iterable[Any],
-) -> None:
-    """Raise ValueError unless a stage has the number of parameters that was planned for it.
+def check_parameters(stage: nn.Module) -> None:
+    """Raise UserError unless each tensor of a stage says which part of which global tensor it is.
 
-    Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
-    spec: the stage as it was planned. parameters: the parameters of the stage as it was built.
-    counted_elsewhere: the parameters that were planned for another stage.
+    Else no rank could tell how its gradient is summed, and no checkpoint what it is.
     """
-    skipped = {id(p) for p in counted_elsewhere}
-    built = 0
-    for p in parameters:
-        if p.requires_grad and id(p) not in skipped:
-            # The plan counts whole parameters; this tensor rank may hold only a shard of `p`.
-            built += math.prod(p.spec.shape)
-    if built != spec.parameters:
-        planned = f"{spec.parameters} were planned"
-        raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")
+    modules: dict[str, str] = {}  # by name of the global tensor, where the first one of it is
+    for where, p in stage.named_parameters():
+        spec = getattr(p, "spec", None)
+        if spec is None:
+            raise UserError(
+                f"the parameter {where} says nothing of its name and its parts: make it with "
+                "factory.parameter(name, shape, ...), or factory.constant if nothing trains it"
+            )
+        if spec.name in modules:
+            raise UserError(
+                f"two parameters are called {spec.name}: {modules[spec.name]} and {where}"
+            )
+        modules[spec.name] = where
+    for where, _ in stage.named_buffers():
+        raise UserError(
+            f"{where} is a buffer, which no checkpoint keeps: make it with factory.constant, or "
+            "keep it as a plain attribute if it can be computed again"
+        )

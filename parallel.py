@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
+from config.errors import UserError
 from distributed.collectives import Group, gather_sequence, reduce_from_tp
 from distributed.mesh import Mesh
 
@@ -132,6 +133,17 @@ def compile_if_large(function: Callable, elements: int) -> Callable:
     return compile_kernel(function) if elements >= COMPILED_FROM else function
 
 
+@dataclass
+class LossWeight:
+    """The factor of a sum over tokens that makes it a term of the loss of the global batch.
+
+    It is the loss scale over the number of targets, which zero.Optimizer.begin_step sets: the
+    factor by which the pipeline multiplies the sum of losses before the backward pass.
+    """
+
+    value: float = 0.0
+
+
 @dataclass(frozen=True)
 class ParamFactory:
     """Makes the parameters of every layer, and has the settings that all layers share.
@@ -140,7 +152,8 @@ class ParamFactory:
     drawn values as the master copy and casts the parameters to `dtype`. std: the standard deviation
     of most weights. deferred: the list of weight gradients that linear layers compute later, if the
     schedule splits the backward pass, else None. shard: at --zero 3, Stage calls it with each
-    block after drawing the block's parameters. compile: the value of --compile.
+    block after drawing the block's parameters. compile: the value of --compile. loss_weight: for
+    terms that a layer adds to the loss (loss.with_loss).
     """
 
     mesh: Mesh
@@ -152,6 +165,7 @@ class ParamFactory:
     deferred: "DeferredGradients | None" = None
     shard: Callable[[nn.Module], None] | None = None
     compile: bool = False
+    loss_weight: LossWeight = field(default_factory=LossWeight)
 
     def compile_for_training(self, function: Callable, dynamic: bool = False) -> Callable:
         """Return `function`, or with --compile a version that is compiled while gradients are on.
@@ -191,7 +205,8 @@ class ParamFactory:
         `padded` rows, which the group's size divides (default: shape[dim]); None: not split.
         partial: each tensor rank's gradient is one term of a sum, for example from its heads.
         replicas: the name of the mesh's group that holds the same part. decay, tied, copy,
-        matrices: see ParamSpec. The result has its ParamSpec as the attribute `spec`.
+        matrices: see ParamSpec. The result has its ParamSpec as the attribute `spec`. Raise
+        UserError if the ranks do not divide the dimension.
         """
         tp = self.mesh.tp
         start = 0
@@ -199,7 +214,12 @@ class ParamFactory:
         local_shape = list(shape)
         if dim is not None:  # 5 rows, padded to 6, on 2 ranks: rows 0 to 2, and 3 to 4 and padding
             group = over or tp
-            rows = (padded or shape[dim]) // group.size
+            rows, rest = divmod(padded or shape[dim], group.size)
+            if rest or rows * group.size < shape[dim]:
+                raise UserError(
+                    f"{name}: {group.size} ranks do not divide the {padded or shape[dim]} rows "
+                    f"along dimension {dim} of {shape}; `padded` names a larger number of rows"
+                )
             start = min(group.rank * rows, shape[dim])
             stop = min(start + rows, shape[dim])
             local_shape[dim] = rows
@@ -219,6 +239,18 @@ class ParamFactory:
             name, shape, dim, start, stop, decay, reduce_over, copy, matrices
         )
         return parameter
+
+    def constant(self, name: str, shape: tuple[int, ...], fill: float = 0.0) -> nn.Parameter:
+        """Return a tensor that no gradient updates but checkpoints have, such as a running mean.
+
+        It is equal on all ranks of a stage, and in fp32 (fp64 in an fp64 run). What changes it must
+        do the same on all of them.
+        """
+        exact = torch.promote_types(self.dtype, torch.float32)
+        tensor = torch.full(shape, fill, dtype=exact, device=self.device)
+        constant = nn.Parameter(tensor, requires_grad=False)
+        constant.spec = ParamSpec(name, shape, None, 0, shape[0], decay=False)
+        return constant
 
 
 DRAWN_AT_ONCE = 2**20  # elements that draw_normal draws at once on a GPU

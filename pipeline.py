@@ -117,6 +117,7 @@ class Pipeline:
         """
         self.finish_sending()
         cache.begin(tokens.shape[1])
+        cache.new_tokens = tokens
         x = tokens
         rank = self.mesh.pp.rank
         # Every rank goes through all stages, and computes, sends or receives where it takes part.
@@ -264,7 +265,9 @@ class Execution:
         stage = action.stage
         micro_batch = action.micro_batch
         batch: Batch | None = None
-        if stage == 0 or self.is_last(action) or self.masked:  # tokens, labels or masks
+        # Tokens, labels or masks; or a layer of the stage reads the tokens.
+        reads = getattr(self.pipeline.stages[stage], "reads_tokens", False)
+        if stage == 0 or self.is_last(action) or self.masked or reads:
             self.mesh.recorder.at("data", micro_batch)
             batch = self.batches(micro_batch)
         self.mesh.recorder.at("F", micro_batch)

@@ -217,6 +217,8 @@ def question_of(options: Namespace, rest: list[str]) -> Question:
     layout_names = [field.name for field in fields(Layout)]
     if options.config and run_files.is_source(options.config):
         before = run_files.options_of(options.config)
+        if (unknown := run_files.note_of_unknown(options.config)) is not None:
+            notes.append(unknown)
         if kind.tries:  # the question tries layouts, so the run's own layout is not kept
             before = {option: before[option] for option in before if option not in layout_names}
             notes.append(f"{options.config} gives model and training; its layout is not held")

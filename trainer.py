@@ -58,7 +58,7 @@ from telemetry.loss_monitor import give_up, make_monitor, skip_earlier_spikes
 from telemetry.numerics_trace import NumericsTrace
 from telemetry.pass_times import decide_schedule
 from telemetry.routing_file import RoutingFile
-from telemetry.start_of_run import find_past
+from telemetry.start_of_run import about_model, find_past, find_tensors
 from telemetry.step_stats import StatsExchange, StepStats
 from telemetry.step_times import StepTimes
 from telemetry.torch_profile import TorchProfile
@@ -268,7 +268,8 @@ def _train(config: Config, context: Context, signals: Signals) -> bool:
         stats_at_start = step_stats.measure(context.device, seconds=0.0)  # memory without a model
         state = build(config, context)
         cleanup.callback(state.reader.close)
-        log = _open_log(state, context, splits.source, stats_at_start)
+        tensors = find_tensors(state.optimizer, state.factory.mesh, context)
+        log = _open_log(state, context, splits.source, stats_at_start, tensors)
         cleanup.callback(log.close)  # after an error too: close() prints the unwritten rows' number
         for note in [*notes, *lines, *splits.notes, *tasks.notes]:
             log.note(note)
@@ -300,11 +301,18 @@ def _decide(config: Config, context: Context) -> tuple[Config, str, list[str]]:
     return config, precision_line, notes
 
 
-def _open_log(state: TrainState, context: Context, source: str, at_start: StepStats) -> Log:
+def _open_log(
+    state: TrainState,
+    context: Context,
+    source: str,
+    at_start: StepStats,
+    tensors: dict[str, tuple[tuple[int, ...], bool]],
+) -> Log:
     """Return the run's log, with the kernels that this run uses; collective over all ranks.
 
-    source: how samples are read. at_start: this rank's statistics before the model was built. Raise
-    UserError if a kernel needs a compiler, and this node has none.
+    source: how samples are read. at_start: this rank's statistics before the model was built.
+    tensors: those of the whole model (start_of_run.find_tensors). Raise UserError if a kernel needs
+    a compiler, and this node has none.
     """
     config = state.config
     masked = config.data.masks_attention
@@ -317,7 +325,8 @@ def _open_log(state: TrainState, context: Context, source: str, at_start: StepSt
         kernels["attention of tasks"] = name
     preflight.check_compiler(kernels, context.device.type, context.nodes[context.rank])
     before = step_stats.exchange(at_start, state.factory.mesh.world, context.device)
-    return Log(config, context, state.stage_specs, kernels, before)
+    about = about_model(tensors, config.model)
+    return Log(config, context, state.stage_specs, kernels, before, about)
 
 
 def _checkpointer(

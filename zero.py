@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from config.errors import UserError
 from config.schema import BUCKET_ELEMENTS, EMA, Layout, ModelShape, Training
 from distributed.collectives import Handle
 from optim import update_rules
@@ -100,10 +101,16 @@ class Optimizer:
         self.scale = LossScale(training)
         self.updates = 0  # the number of updates since the run began
         self._dtype = factory.dtype
+        self._loss_weight = factory.loss_weight
         self.specs = [p.spec for p in stages.parameters()]
         self._targets = 1  # the number of targets that `begin_step` was given
         self._next_bucket = 0  # index of the bucket that is reduced next
         self._reductions: list[Handle] = []  # running reductions of buckets, oldest first
+        self._micro_batches = 0  # the number of micro-batches that `begin_step` was given
+        # Of each parameter in a bucket, the gradients that have come in this step so far.
+        self._gradients: dict[nn.Parameter, int] = {}
+        # The elements of the whole model, which the trainer sets; 0: those that its options say.
+        self.model_elements = 0
         self._overlap = layout.overlap_param_gather
         # Functions to call when all gradients are reduced: those of a step, or of other passes.
         self.after_reduction: list[Callable[[], None]] = []
@@ -133,10 +140,12 @@ class Optimizer:
             self.groups = self._make_buckets(trained_parameters(stages), factory, layout.zero)
             if self._overlap:
                 self._wait_in_forward(stages)
+        self.parameters = list(stages.parameters())  # of this rank's stages, constants too
         self.update_sets = make_update_sets(self.groups, training)
         self.balance: RouterBalance | None = None
         if model is not None and model.experts > 1:
             self.balance = RouterBalance(stages, factory, training, model)
+        if any(not p.requires_grad for p in stages.parameters()):
             self.groups = [*self.groups, ConstantGroup(stages, self.mesh)]
         kernels = dict.fromkeys(update_set.rule.kernel for update_set in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"  # the optimizers' names, for the log
@@ -172,6 +181,8 @@ class Optimizer:
         correction in `step`.
         """
         self._targets = targets
+        self._micro_batches = micro_batches
+        self._gradients.clear()
         self._next_bucket = 0
         for bucket in self.buckets:
             passes_before_reduction = 1 if bucket.each_micro_batch else micro_batches
@@ -179,6 +190,7 @@ class Optimizer:
         if self.last_backward is not None:
             self.last_backward.begin_step(micro_batches)
         loss_weight = self.scale.value / targets
+        self._loss_weight.value = loss_weight  # for the terms that layers add
         if self.balance is not None:
             # `step` multiplies all gradients by targets / counted.
             counted_share = 1.0 if counted is None else counted / targets
@@ -204,6 +216,7 @@ class Optimizer:
         if self.gradient_taker is not None:  # set by an audit, which repeats passes
             self.gradient_taker(p)
             return
+        self._gradients[p] = self._gradients.get(p, 0) + 1
         self._bucket_of[p].missing -= 1
         self._reduce_ready_buckets()
 
@@ -233,15 +246,40 @@ class Optimizer:
             self._reductions.pop(0).wait()
 
     def _finish_reducing(self) -> None:
-        """End all reductions: over the replicas, then over tp and tied stages."""
-        for bucket in self.buckets[self._next_bucket :]:  # not reduced yet: a gradient is missing
-            if not bucket.each_micro_batch:
-                self._reductions.append(bucket.reduce())
+        """End all reductions: over the replicas, then over tp and tied stages.
+
+        Raise UserError if a parameter got more gradients than it should.
+        """
+        self._check_gradients()
+        left = self.buckets[self._next_bucket :]  # not reduced yet: a parameter has no gradient
+        if left and left[0].each_micro_batch:
+            # At --zero 2 the first of them has held up all others, in each micro-batch: what they
+            # have collected since is reduced at once.
+            begun = self._next_bucket > 0 or any(b.missing < b.passes for b in self.buckets)
+            left = [*left, *self.buckets[: self._next_bucket]] if begun else []
+        for bucket in left:
+            self._reductions.append(bucket.reduce())
         self._wait_for_reductions(allowed=0)
         for group in self.groups:
             group.reduce_further()
         for observe in self.after_reduction:
             observe()
+
+    def _check_gradients(self) -> None:
+        """Raise UserError if a parameter got more gradients than it has passes in a micro-batch.
+
+        A linear layer that runs twice adds two. Its bucket would have been reduced before the last
+        one. A parameter that got fewer, or none, is right: the loss does not depend on it.
+        """
+        for p, count in self._gradients.items():
+            expected = self._micro_batches * getattr(p, "passes", 1)
+            if count > expected:
+                times = -(-count // max(1, self._micro_batches))
+                raise UserError(
+                    f"{p.spec.name} got {count} gradients in {self._micro_batches} micro-batches, "
+                    f"not {expected}: a linear layer that runs {times} times in a micro-batch says "
+                    f"so by `weight.passes = {times}`, and the same of its bias"
+                )
 
     def _wait_in_forward(self, stages: nn.ModuleList) -> None:
         """Have each module of a stage wait for the gathering of its weights just before it runs.

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpointing import file_format, model_record
-from checkpointing.index import Index, canonical_shapes, check_shapes
+from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
 from checkpointing.weights_only import Contents, new_folder, write_checkpoint, write_json
 from config import families
@@ -36,6 +36,7 @@ from config.command_line import make_model
 from config.errors import UserError
 from config.families import Family
 from config.schema import ModelShape
+from config.tensors import canonical_shapes, check_shapes, compare
 
 # ---- Rules ---------------------------------------------------------------------------------------
 
@@ -332,8 +333,8 @@ def export_weights(
     larger tensor has its own file. tokenizer: path of a tokenizer.json, or a folder with one; None:
     the tokenizer that the checkpoint has, if any. family: a name in families.toml; None: that of
     the imported model, or else the first family that has the model. averaged: whether to export the
-    average of --ema in place of the weights. Raise UserError if no family
-    has the model, or if the folder `target` exists. Called by `checkpoint.py export`.
+    average of --ema in place of the weights. Raise UserError if no family has the model or a tensor
+    of it, or if the folder `target` exists. Called by `checkpoint.py export`.
     """
     record = model_record.read(source)
     with Index(source) as index, new_folder(target) as folder:
@@ -345,6 +346,11 @@ def export_weights(
         config = hf_config(model, torch_dtype, family, record)
         all_rules = rules(model, config["model_type"])
         shapes = index.shapes
+        if difference := compare(shapes, model):
+            raise UserError(
+                f"{source} has tensors that no family in transformers has, and without them it is "
+                f"another model: {difference.text()}"
+            )
         write_tokenizer(record, folder, model)
         files = _group(all_rules, shapes, torch_dtype.itemsize, shard_bytes)
         count = len(files)

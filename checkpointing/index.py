@@ -29,10 +29,11 @@ import numpy as np
 
 from checkpointing import folders
 from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
+from config import tensors
 from config.command_line import make_model
 from config.errors import UserError
 from config.past import from_text, to_text
-from config.schema import EMA, ModelShape
+from config.schema import EMA
 from corpora.hdf5_files import member
 from corpora.usage import Usage
 
@@ -312,9 +313,11 @@ COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")
 def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """Check a checkpoint and return its manifest.
 
-    Raise UserError for anything that `--resume` or an export could not use. contents: whether to
-    compare the files' checksums, or only their sizes. rank, size: `size` ranks call this together;
-    rank number `rank` checks index.h5 and a part of the other files.
+    Raise UserError for anything that `--resume` or an export could not use. Tensors that the
+    options do not describe are allowed: code that was changed has made them, and whoever loads or
+    exports them compares. contents: whether to compare the files' checksums, or only their sizes.
+    rank, size: `size` ranks call this together; rank number `rank` checks index.h5 and a part of
+    the other files.
     """
     manifest = folders.read_manifest(folder)
     files = manifest["files"]
@@ -326,127 +329,9 @@ def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1
     with Index(folder) as index:
         index.check({name: entry["bytes"] for name, entry in files.items()}, rank, size)
         model = make_model(index.attributes("model"), index.path)
-        check_shapes(index.shapes, model, index.path)
+        tensors.check_count(index.shapes, model, index.path)
         _check_attributes(index, manifest["step"])
     return manifest
-
-
-def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None:
-    """Raise UserError unless `found` has the names and shapes of the model's tensors.
-
-    where: the path that the error names.
-    """
-    # A hostile file may give billions of layers: refuse it before `canonical_shapes` lists them.
-    if model.layers > len(found):
-        raise UserError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
-    expected = canonical_shapes(model)
-    for name in sorted(expected.keys() | found.keys()):
-        shape = found.get(name, "missing")
-        expected_shape = expected.get(name, "none")
-        if shape != expected_shape:
-            raise UserError(f"{where}: {name} is {shape}, its model has {expected_shape}")
-
-
-def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
-    """Return the global shape of each tensor of a model, by name (see file_format.py)."""
-    h = model.hidden
-    g = model.kv_heads
-    d = model.head_size
-    f = model.ffn_hidden
-    up = (2, f) if model.up_matrices == 2 else (f,)
-    # Linear layers: (shape of the outputs, number of inputs, whether there is a bias).
-    linear = {f"attention.{name}": sizes for name, sizes in _attention_shapes(model).items()}
-    dense_mlp = {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
-    qk_norms: dict[str, dict[str, Shape]] = {
-        "none": {},
-        "head": {"q": (d,), "k": (d,)},
-        "full": {"q": (model.heads, d), "k": (g, d)},
-    }
-    widths = {"q_a": model.q_lora_rank, "kv_a": model.kv_lora_rank}
-    latents: dict[str, Shape] = {name: (width,) for name, width in widths.items() if width}
-    norms = ["head.norm"]
-    shapes: dict[str, Shape] = {"embedding.tokens.weight": (model.vocab_size, h)}
-    if model.positions == "learned":
-        shapes["embedding.positions.weight"] = (model.max_positions, h)
-    if not model.tied:
-        shapes["head.weight"] = (model.vocab_size, h)
-    if model.embedding_norm:
-        norms.append("embedding.norm")
-    experts = _expert_shapes(model)
-    for i in range(model.layers):
-        block = f"blocks.{i}"
-        norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
-        if model.block == "sandwich":
-            norms += [f"{block}.attention_post_norm", f"{block}.mlp_post_norm"]
-        if model.sinks:
-            shapes[f"{block}.attention.sinks"] = (model.heads,)
-        sparse = model.has_experts(i)
-        linear_of_block = linear if sparse else linear | dense_mlp
-        for name, (outputs, inputs, bias) in linear_of_block.items():
-            shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
-            if bias:
-                shapes[f"{block}.{name}.bias"] = outputs
-        if sparse:
-            shapes |= {f"{block}.mlp.{name}": shape for name, shape in experts.items()}
-        for name, shape in (qk_norms[model.qk_norm] | latents).items():
-            shapes[f"{block}.attention.{name}_norm.weight"] = shape
-    for norm in norms:
-        shapes[f"{norm}.weight"] = (h,)
-        if model.norm == "layernorm":
-            shapes[f"{norm}.bias"] = (h,)
-    return shapes
-
-
-def _attention_shapes(model: ModelShape) -> dict[str, tuple[Shape, int, bool]]:
-    """Return (shape of the outputs, number of inputs, whether there is a bias) of the matrices of a
-    block's attention, by name.
-    """
-    h = model.hidden
-    heads = model.heads
-    out: dict[str, tuple[Shape, int, bool]] = {"out": ((h,), model.attention_width, model.bias)}
-    if not model.is_latent:
-        g = model.kv_heads
-        qkv = (g, heads // g + 2, model.head_size)
-        return {"qkv": (qkv, h, model.qkv_bias)} | out
-    latent = model.kv_lora_rank
-    queries: dict[str, tuple[Shape, int, bool]]
-    if rank := model.q_lora_rank:
-        queries = {"q_a": ((rank,), h, False), "q_b": ((heads, model.head_size), rank, False)}
-    else:
-        queries = {"q": ((heads, model.head_size), h, False)}
-    kv_a = (latent + model.qk_rope_head_dim,)
-    kv_b = (heads, model.qk_nope_head_dim + model.v_head_dim)
-    return queries | {"kv_a": (kv_a, h, False), "kv_b": (kv_b, latent, False)} | out
-
-
-def _expert_shapes(model: ModelShape) -> dict[str, Shape]:
-    """Return the shapes of a block's router, experts and shared expert, by name in the block."""
-    count = model.experts
-    columns = (2,) if model.up_matrices == 2 else ()  # gate and up are one tensor
-    h = model.hidden
-    f = model.expert_ffn_hidden
-    shared = model.shared_ffn_hidden
-    shapes: dict[str, Shape] = {
-        "router.weight": (count, h),
-        "router.bias": (count,),
-        "router.load": (count,),
-        "experts.up.weight": (count, *columns, f, h),
-        "experts.down.weight": (count, h, f),
-    }
-    if model.router_bias:
-        shapes["router.logit_bias"] = (count,)
-    if model.bias:
-        shapes["experts.up.bias"] = (count, *columns, f)
-        shapes["experts.down.bias"] = (count, h)
-    if shared:
-        shapes["shared.up.weight"] = (*columns, shared, h)
-        shapes["shared.down.weight"] = (h, shared)
-    if shared and model.bias:
-        shapes["shared.up.bias"] = (*columns, shared)
-        shapes["shared.down.bias"] = (h,)
-    if model.shared_gate:
-        shapes["shared_gate.weight"] = (1, h)
-    return shapes
 
 
 def _check_attributes(index: Index, step: int) -> None:

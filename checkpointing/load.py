@@ -13,7 +13,6 @@ range of the elements of a parameter on this rank. "Theirs" and "there" are abou
 
 import dataclasses
 import json
-from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +24,13 @@ from checkpointing.folders import Chosen
 from checkpointing.index import Index
 from checkpointing.model_record import ModelRecord
 from checkpointing.resumed import choose, configuration
-from checkpointing.state import Progress, checkpoints_folder, fingerprint, unpadded_shards
+from checkpointing.state import (
+    Progress,
+    checkpoints_folder,
+    fingerprint,
+    global_tensors,
+    unpadded_shards,
+)
 from checkpointing.writer import global_boxes
 from config.command_line import make_model
 from config.errors import UserError
@@ -93,8 +98,7 @@ class Loader:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
             self.record = self._read_record(index, folder)
-            if weights_only:  # otherwise `_check_model` has made sure that all shapes are equal
-                self._check_tensors(index, folder)
+            self._check_tensors(index, folder)
             kinds = ("weights",) if weights_only else self._kinds_of(index, folder)
             if kinds != ("weights",):
                 self._check_older_muon(index, folder)
@@ -154,21 +158,17 @@ class Loader:
     def _check_tensors(self, index: Index, folder: str) -> None:
         """Compare names and shapes of the checkpoint's tensors with those of this run's model.
 
-        Raise UserError if a tensor has another shape in the checkpoint. Print a line that lists the
-        tensors that only the model or only the checkpoint has. Called with --load-weights-only,
-        when the models may differ. Collective.
+        Raise UserError if a tensor has another shape in the checkpoint, or, unless only weights are
+        loaded, if only one of the two has it: code that was changed since may have made it. With
+        --load-weights-only print a line that lists such tensors. Collective.
         """
-        # Each rank knows the tensors of its own stages, and rank 0 collects them. Only the first
-        # ranks of the groups `tp` and `replicas` report: the others have the same tensors.
-        reports = self.mesh.tp.rank == self.mesh.replicas.rank == 0
-        specs = self.optimizer.specs if reports else []
-        reported = {spec.name: spec.shape for spec in specs}
-        ours = self.exchange.agree(reported, lambda of_ranks: dict(ChainMap(*of_ranks)))
+        found = global_tensors(self.optimizer.parameters, self.mesh, self.exchange)
+        ours = {name: shape for name, (shape, _) in found.items()}
         theirs = index.shapes
         wrong = [
-            f"{name} is {theirs[name]} there and {tuple(ours[name])} here"
+            f"{name} is {theirs[name]} there and {ours[name]} here"
             for name in ours.keys() & theirs.keys()
-            if theirs[name] != tuple(ours[name])
+            if theirs[name] != ours[name]
         ]
         if wrong:
             raise UserError(f"{folder}: {_list_some(sorted(wrong))}")
@@ -179,6 +179,11 @@ class Loader:
             notes.append(f"missing there: {_list_some(missing)}")
         if surplus:
             notes.append(f"not in this model: {_list_some(surplus)}")
+        if notes and not self.run.load_weights_only:
+            raise UserError(
+                f"{folder} is of a model with other tensors than this run's: {'; '.join(notes)}; "
+                "--load-weights-only begins with the weights that both have"
+            )
         if notes:
             self.print_line(f"{folder}: {'; '.join(notes)}; these keep their values")
 

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from config.errors import UserError
 from config.schema import EMA, Config
 from corpora.usage import Usage
 from data import Samples
+from distributed.mesh import Mesh
+from distributed.store import StoreExchange
 from zero import Optimizer, ParamShard
 
 # Several ranks may hold copies of a shard. If the shard has at least this number of elements, each
@@ -72,6 +75,34 @@ class Progress:
         """
         values = dataclasses.asdict(self)
         return {name: value for name, value in values.items() if name != "usage"}
+
+
+def global_tensors(
+    parameters: Iterable[Any], mesh: Mesh, exchange: StoreExchange
+) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return the global shape of each tensor of the model, and whether it is trained, by name.
+
+    Collective. Each rank knows the tensors of its own stages, its `parameters`, and rank 0 collects
+    them. Only the first ranks of the groups `tp` and `replicas` report: the others have the same.
+    Raise UserError, on every rank, if two stages have different tensors of one name.
+    """
+    reports = mesh.tp.rank == mesh.replicas.rank == 0
+    own = {}
+    for p in parameters if reports else ():
+        own[p.spec.name] = [p.spec.shape, p.requires_grad, p.spec.copy or p.spec.tied]
+
+    def joined(of_ranks: list[dict[str, list]]) -> dict[str, list]:
+        """Return all tensors; only the two copies of a tied one may have one name."""
+        found: dict[str, list] = {}
+        for tensors in of_ranks:
+            for name, facts in tensors.items():
+                if name in found and not (facts[2] and found[name][2]):
+                    raise UserError(f"two stages have a parameter {name}: name it by its block")
+                found[name] = facts
+        return found
+
+    found = exchange.agree(own, joined, "tensors")
+    return {name: (tuple(shape), trained) for name, (shape, trained, _) in found.items()}
 
 
 def checkpoints_folder(config: Config) -> str:
@@ -196,7 +227,7 @@ def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
 
 def bytes_of_a_save(config: Config, optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
     """Return an estimate of the bytes that a checkpoint takes on the disk; called on rank 0."""
-    count = model_stats.parameters(config.model)
+    count = optimizer.model_elements or model_stats.parameters(config.model)
     # 1 percent and 1 MiB are for the index and the padding of the files.
     return int(count * element_bytes(optimizer, kinds) * 1.01) + 2**20
 

@@ -16,7 +16,7 @@ from numerics.record import DEFAULTS, Record, differing, options, read
 from supervisor.evidence import Files, read_evidence
 
 # The facts of run.json that have a line of their own in the text.
-FACTS = ("started", "commit", "parameters", "blocks_per_stage", "kernels")
+FACTS = ("started", "commit", "parameters", "unknown", "blocks_per_stage", "kernels")
 WARM_UP_STEPS = 2  # the medians leave out this many first steps of a run, which are slow
 SPEEDS = ("seconds", "tokens_per_second", "tflops_model", "mfu", "peak_memory_bytes")
 MOST_LINES = 8  # the text below a heading is cut to this many lines, and then ends with [...]
@@ -35,7 +35,10 @@ def text(folder: Path) -> str:
         "machine": machine,
     }
     for name in FACTS:
-        values_by_heading[name.replace("_", " ")] = facts.get(name)
+        if (
+            name != "unknown" or name in facts
+        ):  # there only if the options do not describe the model
+            values_by_heading[name.replace("_", " ")] = facts.get(name)
     if record.steps:
         values_by_heading |= _training(record)
     values_by_heading |= _events(record)

@@ -178,6 +178,7 @@ def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
         "versions": lambda value: isinstance(value, dict),
         "started": lambda value: isinstance(value, str),
         "parameters": is_whole,
+        "unknown": lambda value: isinstance(value, dict),
         "command": is_texts,
         "blocks_per_stage": lambda value: isinstance(value, list) and all(map(is_whole, value)),
     }

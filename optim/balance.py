@@ -26,6 +26,7 @@ from config.schema import EMA, ModelShape, Training
 from distributed.mesh import Mesh
 from distributed.token_exchange import occurrences
 from experts import Router, RouterOutput
+from loss import add_gradient_of
 from optim.buckets import Key, ParamGroup, ParamShard
 from parallel import ParamFactory
 
@@ -64,7 +65,7 @@ class Penalty:
             penalty = penalty + self.z_rate * choice.logits.logsumexp(-1).square().sum()
         if not penalty.requires_grad:  # --balance none or bias, and no z-loss
             return weights
-        return _AddPenalty.apply(weights, penalty * self.weight)
+        return add_gradient_of(weights, penalty * self.weight)
 
 
 def _loads_of_samples(mesh: Mesh, choice: RouterOutput) -> Tensor:
@@ -81,28 +82,6 @@ def _loads_of_samples(mesh: Mesh, choice: RouterOutput) -> Tensor:
         group.at_once.all_reduce(counts).wait()
     counts = counts.view(-1, experts)
     return counts * experts / counts.sum(-1, keepdim=True).double()
-
-
-class _AddPenalty(torch.autograd.Function):
-    """Returns x; the backward pass also gives `penalty`, a scalar, the gradient 1.
-
-    Weights get the same gradients as if `penalty` were added to the loss, which another pipeline
-    stage computes.
-    """
-
-    @staticmethod
-    def forward(ctx, x, penalty):
-        """Return a view of x; its backward pass gives `penalty`, a scalar loss, the gradient 1.
-
-        So the loss `penalty` is trained although the language loss does not contain it.
-        """
-        ctx.penalty = penalty
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """Return the gradient of x, which is `grad` unchanged, and the gradient of the penalty."""
-        return grad, torch.ones_like(ctx.penalty)
 
 
 class RouterBalance:
@@ -195,14 +174,15 @@ class _NoState:
 
 
 class ConstantGroup(ParamGroup):
-    """The routers' biases and loads, which no gradient updates; a checkpoint has them.
+    """The constants: the routers' biases and loads, and others; a checkpoint has them.
 
-    They are equal on all ranks of a stage. Being a ParamGroup lets the checkpointer save and load
-    them as other tensors; the methods that handle gradients have nothing to do here.
+    No gradient updates them. They are equal on all ranks of a stage. Being a ParamGroup lets the
+    checkpointer save and load them as other tensors; the methods that handle gradients have
+    nothing to do here.
     """
 
     def __init__(self, stages: nn.ModuleList, mesh: Mesh):
-        """Take all routers' biases and loads of `stages`, the stages of this rank, if any.
+        """Take all tensors of `stages`, the stages of this rank, that have no gradient.
 
         They are the masters of a group without gradients, so that checkpoints are written and read
         through the same shards as for parameters. Their rule has no optimizer state.

@@ -80,9 +80,15 @@ class FullyShardedGroup(ParamGroup):
     def own_gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's rows, one flat tensor for each parameter.
 
-        torch has summed them over the replicas already.
+        torch has summed them over the replicas already. A parameter on which the loss does not
+        depend has no gradient, which is a gradient of zeros here.
         """
-        return [p.grad.to_local().view(-1) for p in self.parameters]
+        return [
+            torch.zeros_like(p.to_local()).view(-1)
+            if p.grad is None
+            else p.grad.to_local().view(-1)
+            for p in self.parameters
+        ]
 
     def clear_gradients(self) -> list[Tensor]:
         """Free the gradients after a step. Return no buffers to fill with zeros: none remain."""
@@ -182,14 +188,50 @@ def block_sharder(
 
     def shard(part: nn.Module) -> None:
         """Shard a block or a stage: first the experts in it, then its other parameters."""
+        whole = [m for m in part.modules() if _has_whole_parameters(m)]
         for module in part.modules():
             parameters = module.parameters(recurse=False)
             has_experts = any(p.spec.of_experts for p in parameters if not isinstance(p, DTensor))
             if has_experts and mesh.expert_replicas in device_meshes:
                 shard_over(mesh.expert_replicas, module)
         shard_over(mesh.replicas, part)
+        for module in whole:
+            _show_as_drawn(module)
 
     return shard
+
+
+def _has_whole_parameters(module: nn.Module) -> bool:
+    """Return whether a module has parameters of its own that are not sharded yet."""
+    return any(not isinstance(p, DTensor) for p in module.parameters(recurse=False))
+
+
+def _show_as_drawn(module: nn.Module) -> None:
+    """Have a module see its parameters as it made them while it runs forward: shape and spec.
+
+    torch shards along the first dimension, for which `shard_over` has joined dimensions, and it
+    gathers into parameters of its own. A parameter of another shape is replaced by an attribute of
+    its name, a view of the gathered tensor.
+    """
+    drawn = {}  # the spec of each parameter, and its shape if it is another one
+    for name, p in module.named_parameters(recurse=False):
+        if isinstance(p, DTensor):
+            drawn[name] = (p.spec, None if tuple(p.shape) == p.drawn_shape else p.drawn_shape)
+
+    def show(module: nn.Module, inputs: Any) -> None:
+        for name, (spec, shape) in drawn.items():
+            seen: Any = getattr(module, name)
+            if shape is not None:
+                seen = vars(module)[name] = seen.view(shape)
+            seen.spec = spec
+
+    def hide(module: nn.Module, inputs: Any, result: Any) -> None:
+        for name in drawn:
+            vars(module).pop(name, None)
+
+    module.register_forward_pre_hook(show)
+    # Recomputation ends a forward pass by an exception as soon as it has what it needs.
+    module.register_forward_hook(hide, always_call=True)
 
 
 def _without_views(part: nn.Module, inputs: Any, result: Any) -> Any:

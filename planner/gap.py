@@ -404,6 +404,7 @@ def gap(run: str, name: str | None = None) -> Answer:
         "steps": steps.after.shape[1],
         "lines": lines,
         "machine": machine.name if machine else None,
+        "unknown": run_files.note_of_unknown(run),
         "closure": 1 - causes["unexplained"] / total,
     }
     return Answer(_table(data), data)
@@ -490,6 +491,8 @@ def _table(data: dict[str, Any]) -> str:
         row = f"{line['cause']:12}{seconds:9.4f}{seconds / total:8.1%}{planned:>9}   "
         text.append(f"{row}{won}{line['where']}".rstrip("; "))
     text.append(f"the named causes are {data['closure']:.1%} of the step")
+    if data["unknown"] is not None:
+        text.append(f"note: {data['unknown']}")
     text.append(f"other layouts: python plan.py layouts --config {data['run']}")
     return "\n".join(text)
 

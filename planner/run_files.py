@@ -16,7 +16,7 @@ from typing import Any
 
 from config import families
 from config.command_line import build, check_option
-from config.errors import UserError
+from config.errors import UserError, printable
 from config.regular_files import MOST_OF_ROWS, read_regular
 from config.run_options import DynamicScale
 from config.schema import GROUPS, SCHEDULES, Config, ModelShape
@@ -156,6 +156,25 @@ def facts_of(path: str) -> dict[str, Any]:
     if not all(isinstance(value, dict) for value in objects):
         raise UserError(f"{found} is no run.json: it has no configuration of a run")
     return facts
+
+
+def note_of_unknown(path: str) -> str | None:
+    """Return what the planner does not know of a run's model, as a sentence; None: it knows all.
+
+    Code that was changed may have given the model other parameters than its options describe.
+    Raise UserError if run.json says it in another way than a run writes it.
+    """
+    unknown = facts_of(path).get("unknown")
+    if unknown is None:
+        return None
+    try:
+        text, elements = str(unknown["tensors"]), int(unknown["elements"])
+    except (LookupError, TypeError, ValueError):
+        raise UserError(f"{path}/run.json has an `unknown` of another form") from None
+    return (
+        f"{path} has a model with {elements:+,} parameters beside those that its options describe, "
+        f"which the plan leaves out: {printable(text)}"
+    )
 
 
 def cluster_of(path: str) -> tuple[str, str]:

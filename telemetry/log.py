@@ -77,11 +77,13 @@ class Log:
         stage_specs: list[partition.StageSpec],
         kernels: dict[str, str],
         before: list[StepStats],
+        about_model: dict[str, Any] | None = None,
     ):
         """Print the start-up lines on rank 0; `begin` opens the files.
 
         stage_specs: the stages of the whole pipeline. kernels: the implementation in use, by
-        purpose. before: every rank's statistics before the model was built.
+        purpose. before: every rank's statistics before the model was built. about_model: what
+        run.json says of the model (start_of_run.py); None: what its options say.
         """
         self.config = config
         self.context = context
@@ -102,11 +104,14 @@ class Log:
         self.early: list[str] | None = []  # the lines before `begin`; None: it has been called
         self.waiting: list[str] | None = None  # the lines that `held` keeps
         self.kernels = kernels
+        self.about_model = about_model or {"parameters": model_stats.parameters(config.model)}
         self.facts: dict[str, Any] = {}  # the contents of run.json, after `begin`
         if self.is_writer:
             facts = context.describe()
             for line in log_lines.at_start(config, facts, stage_specs, kernels):
                 self.note(line)
+            if "unknown" in self.about_model:
+                self.note(log_lines.of_unknown(self.about_model))
 
     # -- during the run ---------------------------------------------------------------------
 
@@ -420,7 +425,7 @@ class Log:
             "config": self.config.as_dict(),
             "cluster": self.context.describe(),
             "kernels": self.kernels,
-            "parameters": model_stats.parameters(self.config.model),
+            **self.about_model,
             "checkpoint_bytes": checkpoint_bytes,
             "blocks_per_stage": [spec.blocks for spec in self.stage_specs],
             "flops_formula": FORMULA,

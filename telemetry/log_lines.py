@@ -52,6 +52,20 @@ class Steps:
         self.nan += not math.isfinite(loss)
 
 
+def of_unknown(about: dict[str, Any]) -> str:
+    """Return the log line of a model that its options do not describe.
+
+    about: what run.json says of the model (start_of_run.about_model).
+    """
+    unknown = about["unknown"]
+    return (
+        f"note: the model has {about['parameters']:,} parameters, {unknown['elements']:+,} beside "
+        f"those that its options describe: {unknown['tensors']}. They are trained, saved and "
+        "resumed; FLOPs, MFU, the partition and what the planner predicts leave them out, and an "
+        "export to transformers refuses them"
+    )
+
+
 # ---- While a run trains --------------------------------------------------------------------------
 
 

@@ -1,19 +1,28 @@
-"""Finds out, when a run starts, what it has done before.
+"""Finds out, when a run starts, what it has done before, and what model it has built.
 
-    config, chosen, lines = find_past(config, context)
+    config, chosen, lines = find_past(config, context)        before anything is built
+    tensors = find_tensors(optimizer, mesh, context)          when the model is built
+    about = about_model(tensors, config.model)                what is known of it, for run.json
 
-Collective over all ranks; trainer.py calls it before it builds anything.
+The first two are collective over all ranks.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from checkpointing.folders import Chosen
+from checkpointing.state import global_tensors
+from config import model_stats
 from config.past import Past, new_run
-from config.schema import Config
+from config.schema import Config, ModelShape
+from config.tensors import compare
 from distributed.context import Context
+from distributed.mesh import Mesh
 from distributed.store import StoreExchange
 from telemetry.parts import run_of
+from zero import Optimizer
 
 
 def find_past(config: Config, context: Context) -> tuple[Config, Chosen | None, list[str]]:
@@ -34,3 +43,35 @@ def find_past(config: Config, context: Context) -> tuple[Config, Chosen | None, 
     name = run_of(Path(config.run.out, "run.json")) if config.run.resume == "auto" else ""
     past = resumed.past_of(chosen, config, exchange, name)
     return replace(config, past=past), chosen, lines
+
+
+def find_tensors(
+    optimizer: Optimizer, mesh: Mesh, context: Context
+) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return the global shape of each tensor of the model, and whether it is trained, by name.
+
+    Collective over all ranks. The optimizer is told the number of elements, by which saves need
+    room.
+    """
+    exchange = StoreExchange(context.store, context.rank, context.size, "model", context.recorder)
+    found = global_tensors(optimizer.parameters, mesh, exchange)
+    optimizer.model_elements = sum(math.prod(shape) for shape, _ in found.values())
+    return found
+
+
+def about_model(
+    tensors: dict[str, tuple[tuple[int, ...], bool]], model: ModelShape
+) -> dict[str, Any]:
+    """Return what run.json says of a model: its parameters, and what its options do not describe.
+
+    tensors: what `find_tensors` returns. "unknown" is there if code was changed so that the model
+    has other parameters than its options say: in words, and the elements of the difference.
+    """
+    total = sum(math.prod(shape) for shape, trained in tensors.values() if trained)
+    about: dict[str, Any] = {"parameters": total}
+    difference = compare({name: shape for name, (shape, _) in tensors.items()}, model)
+    planned = model_stats.parameters(model)
+    if difference or total != planned:
+        text = difference.text() or "counted otherwise"
+        about["unknown"] = {"tensors": text, "elements": total - planned}
+    return about

@@ -8,8 +8,9 @@ import math
 import pytest
 import ranks
 
-from benchmarks.network import allreduce, bandwidth, timed_collectives
-from benchmarks.network.bandwidth import Measured, bus_factor, calibration, fit
+from benchmarks.network import allreduce
+from check import bandwidth, timed_collectives
+from check.bandwidth import Measured, bus_factor, calibration, fit
 from planner import hardware
 
 

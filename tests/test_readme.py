@@ -1,7 +1,7 @@
 """README's own commands: if this failed, a newcomer's first hour would end at a command of ours.
 
-The blocks of Start, Check, Plan, Tune and Train are run as they are printed, in one shell and a copy of
-the repository; STEPS shortens the runs. What README prints as a program's output is compared.
+The blocks of Start, Check, Plan, Tune and Train are run as they are printed, in one shell and a
+copy of the repository; STEPS shortens the runs. What README prints as output is compared.
 """
 
 import os

@@ -321,7 +321,7 @@ def tried_models(texts: list[str]) -> list[str]:
     Raise UserError if the axis is given twice or has no name.
     """
     values = [text.removeprefix("model=") for text in texts if text.startswith("model=")]
-    if len(values) > 1 or any(not name for name in ",".join(values).split(",")) and values:
+    if len(values) > 1 or (any(not name for name in ",".join(values).split(",")) and values):
         raise UserError(f"--try model=A,B names models, once, not {' '.join(values)!r}")
     return values[0].split(",") if values else []
 

@@ -7,13 +7,12 @@
 Groups are measured alone (the first of each kind) and all at once, as in training. There is no
 barrier between trials; a trial's time is the mean over the ranks of the slowest group. Writes
 allreduce.csv, pairs.csv and calibration.toml (for plan.py and tune.py) into --out.
-Definitions: bandwidth.py.
+Definitions: check/bandwidth.py.
 """
 
 import argparse
 import csv
 import math
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.network.bandwidth import (
+from check.bandwidth import (
     OPERATIONS,
     Measured,
     by_series,
@@ -31,6 +30,7 @@ from benchmarks.network.bandwidth import (
     columns,
     fit,
     line,
+    line_rate,
     size_text,
     slow_links,
     write_csv,
@@ -44,37 +44,10 @@ from distributed.launch import Launch, discover
 from planner import hardware
 
 if TYPE_CHECKING:  # mistakes are said before torch is imported
-    from benchmarks.network.timed_collectives import World
+    from check.timed_collectives import World
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PAIR_BYTES = 16 * MIB
-
-
-# ------------------------------------------------------------------------------------------------
-# The line rate
-# ------------------------------------------------------------------------------------------------
-
-
-def line_rate(root: Path = Path("/sys/class")) -> tuple[float, str] | None:
-    """Bits per second of all of a node's adapters, and the source of that; None if unknown.
-
-    InfiniBand and Omni-Path ports if there are any, else the fastest network card that is up.
-    """
-    ports = sorted(root.glob("infiniband/*/ports/*/rate"))
-    found = [re.match(r"([\d.]+) Gb/sec", path.read_text()) for path in ports]
-    total = sum(float(match.group(1)) for match in found if match)
-    if total:
-        return total * 1e9, f"{len(ports)} ports under {root}/infiniband"
-    speeds = {}
-    for path in root.glob("net/*/speed"):
-        try:
-            speeds[path.parent.name] = int(path.read_text())
-        except OSError:  # a card that is down or virtual has none
-            continue
-    card = max(speeds, key=speeds.get, default=None)
-    if card is None or speeds[card] <= 0:
-        return None
-    return speeds[card] * 1e6, f"card {card}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -143,7 +116,7 @@ def placed(tp: int, pp: int, size: int) -> Layout:
 def run(given, world: "World", layout: Layout) -> list[Measured]:
     """All rows, each printed when it is measured."""
     largest = min(given.max_bytes, world.free_bytes())
-    from benchmarks.network.timed_collectives import Plan, check_sum, measure
+    from check.timed_collectives import Plan, check_sum, measure
 
     plan = Plan(given.trials, given.warm_ups, given.seconds)
     check_sum(world)
@@ -189,7 +162,7 @@ def conclude(given, world: "World", measured: list[Measured], extra: dict[str, f
 def scan(given, world: "World") -> None:
     """The pair scan, printed and written; collective."""
     size = min(PAIR_BYTES, given.max_bytes)
-    from benchmarks.network.timed_collectives import pair_scan
+    from check.timed_collectives import pair_scan
 
     pairs = pair_scan(world, size)
     if world.context.rank:
@@ -221,7 +194,8 @@ def main() -> None:
         layout = placed(given.tp, given.pp, launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    from benchmarks.network.timed_collectives import World, limits_of_sms, rates
+    from benchmarks.network.rates import rates
+    from check.timed_collectives import World, limits_of_sms
     from distributed.context import start
 
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()

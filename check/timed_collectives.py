@@ -1,6 +1,7 @@
-"""Times collectives of the groups of a layout, pairs of nodes, and rates while all ranks compute.
+"""Times collectives of the groups of a layout, and messages between pairs of nodes.
 
-`allreduce.py` reports them. All functions with a World are collective over its ranks.
+check.py --cluster and benchmarks/network/allreduce.py report them. All functions with a World are
+collective over its ranks.
 """
 
 import functools
@@ -11,12 +12,10 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from benchmarks.device_rates import copy_rate, gemm_rate, synchronise
-from benchmarks.network.bandwidth import Measured
+from check.bandwidth import Measured
 from config.schema import Layout, rows_along
 from distributed.context import Context, most_ctas
 from distributed.mesh import Mesh
-from planner import hardware
 
 ITEM = 4  # bytes of an element: fp32
 ROLES = {"world": "world", "tp": "tp", "dp": "dp", "pp": "forward"}  # of the groups, by name
@@ -30,6 +29,12 @@ class Plan:
     trials: int
     warm_ups: int
     seconds: float
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was started on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class World:
@@ -155,26 +160,6 @@ def check_sum(world: World) -> None:
     world.finish(world.groups["world"].all_reduce(ones))
     if float(ones[0]) != world.context.size:
         raise RuntimeError(f"an all-reduce of ones over {world.context.size} ranks gave {ones[0]}")
-
-
-def rates(world: World, machine: hardware.Machine | None) -> dict[str, float]:
-    """Rates of compute and memory while all ranks compute, for hardware.calibrate."""
-    world.gather([0.0])
-    found = {"bandwidth": copy_rate(world.device)}
-    if machine:
-        peak = machine.peak if world.device.type == "cuda" else machine.vector_peak
-        found["gemm_fraction"] = gemm_rate(world.device) / peak
-    slowest = [min(column) for column in zip(*world.gather(list(found.values())))]
-    found = dict(zip(found, slowest))
-    if world.device.type == "cpu":
-        local = world.context.local.size
-        process = psutil.Process()
-        available = psutil.virtual_memory().available
-        found |= {"memory": available / local + process.memory_info().rss, "node": local}
-        mine = process.cpu_affinity()
-        seen = world.gather([float(core in mine) for core in range(psutil.cpu_count())])
-        found["ranks_per_core"] = max(1.0, local / sum(map(max, zip(*seen))))
-    return found
 
 
 def pair_scan(world: World, size: int) -> dict[tuple[str, str], float]:

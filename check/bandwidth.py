@@ -4,10 +4,11 @@
     busbw = algbw x 2 (n-1)/n   all-reduce;  (n-1)/n   reduce-scatter, all-gather;  1   p2p
 
 busbw is the rate of one link in one direction, for any number of ranks: comparable to a line rate.
-GB and Gbit are powers of ten. Pure arithmetic; `benchmarks/network/allreduce.py` measures.
+GB and Gbit are powers of ten. `timed_collectives.py` measures them.
 """
 
 import csv
+import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,3 +191,30 @@ def write_csv(rows: list[dict[str, object]], path: Path) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+# ------------------------------------------------------------------------------------------------
+# The line rate
+# ------------------------------------------------------------------------------------------------
+
+
+def line_rate(root: Path = Path("/sys/class")) -> tuple[float, str] | None:
+    """Bits per second of all of a node's adapters, and the source of that; None if unknown.
+
+    InfiniBand and Omni-Path ports if there are any, else the fastest network card that is up.
+    """
+    ports = sorted(root.glob("infiniband/*/ports/*/rate"))
+    found = [re.match(r"([\d.]+) Gb/sec", path.read_text()) for path in ports]
+    total = sum(float(match.group(1)) for match in found if match)
+    if total:
+        return total * 1e9, f"{len(ports)} ports under {root}/infiniband"
+    speeds = {}
+    for path in root.glob("net/*/speed"):
+        try:
+            speeds[path.parent.name] = int(path.read_text())
+        except OSError:  # a card that is down or virtual has none
+            continue
+    card = max(speeds, key=speeds.get, default=None)
+    if card is None or speeds[card] <= 0:
+        return None
+    return speeds[card] * 1e6, f"card {card}"
