@@ -122,7 +122,7 @@ class Question:
         def at_networks(line: layouts.Ranked) -> layouts.Ranked:
             job = Job(run.model, line.priced, run.training, machine)
             prediction = predict(job, line.prediction.memory)
-            return line._replace(prediction=with_networks(prediction, job))
+            return line._replace(prediction=with_networks(prediction, job, line.prediction.seconds))
 
         ranked = _measured_first(list(map(at_networks, found.ranked)))
         return found._replace(ranked=ranked, plain=list(map(at_networks, found.plain)))
