@@ -102,7 +102,7 @@ def token_scores(
     sums = local_loss.sums
     sums_of_ranks = sums.new_empty(tp.size, *sums.shape)
     tp.at_once.all_gather(sums_of_ranks, sums).wait()
-    losses, _ = local_loss.losses(sums_of_ranks)
+    losses, _, _ = local_loss.losses(sums_of_ranks)
     largest, _, label_logits = sums_of_ranks.unbind(1)
     return torch.stack([losses, (label_logits.sum(0) >= largest.amax(0)).to(losses.dtype)])
 

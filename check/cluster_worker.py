@@ -21,6 +21,7 @@ from check.bandwidth import columns, line_rate, slow_links
 from check.timed_collectives import Plan, World, check_sum, measure, pair_scan
 from config import command_line, validation
 from config.errors import UserError, sentences
+from config.learning_rate import rate_at
 from config.run_options import Run
 from config.schema import Config, Layout
 from distributed.context import Context, start
@@ -115,8 +116,7 @@ def trained(config: Config, context: Context | None) -> dict[str, Any]:
     for iteration in range(config.total_steps):
         consumed = config.batches.consumed(iteration)
         batch = config.batches.batch(consumed)
-        total = config.total_samples
-        lr = trainer.learning_rate(config.training, consumed, total, batch)
+        lr = rate_at(config, consumed, 0, batch)
         result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -16,6 +16,7 @@ from check.recorder import Piece, Recorder
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import schema, validation
+from config.learning_rate import rate_at
 from config.schema import Config
 from distributed.context import Context
 from telemetry import pass_times
@@ -113,7 +114,7 @@ def _train(
         batch = config.batches.batch(begin)
         mesh.recorder.begin_step(iteration)
         recorder.begin(iteration)
-        lr = trainer.learning_rate(config.training, begin, config.total_samples, batch)
+        lr = rate_at(config, begin, done.skipped_samples, batch)
         result = trainer.step(state, splits.train, begin, lr)
         recorder.numbers(loss=result.loss, gradient_norm=result.grad_norm)
         recorder.end()

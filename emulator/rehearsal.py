@@ -298,7 +298,8 @@ def shortened(config: Config) -> Config:
     synthetic: dict[str, Any] = {"eval_data": None, "eval_tasks": None, "data": ("synthetic",)}
     synthetic_data = dataclasses.replace(config.data, **synthetic, eval_samples=eval_samples)
     # Fake tensors have no kernels to compile: operations that --compile fuses run one by one.
-    run = dataclasses.replace(config.run, compile=False, after_save=None)
+    quiet: dict[str, Any] = {"compile": False, "after_save": None}
+    run = dataclasses.replace(config.run, **quiet)
     config = dataclasses.replace(config, training=training, data=synthetic_data, run=run)
     return _with_micro_batches(config, micro_batches)
 
