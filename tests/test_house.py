@@ -19,6 +19,7 @@ from ranks import ROOT, start_ranks
 ROWS = (
     ("train",),
     ("check",),
+    ("checker",),
     ("tune",),
     ("tuner",),
     ("rehearse",),

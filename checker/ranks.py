@@ -106,7 +106,7 @@ class World:
 def _is_of_step(line: str) -> bool:
     """Whether a line of a stack is in code that a run's ranks do not share with all their waits."""
     ours = not any(
-        word in line for word in ("site-packages", "/distributed/", "/check/", "lib/python")
+        word in line for word in ("site-packages", "/distributed/", "/checker/", "lib/python")
     )
     return line.strip().startswith("File") and ours
 

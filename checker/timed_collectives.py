@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from check.bandwidth import Measured
+from checker.bandwidth import Measured
 from config.schema import Layout, rows_along
 from distributed.context import Context, most_ctas
 from distributed.mesh import Mesh

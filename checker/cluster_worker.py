@@ -1,7 +1,7 @@
 """What the ranks of `check.py --cluster` do in a part of their own: measure, or compare layouts.
 
-    python -m check.cluster_worker network FOLDER     writes FOLDER/network.json
-    python -m check.cluster_worker layouts FOLDER     writes a line for each layout to layouts.jsonl
+    python -m checker.cluster_worker network FOLDER     writes FOLDER/network.json
+    python -m checker.cluster_worker layouts FOLDER     writes a line for each layout to layouts.jsonl
 
 cluster.py starts it on every rank of the part, and reads what rank 0 has written.
 """
@@ -16,9 +16,9 @@ from typing import Any
 
 import data
 import trainer
-from check import layouts, shrink
-from check.bandwidth import columns, line_rate, slow_links
-from check.timed_collectives import Plan, World, check_sum, measure, pair_scan
+from checker import layouts, shrink
+from checker.bandwidth import columns, line_rate, slow_links
+from checker.timed_collectives import Plan, World, check_sum, measure, pair_scan
 from config import command_line, validation
 from config.errors import UserError, sentences
 from config.learning_rate import rate_at

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from check import card
+from checker import card
 from config import command_line, validation
 from config.cli import Parser
 from config.errors import UserError, exit_with
@@ -226,7 +226,7 @@ class Agent:
 
     def _worker(self, part: str) -> list[str]:
         """Return the words of a part of cluster_worker.py."""
-        return ["-m", "check.cluster_worker", part, str(self.out)]
+        return ["-m", "checker.cluster_worker", part, str(self.out)]
 
     def _train(self, name: str, layout: list[str]) -> list[str]:
         """Return the words of the small run in a layout, into the folder `name`."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from check.compare import Difference, Part, Reference
-from check.recorder import AFTER, GRADIENT, IN_USE, Key
+from checker.compare import Difference, Part, Reference
+from checker.recorder import AFTER, GRADIENT, IN_USE, Key
 from config.schema import Layout
 
 CLOSE = 1e-6  # an explanation fits if no element is farther off, relative to the largest one

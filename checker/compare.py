@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from check.recorder import IN_USE, Key, Piece
+from checker.recorder import IN_USE, Key, Piece
 
 TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
 # A tensor whose elements are all this small, relative to the largest of its kind, is rounding.

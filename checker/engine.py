@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from check.compare import Difference, Reference, first_difference
-from check.layouts import ranks_of
-from check.ranks import Failure, Worlds
-from check.runs import Answer, Job, Worker
+from checker.compare import Difference, Reference, first_difference
+from checker.layouts import ranks_of
+from checker.ranks import Failure, Worlds
+from checker.runs import Answer, Job, Worker
 from config.errors import UserError
 from config.schema import Config, Layout
 

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from check.corpora import small_data
+from checker.corpora import small_data
 from config.block_attention import flags_of
 from config.run_options import Run, Training
 from config.schema import Config, Layout, ModelShape

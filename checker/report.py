@@ -6,10 +6,10 @@ for text in verdict(reference, outcomes, seconds): ...
 
 from collections.abc import Iterator, Sequence
 
-from check.causes import explanations, operations, shared, title
-from check.compare import Reference
-from check.engine import Outcome
-from check.layouts import name_of, ranks_of
+from checker.causes import explanations, operations, shared, title
+from checker.compare import Reference
+from checker.engine import Outcome
+from checker.layouts import name_of, ranks_of
 from config.errors import number_ranges, printable
 
 WIDTH = 8

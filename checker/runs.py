@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import data
 import trainer
-from check.compare import Reference, Seen
-from check.recorder import Piece, Recorder
+from checker.compare import Reference, Seen
+from checker.recorder import Piece, Recorder
 from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config import schema, validation
