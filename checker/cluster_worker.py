@@ -1,7 +1,7 @@
 """What the ranks of `check.py --cluster` do in a part of their own: measure, or compare layouts.
 
-    python -m checker.cluster_worker network FOLDER     writes FOLDER/network.json
-    python -m checker.cluster_worker layouts FOLDER     writes a line for each layout to layouts.jsonl
+    python -m checker.cluster_worker network FOLDER    writes FOLDER/network.json
+    python -m checker.cluster_worker layouts FOLDER    writes a line a layout to layouts.jsonl
 
 cluster.py starts it on every rank of the part, and reads what rank 0 has written.
 """
