@@ -25,6 +25,7 @@ from torch import Tensor
 
 from config.errors import UserError
 from config.schema import Config, Layout
+from corpora import stage_table
 from corpora.corpus_splits import Corpora, eval_sets
 from corpora.objectives import NO_TARGET, Objective, Readable
 from corpora.prefetch import Prefetcher
@@ -174,17 +175,19 @@ def _corpus_splits(config: Config) -> Splits:
     eval_samples = config.data.eval_samples
     corpora = Corpora(config)
     train: Samples
+    repeats: tuple[str, ...] = ()
     if config.stages:
         train = _staged(config, corpora)
+        repeats = tuple(stage_table.repeated(stage_table.readings(config, corpora), config.plan))
     else:
         train = corpora.split(SPLITS.index("train"), config.ordered)
     source = corpora.describe()
     epoch_tokens = corpora.epoch_tokens()
     if not eval_samples:
-        return Splits(train, None, None, source, epoch_tokens=epoch_tokens)
+        return Splits(train, None, None, source, repeats, epoch_tokens=epoch_tokens)
     validation = corpora.split(SPLITS.index("validation"), [eval_samples])
     test, notes = corpora.test_split(eval_samples)
-    return Splits(train, validation, test, source, notes, epoch_tokens=epoch_tokens)
+    return Splits(train, validation, test, source, notes + repeats, epoch_tokens=epoch_tokens)
 
 
 # ---- Micro-batches -------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class Curve:
         begin = self.warmup  # where the rate begins to fall
         if self.schedule == "wsd":
             begin = max(begin, self.end - (self.wsd_decay or self.end // 10))
+            if done <= begin:  # exactly, so that a stable run and its branches have one rate
+                return self.peak
         # How much of the way from `begin` to `end` is done: from 0, at `peak`, to 1, at `low`.
         share = max(0.0, (done - begin) / max(1, self.end - begin))
         if self.schedule == "cosine":

@@ -62,7 +62,37 @@ def table(folder: Path, sort: str) -> tuple[list[dict[str, Any]], list[str]]:
         shown = [name for name in differing_options if name not in SHOWN]
         row["options"] = {name: differing_options[name][number] for name in shown}
     rows.sort(key=lambda row: (row[sort] is None, row[sort] or 0))  # rows without a value are last
-    return rows, notes
+    return _as_tree(rows), notes
+
+
+def _as_tree(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with those of branches after the run that they are from, and indented.
+
+    A branch whose run is not in the table stays where it is; "from" names run and step anyway.
+    """
+    names = {row["name"]: row for row in rows if row["name"]}
+    children: dict[int, list[dict[str, Any]]] = {}
+    roots = []
+    for row in rows:
+        parent = names.get(row["parent"])
+        if parent is None or parent is row:
+            roots.append(row)
+        else:
+            children.setdefault(id(parent), []).append(row)
+    ordered: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any], depth: int) -> None:
+        """Append a row and its branches."""
+        ordered.append(row | {"depth": depth})
+        for child in children.pop(id(row), ()):
+            add(child, depth + 1)
+
+    for row in roots:
+        add(row, 0)
+    for row in rows:  # damaged files may say that two runs are branches of each other
+        if id(row) in children:
+            add(row, 0)
+    return ordered
 
 
 def _row(record: Record, folder: Path) -> dict[str, Any]:
@@ -74,7 +104,14 @@ def _row(record: Record, folder: Path) -> dict[str, Any]:
     sizes = [f"{name}{layout.get(name, 1)}" for name in ("tp", "pp", "cp", "dp")]
     speeds = [row["tokens_per_second"] for row in record.steps[-RECENT_STEPS:]]
     speed = statistics.median(speeds) if speeds else None
+    branch = record.facts.get("branch")
+    branch = branch if isinstance(branch, dict) else {}
+    past = record.facts["config"].get("past")
+    origin = branch.get("checkpoint")
     row = {
+        "name": past.get("run") if isinstance(past, dict) else None,
+        "parent": branch.get("run"),
+        "branch": f"{origin} at step {branch.get('step')}" if isinstance(origin, str) else None,
         "run": str(record.folder.relative_to(folder)),
         "state": record.state,
         "step": record.last("iteration"),
@@ -103,6 +140,10 @@ def text(rows: list[dict[str, Any]], notes: list[str]) -> str:
     cells = [heads]  # a list of cells for each line
     for row in rows:
         values = row | row["options"]
+        if row.get("depth"):
+            values["run"] = "  " * (row["depth"] - 1) + "└ " + row["run"]
+        if row.get("branch"):
+            values["run"] += f" (step {row['branch'].rsplit(' ', 1)[-1]})"
         cells.append([_cell(values[name], FORMATS.get(name, "")) for name in heads])
     lines = columns(cells, texts=("run", "state", "layout"))
     if len(names) > MOST_OPTIONS:

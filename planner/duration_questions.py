@@ -9,12 +9,15 @@ increases the batch size during a run; a level is a batch size with the steps th
 import math
 from argparse import Namespace
 from dataclasses import asdict, replace
+from typing import Any
 
-from config import schema
+from config import schema, validation
 from config.errors import UserError
 from planner import cost, layouts
+from planner.job import Job
 from planner.layout_table import notes, ranked_lines, risk_of_fitting, where_it_fits
 from planner.questions import Answer, Question
+from planner.step_time import predict
 
 DAY = 86400.0
 MOST_NODES = 10_000  # `days --days` tries no more nodes than this
@@ -28,7 +31,9 @@ def days(question: Question) -> Answer:
     The run has the fastest layout whose risk of running out of memory is at most --risk; options of
     the layout that the user gave are fixed. Raise UserError if no layout fits.
     """
-    tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
+    where = f"{question.gpus} GPUs of {question.machine.name}"
+    plan = question.config.plan
+    tokens = question.options.tokens or (plan.train_tokens if plan else None)
     if not tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
     if question.options.days:
@@ -45,6 +50,9 @@ def days(question: Question) -> Answer:
     best = safe[0]
     step = best.prediction.seconds
     seconds = tokens / best.prediction.tokens_per_second
+    of_stages = _stages(question, best, tokens)
+    if of_stages:
+        seconds = sum(row["seconds"] for row in of_stages)
     # The duration is as uncertain as the seconds of a step.
     low, high = (seconds * end / step / DAY for end in best.prediction.interval)
     rates = cost.rates_of(question.options, question.machine)
@@ -57,12 +65,18 @@ def days(question: Question) -> Answer:
         "risk": best.prediction.risk,
         "layout": asdict(best.layout),
         "seconds_per_step": step,
+        "stages": of_stages,
         **rates.of(question.gpus, seconds),
     }
     lines = [
         f"{seconds / DAY:.1f} days ({low:.1f} to {high:.1f} in 9 of 10 cases) for {tokens:.3g} "
         f"tokens on {where}, without stops and ramp-up",
         f"{question.batch}; {risk_of_fitting(question, [])}",
+        *(
+            f"stage {row['name']}: {row['seconds'] / DAY:.2f} days for {row['tokens']:.3g} tokens, "
+            f"{row['batch']} samples of {row['seq_length']} tokens in {row['step']:.3g} s"
+            for row in of_stages
+        ),
         rates.sentence(question.gpus, seconds),
         *ranked_lines([best], question),
         *notes([best]),
@@ -88,8 +102,12 @@ def _nodes_for(question: Question, tokens: float) -> Answer:
         here = Namespace(**vars(options) | {"nodes": nodes})
         lines = replace(question, options=here).rank(most=1).ranked
         safe = [line for line in lines if line.prediction.risk <= options.risk]
-        rates = [line.prediction.tokens_per_second for line in safe[:1]]
-        return tokens / rates[0] if rates else math.inf
+        if not safe:
+            return math.inf
+        rows = _stages(question, safe[0], tokens)
+        if rows:
+            return sum(row["seconds"] for row in rows)
+        return tokens / safe[0].prediction.tokens_per_second
 
     fastest = math.inf
     nodes = _product_from(least)
@@ -115,6 +133,33 @@ def _product_from(number: int) -> int:
         while rest % factor == 0:
             rest //= factor
     return number if rest == 1 else _product_from(number + 1)
+
+
+def _stages(question: Question, best: layouts.Ranked, tokens: float) -> list[dict[str, Any]]:
+    """Return for each stage of --stages its tokens and seconds; [] without stages.
+
+    best: the layout, which is chosen for the longest samples and the batch of the options. tokens:
+    of the whole run. Raise UserError if the layout cannot divide a stage's batch.
+    """
+    run = question.config
+    rows = []
+    ends = [stage.tokens for stage in run.stages[1:]] + [tokens]
+    for stage, end in zip(run.stages, ends):
+        if end <= stage.tokens:
+            continue
+        layout = best.layout
+        when = f" of stage {stage.name}"
+        validation.check_batch(layout, "global-batch-size", stage.batch, when)
+        validation.check_cut(layout, stage.length, when)
+        training = replace(run.training, global_batch_size=stage.batch)
+        model = replace(run.model, seq_length=stage.length)
+        job = Job(model, best.priced, training, question.machine)
+        step = predict(job, best.prediction.memory).seconds
+        count = end - stage.tokens
+        seconds = count / (stage.batch * stage.length) * step
+        about = {"name": stage.name, "tokens": count, "seconds": seconds, "step": step}
+        rows.append(about | {"batch": stage.batch, "seq_length": stage.length})
+    return rows
 
 
 def rampup(question: Question) -> Answer:

@@ -4,6 +4,10 @@
     python scripts/corpus.py verify data/books data/news
     python scripts/corpus.py merge --out data/all data/books data/news
     python scripts/corpus.py split --out data/part data/books --shares 9,1
+    python scripts/corpus.py order --stages months.toml ...      (the options of train.py)
+
+`order` says which epochs of each corpus the stages of a run will read, and which corpora are read
+more often than max_epochs of the file says. With --resume it goes on from a checkpoint.
 
 prepare_data.py writes PREFIX.sha256 beside the pair, in the format of sha256sum; `verify` reads
 the pair from end to end and compares.
@@ -23,9 +27,12 @@ from config import errors  # first: it ends a Python that is too old
 with errors.installed():
     import numpy as np
 
+    from checkpointing.resumed import inherited_options
     from config.cli import Parser
+    from config.command_line import parse_request
     from config.errors import UserError, exit_with
     from config.paths import check_folder
+    from corpora import stage_table
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter, checksums_of
 
@@ -127,10 +134,14 @@ def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
 
 def main(arguments: list[str]) -> None:
     """Do one command; raises UserError."""
+    if arguments[:1] == ["order"] and not {"-h", "--help"} & set(arguments):
+        config = parse_request(arguments[1:], resumed=inherited_options).config
+        print("\n".join(stage_table.table(config)))
+        return
     form = argparse.RawDescriptionHelpFormatter
     text, _, usage = (__doc__ or "").partition("\n\n")
     parser = Parser(description=text, epilog=usage, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("command", choices=("show", "verify", "merge", "split"))
+    parser.add_argument("command", choices=("show", "verify", "merge", "split", "order"))
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX")
     parser.add_argument("--out", metavar="PREFIX", help="of merge; split adds .0, .1, ...")
     parser.add_argument("--seq-length", type=int, default=2048, help="of show (2048)")

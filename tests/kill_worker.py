@@ -19,8 +19,9 @@ from ranks import free_port
 
 import trainer
 from checkpointing import folders
+from checkpointing.resumed import inherited_options
 from config import validation
-from config.command_line import parse
+from config.command_line import parse_request
 from distributed.launch import Launch
 
 RANKS = 2
@@ -57,7 +58,8 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path, words: list[str]) ->
     set_torchrun_variables(rank, ranks, port)
     status = 1
     try:
-        config = validation.check(parse(words), ranks)
+        request = parse_request(words, resumed=inherited_options)  # as train.py does
+        config = validation.check(request.config, ranks)
         trainer.main(config, Launch("torchrun", rank, ranks))
         status = 0
     finally:
