@@ -608,6 +608,7 @@ class Trainer:
 
     def _evaluate_tasks(self, scorer: Scorer) -> None:
         """Evaluate the weights on --eval-tasks, and with --eval-ema their average too; log it."""
+        set_length(self.state, self.config.model.seq_length)
         for task, result in scorer.results():
             self.log.task(task.name, self.done, result)
         if self.config.data.eval_ema:
