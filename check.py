@@ -14,7 +14,7 @@ All of train.py's options are taken, and these:
     --random N        N runs drawn at random in place of one, each in --layouts layouts, default: 2;
                       --seed draws others
     --at-once N       layouts that run at the same time, default: as the cores allow
-    --cuda            on this machine's GPUs, in bf16, with its bounds; not tried on several GPUs
+    --cuda            on this machine's GPUs, in bf16 with its bounds; not tried on several GPUs
 
 The run becomes small: few blocks, heads and experts, a vocabulary that does not divide; a corpus
 becomes random documents. Everything is computed in fp64, where rounding hides nothing, and every
@@ -121,12 +121,16 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
         print(line(outcome), flush=True)
 
     with Engine(small, at_once) as runner:
-        losses = " ".join(f"{loss:.6f}" for loss in runner.begin().losses)
+        one = runner.begin()
+        losses = " ".join(f"{loss:.6f}" for loss in one.losses)
         print(f"{'losses':{WIDTH}s} one rank: {losses}", flush=True)
+
+        for sentence in one.alone:
+            print(f"{'WRONG':{WIDTH}s} one rank: {sentence}", flush=True)
 
         def may_begin() -> bool:
             """Return whether another layout may begin: in time, and if there is no verdict yet."""
-            differs = any(not outcome.is_equal for outcome in outcomes)
+            differs = any(not outcome.is_equal for outcome in outcomes) or one.alone
             has_verdict = differs and len(outcomes) >= ENOUGH and not given.all
             return not has_verdict and (until is None or time.monotonic() < until)
 
@@ -140,7 +144,9 @@ def _check(small: Config, chosen: Sequence[Layout], given: Namespace, folder: Pa
         seconds = time.monotonic() - began
         for text in verdict(runner.reference, outcomes, left, seconds):
             print(text)
-    return int(not all(outcome.is_equal for outcome in outcomes))
+        for sentence in one.alone:
+            print(f"WRONG on one rank too: {sentence}")
+        return int(bool(one.alone) or not all(x.is_equal for x in outcomes))
 
 
 def _check_random(given: Namespace, ranks: int, seed: int) -> int:
@@ -164,10 +170,11 @@ def _check_random(given: Namespace, ranks: int, seed: int) -> int:
             small, _ = shrink(_request(words).config, Path(folder))
             chosen = some(small, ranks, given.layouts or 2, name)
             with Engine(small, at_once) as runner:
+                alone = runner.begin().alone
                 outcomes = list(runner.run(chosen))
-                differs = [outcome for outcome in outcomes if not outcome.is_equal]
+                differs = [*alone, *(outcome for outcome in outcomes if not outcome.is_equal)]
                 if differs:
-                    print(f"run {name}: {shlex.join(words)}")
+                    print(f"run {name}: {shlex.join(words)}", *alone, sep="\n")
                     print(*map(line, outcomes), *verdict(runner.reference, outcomes), sep="\n")
         runs, ran, wrong = runs + 1, ran + len(outcomes), wrong + bool(differs)
         print(f"{runs} runs, {ran} layouts, {wrong} runs differ", flush=True)

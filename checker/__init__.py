@@ -6,6 +6,7 @@ layouts   layouts that cover every pair of axes and options
 ranks     worlds of ranks, forked from this process, that do one run after another
 runs      one run on one rank: its losses, its tensors, and what the recorder has seen
 recorder  every tensor of a step: inputs, outputs and gradients of modules, weights, state
+alone     what one rank can check by itself: what tokens see, gradients against losses
 compare   the first tensor of a run that is not one rank's
 causes    what such a difference usually is, and the operations before a tensor
 drawn     runs drawn at random, for --random

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import data
 import trainer
+from checker.alone import findings
 from checker.compare import Reference, Seen
 from checker.recorder import Piece, Recorder
 from checkpointing.save import Checkpointer
@@ -44,7 +45,7 @@ class Answer:
 
     losses, norms, loads: of every step. evaluated: the losses of evaluations by name. unequal:
     replicas that differ. seen: how its tensors compare with one rank's. pieces, aliases: of the
-    recorder, if there is nothing to compare with.
+    recorder, if there is nothing to compare with; then also `alone`: what is wrong on one rank.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Answer:
     seen: Seen | None = None
     pieces: list[Piece] = field(default_factory=list)
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
+    alone: list[str] = field(default_factory=list)
 
 
 class Worker:
@@ -83,6 +85,8 @@ class Worker:
             state.reader.close()
         if self.reference is None:
             answer.pieces, answer.aliases = recorder.pieces, recorder.aliases
+            if config.training.precision == "fp64":
+                answer.alone = list(findings(config, context))
         else:
             tp = config.layout.tp
             answer.seen = Seen.by(self.reference, recorder.pieces, tp, state.factory.mesh)

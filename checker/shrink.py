@@ -19,6 +19,7 @@ from config.validation import rotary_scaling
 
 LAYERS, LENGTH, VOCABULARY, EXPERTS = 4, 24, 61, 12
 HEADS = 6  # KV heads: tp 2 and 3 divide them, and cp 4 only in part
+OFTEN = 13  # tokens of a vocabulary, one of which ends a document
 BATCH = 12  # samples in a step: dp 1 to 4, and micro-batches of 1 to 3
 # The first step has the weights as drawn, the second those of an update, which were gathered, the
 # third an update with moments; later ones do nothing that is new.
@@ -34,6 +35,9 @@ def shrink(config: Config, folder: Path, on_gpus: bool = False) -> tuple[Config,
     run has the layout of one rank.
     """
     model = _model(config.model)
+    if config.data.eod_token is not None and config.data.data == ("synthetic",):
+        fewer = min(model.vocab_size, OFTEN)  # so that documents of random tokens end often
+        model = dataclasses.replace(model, vocab_size=fewer)
     training, said = _training(config.training)
     if on_gpus:
         training = dataclasses.replace(training, precision="bf16")

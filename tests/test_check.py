@@ -1,15 +1,21 @@
 """check.py: if this failed, a person would change a layer and believe a wrong verdict on it."""
 
 import dataclasses
+import re
 import sys
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from ranks import ROOT, fork_one, fork_ranks, start
 
+import attention_masks
+import parallel
 from benchmarks.faults.check_faults import asked, judged
+from checker.alone import findings
 from checker.causes import explanations, shared
 from checker.compare import Reference, Seen, first_difference
 from checker.drawn import drawn
@@ -19,6 +25,8 @@ from checker.shrink import shrink
 from config import command_line, validation
 from config.errors import UserError
 from config.schema import Layout
+from distributed.context import start as start_context
+from distributed.launch import Launch
 from distributed.mesh import Mesh
 
 GPT = "--layers 12 --hidden 768 --heads 12 --vocab-size 50257 --steps 10"
@@ -173,6 +181,61 @@ def test_what_differing_layouts_share():
     assert "tp above 1 and cp above 1" in shared([both], [tp, cp, plain])
     zero = dataclasses.replace(plain, zero=2)
     assert "ZeRO 2" in shared([zero], [plain, tp, cp])
+
+
+# ---- One rank ------------------------------------------------------------------------------------
+
+
+def one_rank(tmp_path, words: str) -> list[str]:
+    """What one rank says about itself, in this process."""
+    config, _ = small(tmp_path, words)
+    return list(findings(config, start_context(Launch("python"), config.run)))
+
+
+DOCUMENTS = f"{GPT} --positions rotary --eod-token 0 --reset-attention --mask-eod-loss"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [GPT, DOCUMENTS, f"{GPT} --set window=128 sinks=true", MOE, f"{GPT} --objective prefix"],
+    ids=["causal", "documents", "windows", "experts", "prefix"],
+)
+def test_one_rank_is_right(tmp_path, words):
+    assert one_rank(tmp_path, words) == []
+
+
+def test_one_rank_that_sees_the_next_token_is_wrong(tmp_path, monkeypatch):
+    attend = F.scaled_dot_product_attention
+
+    def wrong(q, k, v, is_causal=False, **named):
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)
+        return attend(q, k, v, attn_mask=mask, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong)
+    (sentence,) = one_rank(tmp_path, GPT)
+    assert re.search(r"token \d+ of a sample depends on token \d+, which it may not see", sentence)
+
+
+def test_documents_that_see_one_another_are_wrong(tmp_path, monkeypatch):
+    whole = attention_masks.range_mask
+    monkeypatch.setattr(
+        attention_masks, "range_mask", lambda a, b, *of: whole(torch.zeros_like(a), b, *of)
+    )
+    assert "which it may not see" in one_rank(tmp_path, DOCUMENTS)[0]
+
+
+def test_a_gradient_that_is_no_derivative_is_named(tmp_path, monkeypatch):
+    right = parallel.GradSink.add
+
+    def twice(sink, x, grad):
+        right(sink, x, 2 * grad if sink.weight.spec.name.endswith("mlp.up.weight") else grad)
+
+    monkeypatch.setattr(parallel.GradSink, "add", twice)
+    (sentence,) = one_rank(tmp_path, GPT)
+    assert "8 of" in sentence
+    assert "that of blocks.3.mlp.up.weight is 2 times the loss's" in sentence or (
+        "that of blocks.0.mlp.up.weight is 2 times the loss's" in sentence
+    )
 
 
 # ---- The program ---------------------------------------------------------------------------------
