@@ -18,6 +18,9 @@ from planner.job import Job
 DEFAULT = 0.05  # the risk of a layout that is accepted without --risk
 NINETY = 1.645  # standard deviations on either side between which 90 of 100 values lie
 MEASURED = ("1f1b", "gpipe")  # schedules of the runs on which `time_spread` was found
+# The standard deviation of the logarithms of the shares of their peaks that the measured GPUs reach
+# in large products (hardware/fitted.toml): how little a datasheet says of another GPU.
+UNMEASURED = 0.13
 PER_DOUBLING = 0.05  # assumed: the spread grows by this for each doubling beyond a fitted range
 
 
@@ -46,18 +49,19 @@ def interval(job: Job, seconds: float) -> tuple[float, float]:
     layout = job.layout
     values = job.fitted_values
     doublings = 0.0  # by how many doublings the job is outside of fitted ranges
+    of_machine = 0.0  # the spread of a machine without measured runs
     for name, (low, high) in job.machine.fitted_range.items():
         if high:  # the range is empty (0 to 0) for a machine without measured runs
             nearest = min(max(values[name], low), high)
             doublings += abs(math.log2(values[name] / nearest))
         else:
-            doublings += 1.0
+            of_machine = UNMEASURED
     # No run was measured with other schedules or cp: their times are only simulated.
     if layout.pp > 1 and layout.schedule not in MEASURED:
         doublings += 1.0
     if layout.cp > 1:
         doublings += 1.0
-    # Two independent errors: within the fitted range, and for the distance from this range.
-    spread = math.hypot(job.machine.time_spread, PER_DOUBLING * doublings)
+    # Independent errors: within the fitted range, for the distance from it, and of the machine.
+    spread = math.hypot(job.machine.time_spread, PER_DOUBLING * doublings, of_machine)
     factor = math.exp(NINETY * spread)
     return seconds / factor, seconds * factor

@@ -5,6 +5,8 @@ from ranks import ROOT
 
 from benchmarks.planner import expert_cases, expert_rows
 
+OTHER_PROGRAMS = ("NeMo AutoModel", "PithTrain issue 79", "torchao")
+
 # ---- Public rows ---------------------------------------------------------------------------------
 
 
@@ -28,7 +30,10 @@ def test_each_model_held_out_is_as_near_as_the_results_say(rows):
     found = expert_rows.held_out(compared)
     for line in expert_rows.report(compared, aside, found):
         assert line in text, line
-    off = [abs(each) for one in found.values() for each in one.off.values()]
+    by_megatron = {row.id for row in compared if not row.section.startswith(OTHER_PROGRAMS)}
+    every = {name: abs(each) for one in found.values() for name, each in one.off.items()}
+    off = [each for name, each in every.items() if name in by_megatron]
+    assert len(off) == 166
     assert sum(off) / len(off) <= 0.12
-    assert sum(len(one.alarms) for one in found.values()) <= 0.2 * len(off)
+    assert sum(len(one.alarms) for one in found.values()) <= 0.2 * len(every)
     assert [one.missed for one in found.values() if one.missed] == []

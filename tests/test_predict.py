@@ -332,7 +332,7 @@ def test_an_interval_holds_the_prediction_and_widens_outside_of_what_was_fitted(
     assert low * high == pytest.approx(100)
     far = job._replace(model=dataclasses.replace(model, seq_length=2**20))
     assert risk.interval(far, 10.0)[1] > high
-    assert risk.interval(job._replace(machine=hardware.load("b200")), 10.0)[1] > high
+    assert risk.interval(job._replace(machine=hardware.load("mi300x")), 10.0)[1] > high
 
 
 # ------------------------------------------------------------------------------------------------
