@@ -71,7 +71,7 @@ def smallest(question: Question) -> Answer:
     nodes, line = question.fewest_nodes()
     data: dict[str, Any] = {"nodes": nodes, "gpus": nodes * machine.node}
     data |= {"risk": line.prediction.risk, "layout": asdict(line.layout)}
-    text = f"{nodes} nodes of {machine.node} {machine.name}: {_on(line)}"
+    text = f"{nodes} node{'s' * (nodes > 1)} of {machine.node} {machine.name}: {_on(line)}"
     return Answer(f"{text}\n{_accepted(question)}", data)
 
 

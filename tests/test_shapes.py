@@ -7,7 +7,7 @@ from benchmarks.planner import plan_accuracy, published_cases, published_rows, s
 from config import model_stats
 from config.errors import UserError
 from config.schema import ModelShape
-from planner import engines
+from planner import hardware
 
 
 def ask(words: str) -> plan.Answer:
@@ -17,7 +17,7 @@ def ask(words: str) -> plan.Answer:
 @pytest.fixture(scope="module")
 def tables():
     rows = published_cases.cases(published_rows.read(str(plan_accuracy.DATA / "measured_rows.csv")))
-    values = {constant.name: constant.value for constant in engines.constants()}
+    values = dict(hardware.fitted_values())
     return shape_order.timed(rows, plan_accuracy.held_out(rows, "seconds", values))
 
 

@@ -23,7 +23,7 @@ from config.cli import Parser
 from config.command_line import read_toml
 from config.errors import UserError, sentences
 
-ONE_CELL = re.compile(r"\b(interleaved|full|selective) (\d+)")  # a cell of two words
+ONE_CELL = re.compile(r"\b(interleaved|full|selective) (\d+)|(?<=\d) (?=B\b)")  # of two words
 LEFT_OUT = ("90%", "bubble", "risk", "sp", "s/slow", "waves", "products", "attn", "why")
 QUESTIONS = ROOT / "benchmarks" / "data" / "questions.toml"
 
@@ -46,7 +46,7 @@ def answer(command: str) -> tuple[str, float]:
 
 def short(lines: list[str]) -> str:
     """Return the first line of an answer, and the first row of its table or why nothing fits."""
-    words = [ONE_CELL.sub(r"\1-\2", line).split() for line in lines]
+    words = [ONE_CELL.sub(_one_cell, line).split() for line in lines]
     first = " ".join(words[0])
     for head, row in itertools.pairwise(words):
         if head[:1] in (["tp"], ["hidden"]):
@@ -55,6 +55,11 @@ def short(lines: list[str]) -> str:
             return f"{first}: {', '.join(cells)}"
     reasons = [" ".join(line) for line in words if {"memory:", "hold", "sum"} & set(line)]
     return "; ".join([first, *reasons[:2]])
+
+
+def _one_cell(found: re.Match[str]) -> str:
+    """Return a cell of two words as one."""
+    return "" if found[1] is None else f"{found[1]}-{found[2]}"
 
 
 def _heads(head: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from benchmarks.planner.stated_rows import StatedRow
 from config import model_stats
 from config.cli import Parser
 from config.errors import sentences
-from planner import engines
+from planner import hardware
 
 TOLD_APART = 0.02
 # By the table's name, its rows in benchmarks/data/measured_rows.csv.
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> None:
     """Print the report."""
     Parser(description=__doc__.splitlines()[0]).parse_args(arguments)
     rows = published_cases.cases(published_rows.read(str(DATA / "measured_rows.csv")))
-    values = {constant.name: constant.value for constant in engines.constants()}
+    values = dict(hardware.fitted_values())
     guesses = plan_accuracy.held_out(rows, "seconds", values)
     print("\n".join(report(timed(rows, guesses))))
 
