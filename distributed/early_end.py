@@ -301,13 +301,13 @@ class Watched:
     def _report(self) -> None:
         """Print that the rank has died, and write the report into the folder of the run."""
         # These modules are imported here because a death is rare and they would slow down a start.
-        from watchdog.hang_report import Failure
+        from watchdog.hang_report import JobFailure
         from watchdog.monitor import Rank, report
 
         number, size = self._rank()
         now = time.monotonic()
         rank = Rank(number, now, now, node_name(), self.pid, state="gone", error=self.error)
-        case = Failure("dead", size, first=number, gone=[number], culprits=[number])
+        case = JobFailure("dead", size, first=number, gone=[number], culprits=[number])
         report(case, {number: rank.to_dict(now)}, self.out)
 
     def _rank(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from functools import partial
 
 from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder, Operation
-from watchdog.hang_report import Failure, WaitGraph, find_culprits
+from watchdog.hang_report import JobFailure, WaitGraph, find_culprits
 
 
 class DeviceEvent:
@@ -75,6 +75,6 @@ class Ranks:
         return find_culprits(hang(**case), WaitGraph(self.to_dict()))
 
 
-def hang(**case) -> Failure:
+def hang(**case) -> JobFailure:
     """A case of eight ranks."""
-    return Failure("hang", **{"size": 8, "limit": 60.0, "still": 0, "time": "now"} | case)
+    return JobFailure("hang", **{"size": 8, "limit": 60.0, "still": 0, "time": "now"} | case)

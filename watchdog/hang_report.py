@@ -51,7 +51,7 @@ def _now() -> str:
 
 
 @dataclass
-class Failure:
+class JobFailure:
     """The reason for which the monitor ends the job.
 
     kind: dead, failed, hang, or missing (ranks did not connect). size: the number of ranks in the
@@ -189,7 +189,7 @@ def _wait_of(snapshot: dict[str, Any]) -> dict[str, Any] | None:
     return wait if wait and wait["ranks"] else None
 
 
-def find_culprits(case: Failure, graph: WaitGraph) -> list[int]:
+def find_culprits(case: JobFailure, graph: WaitGraph) -> list[int]:
     """Return the ranks that caused the case, the most likely rank first.
 
     In a hang these are the ranks at the ends of chains of waits, if they made no progress for half
@@ -213,7 +213,7 @@ SHOWN_FRAMES = 6  # the most frames of a stack that a report shows
 SHOWN_LINES = 24  # the most lines of a list that a report shows
 
 
-def format_report(case: Failure, ranks: Ranks, out: str) -> str:
+def format_report(case: JobFailure, ranks: Ranks, out: str) -> str:
     """Return the report of a case as text, for people: the cause, who waits for whom, and where.
 
     out: the run's --out, or empty if no files are written.
@@ -235,7 +235,7 @@ def format_report(case: Failure, ranks: Ranks, out: str) -> str:
     return "\n".join([*lines, _RULE])
 
 
-def _headline(case: Failure, ranks: Ranks) -> str:
+def _headline(case: JobFailure, ranks: Ranks) -> str:
     """Return the first sentence of a report: the kind of case and its ranks."""
     if case.kind == "missing":
         return (

@@ -27,7 +27,7 @@ from typing import Any
 
 from watchdog import hang_report
 from watchdog.handshake import Entrance, Process, receive_all
-from watchdog.hang_report import Failure, Ranks, WaitGraph, find_culprits
+from watchdog.hang_report import JobFailure, Ranks, WaitGraph, find_culprits
 from watchdog.heartbeat import encode, is_connected, kill_process, process_state
 
 # --hang-timeout by default: MIN_HANG_TIMEOUT seconds or MEDIAN_STEPS median steps, the longer.
@@ -304,24 +304,24 @@ class Monitor:
 
     # -- the decision -----------------------------------------------------------------------
 
-    def _find_case(self, now: float) -> Failure | None:
+    def _find_case(self, now: float) -> JobFailure | None:
         """Return the case for which the job must end, or None."""
         if self.dead:  # asked first, because a death may make other ranks fail or hang
-            return Failure("dead", self.job.size, first=self.dead[0])
+            return JobFailure("dead", self.job.size, first=self.dead[0])
         if self.failures:
             rank, when = self.failures[0]
             if now - when < FAILURE_DELAY:
                 return None
-            return Failure("failed", self.job.size, first=rank)
+            return JobFailure("failed", self.job.size, first=rank)
         if len(self.ranks) < self.job.size and now - self.began > ALL_RANKS_TIMEOUT:
             missing = sorted(set(range(self.job.size)) - set(self.ranks))
-            return Failure("missing", self.job.size, missing=missing, limit=ALL_RANKS_TIMEOUT)
+            return JobFailure("missing", self.job.size, missing=missing, limit=ALL_RANKS_TIMEOUT)
         if now - self.checked < POLL_SECONDS:  # do not search for a hang after every message
             return None
         self.checked = now
         return self._find_hang(now)
 
-    def _find_hang(self, now: float) -> Failure | None:
+    def _find_hang(self, now: float) -> JobFailure | None:
         """Return a hang if ranks are over their limits, unless they wait only for moving ranks."""
         if not self.job.limit:  # without --hang-timeout the limit follows from the step times
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
@@ -340,7 +340,7 @@ class Monitor:
         if causes and all(now - rank.moved < self._limit_of(rank) for rank in causes):
             return None  # the ranks that all stalled ranks wait for still move: no hang yet
         slowest = min(stalled, key=lambda rank: rank.moved)
-        return Failure("hang", self.job.size, still=slowest.rank, limit=self._limit_of(slowest))
+        return JobFailure("hang", self.job.size, still=slowest.rank, limit=self._limit_of(slowest))
 
     def _limit_of(self, rank: Rank) -> float:
         """Return the limit for one rank in seconds; it is longer during the rank's first steps."""
@@ -353,7 +353,7 @@ class Monitor:
 
     # -- the end of the job -----------------------------------------------------------------
 
-    def _ask_ranks(self, case: Failure) -> Failure | None:
+    def _ask_ranks(self, case: JobFailure) -> JobFailure | None:
         """Ask all ranks for their stacks and records; return the case, or None if it was no hang.
 
         Ranks that got little processor time may seem to hang: their answers then show progress.
@@ -364,7 +364,7 @@ class Monitor:
         self._inspect_ranks()
         return self._find_hang(time.monotonic()) if case.kind == "hang" else case
 
-    def _close(self, case: Failure) -> None:
+    def _close(self, case: JobFailure) -> None:
         """Report the case and end the job; other ranks of their node kill the silent ranks."""
         failed = case.kind == "failed"
         ranks = self._describe_ranks(time.monotonic())
@@ -421,7 +421,7 @@ class Monitor:
                 kill_process(rank.pid, rank.started)
 
 
-def report(case: Failure, ranks: Ranks, out: str) -> None:
+def report(case: JobFailure, ranks: Ranks, out: str) -> None:
     """Print a case's report and write its files into `out`, unless `out` is empty."""
     text = hang_report.format_report(case, ranks, out)
 
