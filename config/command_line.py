@@ -280,12 +280,18 @@ def _print_help(description: str, groups: Collection[str]) -> NoReturn:
 
 
 def _note_on_model(name: str) -> list[str]:
-    """Return a note if --model is the name of a repository that stands for a preset."""
-    if "/" not in name:
+    """Return a note if --model is the name of a repository that stands for a preset, or a
+    config.json with fields that nothing here reads.
+    """
+    if not name:
         return []
-    from config.spelling import means_preset, preset_name
+    from config import families, spelling
 
-    return [f"--model {name} is the preset {preset_name(name)}"] if means_preset(name) else []
+    if spelling.means_preset(name):
+        preset = spelling.preset_name(name)
+        return [f"--model {name} is the preset {preset}"] if "/" in name else []
+    unread = families.unread_in(name)
+    return [f"{name} has fields that change nothing here: {', '.join(unread)}"] if unread else []
 
 
 def samples_of(tokens: int, length: int) -> int:
