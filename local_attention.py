@@ -30,7 +30,7 @@ from torch import Tensor
 
 import attention_masks
 from attention_masks import compiled_flex, takes_flex, visible_blocks
-from config.block_attention import BlockAttention
+from config.block_attention import SPAN, BlockAttention
 from config.schema import ModelShape
 from data import Batch
 from distributed.collectives import Group
@@ -40,8 +40,6 @@ from rotary import Rotary
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-SPAN = 128  # the most queries of a span; its scores are SPAN rows of the keys that it sees
 
 
 class Span(NamedTuple):

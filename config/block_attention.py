@@ -14,6 +14,8 @@ from functools import lru_cache
 
 from config.errors import UserError
 
+SPAN = 128  # the most queries that attend at once where flex_attention does not run
+
 
 @dataclass(frozen=True)
 class BlockAttention:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**20  # size of the largest TOML file that is read
 SHAPE = {"model", "layers", "hidden", "heads"}  # one of these begins another model
 BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # the two options for the global batch size
+LENGTHS = {"steps", "train_samples"}  # the two options for the length of a run
 # `--precision auto` counts as not given, so a program's default or the resumed run's value holds.
 AUTOMATIC = ("precision", "auto")
 # The words of error messages for the types of options.
@@ -145,8 +146,9 @@ def parse_request(
     by_flags |= _set_keys(by_flags.pop("set", ()))
     file = by_flags.pop("config", None)
     by_file = _options_of_file(file) if file else {}
-    if BATCH_SIZES & by_flags.keys():  # a flag for one of the two overrides both in the file
-        by_file = {name: value for name, value in by_file.items() if name not in BATCH_SIZES}
+    for either in (BATCH_SIZES, LENGTHS):
+        if either & by_flags.keys():  # a flag for one of the two overrides both in the file
+            by_file = {name: value for name, value in by_file.items() if name not in either}
     given = by_file | by_flags
     given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
     # A branch that was begun goes on, as by --resume auto.
@@ -280,12 +282,18 @@ def _print_help(description: str, groups: Collection[str]) -> NoReturn:
 
 
 def _note_on_model(name: str) -> list[str]:
-    """Return a note if --model is the name of a repository that stands for a preset."""
-    if "/" not in name:
+    """Return a note if --model is the name of a repository that stands for a preset, or a
+    config.json with fields that nothing here reads.
+    """
+    if not name:
         return []
-    from config.spelling import means_preset, preset_name
+    from config import families, spelling
 
-    return [f"--model {name} is the preset {preset_name(name)}"] if means_preset(name) else []
+    if spelling.means_preset(name):
+        preset = spelling.preset_name(name)
+        return [f"--model {name} is the preset {preset}"] if "/" in name else []
+    unread = families.unread_in(name)
+    return [f"{name} has fields that change nothing here: {', '.join(unread)}"] if unread else []
 
 
 def samples_of(tokens: int, length: int) -> int:

@@ -694,6 +694,16 @@ def unread(config: dict[str, Any], where: str) -> list[str]:
     return sorted(config.keys() - known)
 
 
+def unread_in(path: str) -> list[str]:
+    """Return the result of `unread` for the config.json at a path; [] for a run.json.
+
+    path: as of `read`.
+    """
+    file = _find(path)
+    config = _read_json(file)
+    return [] if "config" in config else unread(config, file)
+
+
 def context_length(config: dict[str, Any], where: str) -> int:
     """Return the tokens of the longest text that a model is made for, by its config.json.
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config.block_attention import SPAN
 from config.model_stats import (
     attention_matrices,
     block_norms,
@@ -23,7 +24,7 @@ from config.model_stats import (
     norm_parameters,
     normed_width,
 )
-from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE
+from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE, ModelShape
 from planner.job import Column, Job, mean_of_kinds, term
 from schedules.partition import StageSpec
 
@@ -329,7 +330,45 @@ def block_activations(job: Job, scores: Column) -> Column:
     # Keys and values of other cp ranks are kept, unless attention is recomputed (`scores` False).
     gathered_from = job.cp // job.over_heads - 1
     numbers = numbers + np.where(scores, gathered_from * keys_and_values / t, 0.0)
-    return job.number_bytes * job.tokens * numbers + routing_bytes(job)
+    kept = job.number_bytes * job.tokens * numbers + routing_bytes(job)
+    return kept + np.where(scores, span_bytes(job), 0.0)
+
+
+@term
+def span_bytes(job: Job) -> Column:
+    """Return the bytes that local_attention.py keeps for a micro-batch where no flex kernel runs.
+
+    flex_attention runs on GPUs that compute in bf16 and keeps no scores. Elsewhere SPAN queries at
+    a time attend to the keys that they see: with a softcap or sinks by products, which keep the
+    softmax in FP32, and the tanh of a softcap; else, with a window, by torch's kernel, which keeps
+    the mask as a bias. The results of the spans are kept beside the whole result.
+    """
+    model = job.model
+    by_products = bool(model.attention_softcap or model.sinks)
+    has_flex = job.machine.precision == "bf16" and model.head_size >= 16
+    if model.is_latent or has_flex or not (by_products or model.window):
+        return 0.0
+    keys = keys_of_spans(model)  # of each query
+    result = job.number_bytes * model.attention_width / job.layout.tp
+    if not by_products:
+        return job.tokens * (result + job.number_bytes * keys / job.layout.micro_batch_size)
+    rounded = job.number_bytes if job.number_bytes < 4 else 0  # the softmax in half precision
+    score = 4.0 * (1 + bool(model.attention_softcap)) + rounded
+    return job.tokens * (result + score * keys * model.heads / job.layout.tp)
+
+
+def keys_of_spans(model: ModelShape) -> float:
+    """Return how many keys a query's span sees, as the mean over a sample.
+
+    A span sees what its first query sees, up to its last query. model: its blocks are alike.
+    """
+    length = model.seq_length
+    window = min(model.window or length, length)
+    total = 0
+    for first in range(0, length, SPAN):
+        stop = min(first + SPAN, length)
+        total += (stop - first) * (stop - max(0, first - window + 1))
+    return total / length
 
 
 def mlp_width(job: Job) -> Column:

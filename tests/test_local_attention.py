@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import golden_worker
 import pytest
 import torch
 from compare import assert_close
@@ -14,18 +15,20 @@ from test_golden import check_lines
 from torch.nn.attention.flex_attention import flex_attention
 
 import local_attention
+import trainer
 from attention import KeyValueCache, attention_kernel
-from config import model_stats
+from config import model_stats, validation
 from config.block_attention import flags_of, pattern_of
 from config.errors import UserError
-from config.schema import Layout, ModelShape
+from config.schema import Layout, ModelShape, Training
 from data import Batch
 from distributed.mesh import Mesh
 from local_attention import attend_by_flex, attend_by_spans, seen_by
 from model import Stage
 from parallel import ParamFactory
-from planner import op_costs
+from planner import hardware, memory_terms, op_costs
 from planner.hardware import load
+from planner.job import Job
 from schedules.partition import BLOCKS_ALONE, stage_specs
 
 S, V = 40, 61
@@ -164,6 +167,65 @@ def test_with_windows_in_all_blocks_a_token_reaches_no_farther_than_they_do(kind
     with torch.no_grad():
         moved = (stage.hidden_states(tokens) != stage.hidden_states(changed)).any(-1)[:, 0]
     assert moved.nonzero().flatten().tolist() == list(range(5, 5 + 4 * 2 + 1))
+
+
+# ---- Memory -------------------------------------------------------------------------------------
+
+WIDE = {"hidden": 128, "heads": 8, "seq_length": 512, "layers": 1, "vocab_size": 64, "bias": False}
+WIDE |= {"positions": "rotary", "norm": "rmsnorm"}
+
+
+def kept_and_planned(changes: dict) -> tuple[int, float]:
+    """The bytes that a block keeps for its backward pass on a CPU, and those of the plan."""
+    config = validation.check(golden_worker.options(WIDE | changes), 1)
+    [stage] = trainer.build(config).stages
+    [(seen, tables)] = stage.positions.of_blocks(None, None, 1)
+    masks = [span.mask for span in getattr(seen, "spans", [])]
+    shared = [*stage.parameters(), *tables, *masks]  # of all micro-batches
+    kept = {t.untyped_storage().data_ptr(): 0 for t in shared}
+    alive = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        alive.append(t)  # so that no other tensor gets its place
+        kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        return t
+
+    x = torch.randn(512, config.layout.micro_batch_size, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        stage.blocks[0](x, None, seen, tables)
+    job = Job(config.model, config.layout, config.training, hardware.load("cpu"))
+    return sum(kept.values()), memory_terms.kept_bytes(job)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window": 64},
+        {"window": 64, "micro_batch_size": 2},
+        {"window": 64, "kv_heads": 2},
+        {"attention_softcap": 5.0},
+        {"sinks": True},
+        {"sinks": True, "attention_softcap": 5.0, "window": 64},
+        {"sinks": True, "attention_softcap": 5.0, "window": 64, "recompute": "selective"},
+    ],
+    ids=str,
+)
+def test_the_plan_counts_the_scores_that_a_block_keeps(changes):
+    """What it keeps more than a plain block, to a 30th of all that it keeps."""
+    names = ("micro_batch_size", "kv_heads", "recompute")
+    plain = kept_and_planned({k: v for k, v in changes.items() if k in names})
+    kept, planned = kept_and_planned(changes)
+    more = kept - plain[0]
+    assert abs(more - (planned - plain[1])) < kept / 30
+    selective = changes.get("recompute") == "selective"
+    assert selective or more > 0.05 * plain[0]
+
+
+def test_a_flex_kernel_keeps_no_scores():
+    model = golden_worker.options(WIDE | {"attention_softcap": 5.0}).model
+    for machine, keeps in (("a100-80", False), ("v100-32", True), ("cpu", True)):
+        job = Job(model, Layout(dp=1), Training(), hardware.load(machine))
+        assert bool(memory_terms.span_bytes(job)) == keeps
 
 
 # ---- Layouts -------------------------------------------------------------------------------------

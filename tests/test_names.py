@@ -130,6 +130,24 @@ def test_a_batch_in_tokens_of_a_file_and_of_a_flag(tmp_path):
         size()
 
 
+def test_the_length_of_a_run_on_the_command_line_overrides_that_of_the_file(tmp_path):
+    """Steps for samples and the other way round; two flags, or two keys, are a mistake."""
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\ntrain_samples = 96\n")
+
+    def length(*words: str) -> tuple[int | None, int | None]:
+        training = parse_request([*SHORT, "--config", str(file), *words]).config.training
+        return training.steps, training.train_samples
+
+    assert length() == (None, 96)
+    assert length("--steps", "5") == (5, None)
+    assert length("--train-iters", "5") == (5, None)
+    file.write_text("[training]\nsteps = 7\n")
+    assert length("--train-samples", "40") == (None, 40)
+    with pytest.raises(UserError, match="give one of --steps and --train-samples"):
+        validation.check(parse_request([*SHORT, "--steps", "5", "--train-samples", "8"]).config, 1)
+
+
 def test_megatrons_iterations_count_the_samples_of_a_batch_in_tokens():
     words = [*SHORT, "--batch-tokens", "16384", "--lr-warmup-iters", "10", "--steps", "100"]
     assert parse_request(words).config.training.lr_warmup_samples == 20

@@ -8,7 +8,7 @@ from public_models import MODELS, V, write
 from test_sample import numbers, run_here
 
 import checkpoint
-from config.command_line import make_model
+from config.command_line import make_model, parse_request
 from config.errors import UserError
 from config.families import TOKENS, from_config, unread
 
@@ -96,6 +96,14 @@ def test_fields_that_nothing_reads_are_named(tmp_path):
         "rope_interleaved",
         "transformers.js_config",
     ]
+    path = tmp_path / "config.json"
+    for fields in (config, MODELS["TinyLlama-1.1B-Chat"][0]):
+        path.write_text(json.dumps(fields))
+        (*notes,) = parse_request(["--model", str(path), "--steps", "1"]).notes
+        named = [
+            note for note in notes if "that change nothing here: is_llama_config, rope" in note
+        ]
+        assert len(notes) == len(named) == ("is_llama_config" in fields)
 
 
 # ---- Every field that changes numbers ------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 
 import golden_worker
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,20 @@ def test_rows_and_lines_have_it_and_evaluations_do_not(tmp_path, capsys):
     trainer.main(configure(f"--steps 1 --out {tmp_path / 'plain'}"), Launch("python"))
     assert "z_loss" not in rows(tmp_path / "plain")[0]
     assert "z-loss" not in capsys.readouterr().out
+
+
+def test_a_trace_has_the_language_loss(tmp_path):
+    """The head's output has both losses: the trace of a run with z-loss has the same row."""
+    found = []
+    for z_loss in ("0", "1e-2"):
+        words = f"--steps 1 --z-loss {z_loss} --trace-numerics 1 --out {tmp_path / z_loss}"
+        trainer.main(configure(words), Launch("python"))
+        with np.load(tmp_path / z_loss / "numerics" / "step-000001.npz") as file:
+            about = json.loads(bytes(file["about"]))
+            first = about["activations"].index("loss") * about["bins"]
+            found.append(file["values"][first : first + about["bins"]])
+    assert found[0].any()
+    assert np.array_equal(*found)
 
 
 def test_the_plan_counts_what_the_head_keeps_for_it():
