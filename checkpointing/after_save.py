@@ -1,7 +1,8 @@
 """Runs the user's command of --after-save for each complete checkpoint, beside the training.
 
     commands = AfterSave("rclone copy $TRINE_CHECKPOINT remote:bucket", "runs/a")
-    commands.add("runs/a/checkpoints/step_00000500")     when the checkpoint is published
+    commands.announce(500)                               before the checkpoint is published
+    commands.add("runs/a/checkpoints/step_00000500")     when it is published
     for note in commands.notes(): print(note)
 
 Rank 0 has it. The commands run one at a time, in the order of the saves, each by `sh -c` in a
@@ -65,19 +66,25 @@ class AfterSave:
                 lines.append(self._notes.get_nowait())
         return lines
 
-    def add(self, checkpoint: str) -> None:
-        """Run the command for a complete checkpoint, after those before it. Returns at once.
+    def announce(self, step: int) -> None:
+        """Tell the next start that the command is due for this step's checkpoint, if there is one.
 
-        checkpoint: its folder.
+        Called before the checkpoint is published: so no kill can leave one without its command.
         """
-        step = step_of(checkpoint)
         log, status = self._files(step)
         try:
             self.folder.mkdir(exist_ok=True)
             status.unlink(missing_ok=True)
-            log.write_bytes(b"")  # tells the next start that this command is due
+            log.write_bytes(b"")
         except OSError as error:
             self._notes.put(f"note: --after-save: cannot write {log}: {error.strerror}")
+
+    def add(self, checkpoint: str) -> None:
+        """Run the command for a complete checkpoint, after those before it. Returns at once.
+
+        checkpoint: its folder. `announce` was called for it.
+        """
+        step = step_of(checkpoint)
         with self._lock:
             self._steps.append(step)
             waiting = len(self._steps)

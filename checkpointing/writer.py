@@ -253,6 +253,8 @@ class Writer:
             if note:
                 save.notes.append(note)
             self.other_course = None
+        if self.after_save is not None:
+            self.after_save.announce(save.progress.iteration)
         folders.publish(save.hidden, self.folder_of(save.progress))
         in_use: list[int] = []
         if self.after_save is not None:

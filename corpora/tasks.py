@@ -21,6 +21,7 @@ are scored once. Several requests share a sample, each seeing only its own token
 """
 
 import bisect
+import contextlib
 import json
 import math
 import zlib
@@ -116,7 +117,7 @@ def read_rows(file: TaskFile) -> list[Choices]:
 
     The file is read as all JSON lines are (text_sources.py), also compressed.
     """
-    rows = []
+    rows: list[Choices] = []
     path = Path(file.path)
     try:
         with damage_named(path):
@@ -220,15 +221,12 @@ def _target_of(target: Any, pairs: Sequence[tuple[str, str]]) -> tuple[int, ...]
     if not isinstance(target, str):
         return _answers_of(target, pairs)
     same = _with_text(target, pairs)
-    number = None
-    try:
-        number = json.loads(target)
-    except (ValueError, RecursionError):
-        number = None
-    is_whole = isinstance(number, int) and not isinstance(number, bool)
-    if not isinstance(number, list) and not (is_whole and 0 <= number < len(pairs)):
-        number = None
-    by_number = None if number is None else _answers_of(number, pairs)
+    by_number = None
+    with contextlib.suppress(ValueError, RecursionError):
+        number: Any = json.loads(target)
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if isinstance(number, list) or (is_whole and 0 <= number < len(pairs)):
+            by_number = _answers_of(number, pairs)
     if by_number is not None and same and by_number != same:
         raise UserError(
             f"has the target {target!r:.60}, which is the number of one continuation and the text "

@@ -83,11 +83,16 @@ class BadTexts:
 @contextlib.contextmanager
 def damage_named(path: Path) -> Iterator[None]:
     """UserError with the file's name for what is raised if a file is damaged."""
+
+    def mistakes() -> tuple[type[Exception], ...]:
+        """Asked when an error has come: a package that was not loaded before may have raised it."""
+        return (*MISTAKES_OF_FORMAT, *_mistakes_of_packages(path), OSError)
+
     try:
         yield
     except io.UnsupportedOperation:
         raise
-    except (*MISTAKES_OF_FORMAT, *_mistakes_of_packages(path), OSError) as error:
+    except mistakes() as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # an error of the disk, not of the format
         reason = reason_of(error)
@@ -348,8 +353,10 @@ def objects_of(
                 line = _without_mark(line)
             if line.strip():
                 place = f"{path}:{number}"
-                found = _parse_line(line, place, keys, bad)
-                if found is not None:
+                found = _parse_line(line, keys)
+                if isinstance(found, str):
+                    bad.add(place, found)
+                else:
                     yield place, found
 
 
@@ -358,21 +365,19 @@ def _without_mark(line: bytes) -> bytes:
     return line.removeprefix(codecs.BOM_UTF8)
 
 
-def _parse_line(
-    line: bytes, place: str, keys: Sequence[str], bad: BadTexts
-) -> dict[str, Any] | None:
-    """The object in a JSON line; None for one that is skipped as bad."""
+def _parse_line(line: bytes, keys: Sequence[str]) -> dict[str, Any] | str:
+    """The object in a JSON line, which has one of the keys; why it is bad, if it is."""
     try:
         found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        return bad.add(place, "is not UTF-8")
+        return "is not UTF-8"
     except ValueError as error:  # also a number of 5,000 digits
-        return bad.add(place, f"is not JSON: {error}")
+        return f"is not JSON: {error}"
     except RecursionError:
-        return bad.add(place, "is not JSON that can be read: it is nested too deeply")
+        return "is not JSON that can be read: it is nested too deeply"
     key = next((key for key in keys if isinstance(found, dict) and key in found), None)
     if key is None:
-        return bad.add(place, f"has no key {' and no '.join(map(repr, keys))}")
+        return f"has no key {' and no '.join(map(repr, keys))}"
     # What is no text is written as JSON again, to look at all of its texts.
     value = found[key]
     text = value if isinstance(value, str) else json.dumps(found, ensure_ascii=False)
@@ -381,7 +386,7 @@ def _parse_line(
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         where = f", at place {error.start}" if text is value else ""
-        return bad.add(place, f"has half of a character, U+{code:04X}{where}")
+        return f"has half of a character, U+{code:04X}{where}"
     return found
 
 

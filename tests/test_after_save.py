@@ -98,6 +98,7 @@ def test_what_a_command_inherits(tmp_path, monkeypatch):
         f"env >{tmp_path}/env; cat; pwd; echo out; echo err >&2; exit 7", str(tmp_path)
     )
     checkpoint = tmp_path / "checkpoints" / "step_00000005"
+    commands.announce(5)
     commands.add(str(checkpoint))
     while commands.steps:
         time.sleep(0.01)
