@@ -29,6 +29,7 @@ def shortened(text: str) -> str:
     """A block with a fiftieth of the tokens and samples, and few steps between saves."""
     text = re.sub(r"\b(\d+)K\b", lambda m: str(int(m[1]) * 1000 // TIMES_SHORTER), text)
     text = text.replace("102400", "10240").replace("--save-every 50", "--save-every 4")
+    text = text.replace("warmup-samples 200", "warmup-samples 20")
     return text.replace("--eval-every 100", "--eval-every 10").replace("samples 64", "samples 16")
 
 
