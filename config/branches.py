@@ -79,9 +79,8 @@ def _training(saved: Mapping[str, Any]) -> Training:
     """Return the options of training in a checkpoint's configuration."""
     theirs = saved.get("training") or {}
     names = {field.name for field in dataclasses.fields(Training)}
-    return Training(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in theirs.items() if k in names}
-    )
+    known: dict[str, Any] = {k: v for k, v in theirs.items() if k in names}
+    return Training(**known)
 
 
 def _check_stable(training: Training, done: int, checkpoint: str, total: int | None) -> None:

@@ -203,8 +203,16 @@ def _stage_from(
     if not data or not all(isinstance(word, str) and word.isprintable() for word in words):
         raise ValueError("a stage has no data")
     sizes = tuple((prefix, _count(size, 1)) for prefix, size in blocks)
-    counts = [_count(value) for value in (first, step, samples, tokens)]
-    return BegunStage(name, *counts, tuple(data), _count(length, 1), sizes)
+    return BegunStage(
+        name,
+        _count(first),
+        _count(step),
+        _count(samples),
+        _count(tokens),
+        tuple(data),
+        _count(length, 1),
+        sizes,
+    )
 
 
 def new_run() -> str:

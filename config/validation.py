@@ -47,8 +47,8 @@ def check(config: Config, ranks: int) -> Config:
 def check_any_length(config: Config, ranks: int) -> Config:
     """Return the result of `check` for a run whose length may be missing: then it is one step."""
     training = config.training
-    ends = training.steps, training.train_samples, config.plan and config.plan.train_tokens
-    if ends == (None, None, None):
+    by_plan = None if config.plan is None else config.plan.train_tokens
+    if training.steps is None and training.train_samples is None and by_plan is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
     return check(config, ranks)
 

@@ -66,7 +66,7 @@ def run_and_kill(out: Path, words: list[str], kills: int, chance: random.Random)
                     os.kill(i, signal.SIGKILL)
                 raise
             seconds = time.monotonic() - began
-            time.sleep(chance.uniform(0.0, 0.4))
+            time.sleep(chance.uniform(0.0, seconds / 2))  # some steps, on a busy machine too
         kill_worker.kill(ids, chance.randrange(kill_worker.RANKS), chance.uniform(0.0, 0.05))
         reached.append(kill_worker.newest(out))
     kill_worker.finish(out, words)

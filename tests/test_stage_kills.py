@@ -9,7 +9,7 @@ from ranks import start
 
 @pytest.mark.slow
 def test_kills_at_random_moments_stay_on_the_curve(tmp_path):
-    """Three of the forty of benchmarks/results/stage_kills.md, with other moments."""
+    """Two kills of a run, one of its branch; the program takes any number of them."""
     command = [sys.executable, "tests/stage_kill_worker.py", str(tmp_path), "3", "7"]
     outcome = start(command, timeout=400)
     assert outcome.status == 0, outcome.err[-4000:]
