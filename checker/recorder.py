@@ -210,7 +210,7 @@ class Recorder:
         rows = self._rows(x.shape[0])
         if rows is None:
             return
-        values = x.detach().cpu().numpy().copy()
+        values = _array(x)
         if shape is not None and np.prod(shape) == values.shape[-1]:
             values = values.reshape(*values.shape[:-1], *shape)
         self.pieces.append(Piece((self.step, kind, name), (rows, self._samples()), values))
@@ -221,20 +221,20 @@ class Recorder:
             return
         _, places, samples, *_ = inputs
         experts, weights, _ = output
-        places = places.cpu().numpy()
+        places = _array(places)
         whole = self._rows(self._tokens(len(places)))
         if whole is None:
             return
         place = whole[places // samples], self._samples()[places % samples]
         key = self.step, "output", f"{name}.choice"
-        self.pieces.append(Piece(key, place, experts.cpu().numpy().copy(), paired=True))
+        self.pieces.append(Piece(key, place, _array(experts), paired=True))
         key = self.step, "output", f"{name}.weights"
-        self.pieces.append(Piece(key, place, weights.detach().cpu().numpy().copy(), paired=True))
+        self.pieces.append(Piece(key, place, _array(weights), paired=True))
         if weights.requires_grad:
             key = self.step, "gradient of output", f"{name}.weights"
 
             def add(grad: Tensor) -> None:
-                self.pieces.append(Piece(key, place, grad.cpu().numpy().copy(), paired=True))
+                self.pieces.append(Piece(key, place, _array(grad), paired=True))
 
             weights.register_hook(add)
 
@@ -264,10 +264,18 @@ class Recorder:
 
     def _add_elements(self, key: Key, elements: np.ndarray, values: Tensor) -> None:
         """Add elements of a parameter; those with the index -1 are padding."""
-        numbers = values.detach().double().cpu().numpy().reshape(-1)
+        numbers = _array(values.double()).reshape(-1)
         kept = elements >= 0
-        piece = Piece(key, (elements[kept],), numbers[kept].copy(), False, True)
+        piece = Piece(key, (elements[kept],), numbers[kept], False, True)
         self.pieces.append(piece)
+
+
+def _array(x: Tensor) -> np.ndarray:
+    """Return a copy of a tensor's numbers.
+
+    numpy() of the tensor itself would keep its storage from being freed, as ZeRO 3 frees weights.
+    """
+    return x.detach().cpu().clone().numpy()
 
 
 def _parts(stage: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -264,11 +264,11 @@ def test_mistakes_are_one_sentence_before_torch(words, sentence):
 
 def test_right_layouts_are_equal():
     """Also what is saved in one layout and goes on in two others."""
-    outcome = fork_one("check.py", "--layouts", "6", "--ranks", "2", timeout=600)
+    outcome = fork_one("check.py", "--layouts", "10", "--ranks", "2", timeout=600)
     assert outcome.status == 0, outcome.out + outcome.err
     lines = outcome.out.splitlines()
-    assert [line.split()[0] for line in lines].count("equal") == 8
-    assert lines[-1].startswith("equal: 8 layouts compute what one rank does")
+    assert [line.split()[0] for line in lines].count("equal") == 12
+    assert lines[-1].startswith("equal: 12 layouts compute what one rank does")
 
 
 @pytest.mark.slow
