@@ -16,8 +16,9 @@ from typing import Any
 
 import data
 import trainer
-from check import layouts, shrink
 from check.bandwidth import columns, line_rate, slow_links
+from check.layouts import cover, name_of, ranks_of
+from check.shrink import shrink
 from check.timed_collectives import Plan, World, check_sum, measure, pair_scan
 from config import command_line, validation
 from config.errors import UserError, sentences
@@ -80,7 +81,7 @@ def small_run(folder: Path, device: str) -> Config:
     """Return the small run whose layouts are compared: a GPT-2 in fp64, of synthetic tokens."""
     config = command_line.parse(["--model", "gpt2-124m", "--steps", "1"])
     config = dataclasses.replace(config, layout=Layout())
-    small, _ = shrink.shrink(config, folder)
+    small, _ = shrink(config, folder)
     return dataclasses.replace(small, run=dataclasses.replace(small.run, device=device))
 
 
@@ -90,8 +91,8 @@ def chosen(config: Config, ranks: int) -> list[Layout]:
     Layouts of fewer ranks get more replicas.
     """
     found: dict[str, Layout] = {}
-    for layout in layouts.cover(config, ranks):
-        times, rest = divmod(ranks, layouts.ranks_of(layout))
+    for layout in cover(config, ranks):
+        times, rest = divmod(ranks, ranks_of(layout))
         wider = dataclasses.replace(layout, dp=(layout.dp or 1) * times)
         if rest:
             continue
@@ -99,7 +100,7 @@ def chosen(config: Config, ranks: int) -> list[Layout]:
             validation.check(dataclasses.replace(config, layout=wider), ranks)
         except UserError:
             continue
-        found.setdefault(layouts.name_of(wider), wider)
+        found.setdefault(name_of(wider), wider)
     # From the whole list, which begins with the simplest ones: every n-th.
     names = list(found)
     step = max(1.0, len(names) / LAYOUTS)
@@ -155,7 +156,7 @@ def compare(launch: Launch, folder: Path, options: dict[str, Any]) -> None:
                     abs(a - b) / max(abs(b), 1e-300)
                     for a, b in zip(found["losses"], expected["losses"])
                 )
-                row = {"layout": layouts.name_of(layout), "differs": words}
+                row = {"layout": name_of(layout), "differs": words}
                 row["off"] = loss if math.isfinite(loss) else None
                 file.write(json.dumps(row) + "\n")
                 file.flush()
